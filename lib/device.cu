@@ -1,0 +1,693 @@
+#include "lib/device.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+// ---------------------------------------------------------------------------------------------------------- errors
+
+namespace {
+int rank_for_errors = -1;
+}
+int this_rank() { return rank_for_errors; }
+void set_this_rank(int rank) { rank_for_errors = rank; }
+
+std::string strf(const char* format, ...) {
+  va_list args, again;
+  va_start(args, format);
+  va_copy(again, args);
+  int n = std::vsnprintf(nullptr, 0, format, args);
+  va_end(args);
+  std::string s(size_t(std::max(n, 0)), '\0');
+  std::vsnprintf(&s[0], s.size() + 1, format, again);
+  va_end(again);
+  return s;
+}
+
+#if FSDP_CUDA
+void throw_cuda(int code, const char* call, const char* file, int line) {
+  cudaError_t e = cudaError_t(code);
+  const char* remedy = "";
+  if (e == cudaErrorMemoryAllocation) remedy = "; lower --batch or --seq, or free the GPU of other programs";
+  if (e == cudaErrorNoDevice || e == cudaErrorInsufficientDriver)
+    remedy = "; check the driver with nvidia-smi, or run with --device cpu";
+  if (e == cudaErrorNoKernelImageForDevice) remedy = "; rebuild on this machine, or with make ARCH=<its architecture>";
+  if (e == cudaErrorIllegalAddress || e == cudaErrorLaunchFailure)
+    remedy = "; run under compute-sanitizer to find the kernel";
+  std::string text =
+      strf("CUDA: %s failed at %s:%d on rank %d: %s%s", call, file, line, this_rank(), cudaGetErrorString(e), remedy);
+  if (e == cudaErrorMemoryAllocation) throw OutOfMemory(text);
+  throw CudaError(text);
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------- device
+
+struct Device::Failure {
+  std::mutex mutex;
+  std::exception_ptr first;
+};
+
+void Device::fail(std::exception_ptr e) {
+  std::lock_guard<std::mutex> lock(failure_->mutex);
+  if (!failure_->first) failure_->first = e;
+}
+bool Device::failed() const {
+  std::lock_guard<std::mutex> lock(failure_->mutex);
+  return failure_->first != nullptr;
+}
+void Device::check() {
+  std::lock_guard<std::mutex> lock(failure_->mutex);
+  if (failure_->first) std::rethrow_exception(failure_->first);
+}
+
+int gpu_count() {
+#if FSDP_CUDA
+  int n = 0;
+  if (cudaGetDeviceCount(&n) != cudaSuccess) {
+    cudaGetLastError();  // no driver is an answer, not an error
+    return 0;
+  }
+  return n;
+#else
+  return 0;
+#endif
+}
+
+namespace {
+std::string value_in_file(const char* path, const std::string& key) {
+  std::ifstream in(path);
+  for (std::string line; std::getline(in, line);)
+    if (line.compare(0, key.size(), key) == 0) {
+      size_t at = line.find(':');
+      at = line.find_first_not_of(" \t", at + 1);
+      return at == std::string::npos ? "" : line.substr(at);
+    }
+  return "";
+}
+}  // namespace
+
+Device::Device(Backend backend, int ordinal, int sharers, bool one_comm_stream)
+    : backend(backend), ordinal(ordinal), sharers(sharers), failure_(std::make_shared<Failure>()) {
+  if (backend == Backend::cpu) {
+    name = value_in_file("/proc/cpuinfo", "model name");
+    if (name.empty()) name = "CPU";
+    total_bytes = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+    std::string available = value_in_file("/proc/meminfo", "MemAvailable");
+    free_bytes = available.empty() ? total_bytes : std::atoll(available.c_str()) * 1024;
+  } else if (ordinal == plan_only) {
+    name = "planned GPU";
+  } else {
+#if FSDP_CUDA
+    CUDA_CHECK(cudaSetDevice(ordinal));
+    cudaDeviceProp prop;
+    CUDA_CHECK(cudaGetDeviceProperties(&prop, ordinal));
+    name = prop.name;
+    compute_capability = prop.major * 10 + prop.minor;
+    multiprocessors = prop.multiProcessorCount;
+    size_t free = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    free_bytes = int64_t(free), total_bytes = int64_t(total);
+#else
+    throw UsageError("this build has no GPU backend: rebuild with CUDA, or run with --device cpu");
+#endif
+  }
+  compute_ = std::make_unique<Stream>(*this, "compute", false);
+  gather_ = std::make_unique<Stream>(*this, "gather", true);
+  if (!one_comm_stream) reduce_ = std::make_unique<Stream>(*this, "reduce", true);
+}
+
+Device::~Device() {
+  // The streams first: their work still uses the arena.
+  compute_.reset(), gather_.reset(), reduce_.reset();
+}
+
+template <class T>
+HostBuffer<T>::HostBuffer(Device& dev, int64_t n) : p_(nullptr), n_(n), pinned_(false) {
+  size_t bytes = size_t(std::max<int64_t>(n, 1)) * sizeof(T);
+#if FSDP_CUDA
+  if (dev.backend == Backend::gpu && dev.ordinal != Device::plan_only) {
+    CUDA_CHECK(cudaMallocHost(&p_, bytes));
+    pinned_ = true;
+  }
+#endif
+  (void)dev;
+  if (!p_) p_ = static_cast<T*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  ASSERT(p_ != nullptr);
+  std::memset(static_cast<void*>(p_), 0, bytes);
+}
+template <class T>
+HostBuffer<T>::~HostBuffer() {
+#if FSDP_CUDA
+  if (pinned_ && p_) {
+    cudaFreeHost(p_);
+    return;
+  }
+#endif
+  std::free(p_);
+}
+template class HostBuffer<char>;
+template class HostBuffer<int32_t>;
+template class HostBuffer<double>;
+
+// --------------------------------------------------------------------------------------------------------- streams
+
+namespace {
+using Clock = std::chrono::steady_clock;
+
+// One record() of a CPU event: raised when the stream's thread reaches it.
+struct Flag {
+  std::mutex mutex;
+  std::condition_variable raised;
+  bool done = false;
+  Clock::time_point when;
+  void raise() {
+    std::lock_guard<std::mutex> lock(mutex);
+    when = Clock::now();
+    done = true;
+    raised.notify_all();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    raised.wait(lock, [&] { return done; });
+  }
+};
+}  // namespace
+
+struct Event::State {
+  Device* dev;
+  std::shared_ptr<Flag> flag;
+#if FSDP_CUDA
+  cudaEvent_t cuda = nullptr;
+  bool recorded = false;
+  ~State() {
+    if (cuda) cudaEventDestroy(cuda);
+  }
+#endif
+};
+
+Event::Event(Device& dev, bool timing) : s_(std::make_unique<State>()) {
+  s_->dev = &dev;
+  (void)timing;
+#if FSDP_CUDA
+  if (dev.backend == Backend::gpu && dev.ordinal != Device::plan_only)
+    CUDA_CHECK(cudaEventCreateWithFlags(&s_->cuda, timing ? cudaEventDefault : cudaEventDisableTiming));
+#endif
+}
+Event::~Event() = default;
+Event::Event(Event&&) noexcept = default;
+
+float elapsed_ms(Event& from, Event& to) {
+#if FSDP_CUDA
+  if (from.s_->cuda) {
+    CUDA_CHECK(cudaEventSynchronize(to.s_->cuda));
+    float ms = 0;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, from.s_->cuda, to.s_->cuda));
+    return ms;
+  }
+#endif
+  synchronize(to);
+  ASSERT(from.s_->flag && to.s_->flag);
+  return std::chrono::duration<float, std::milli>(to.s_->flag->when - from.s_->flag->when).count();
+}
+
+void synchronize(Event& e) {
+#if FSDP_CUDA
+  if (e.s_->cuda) {
+    if (e.s_->recorded) CUDA_CHECK(cudaEventSynchronize(e.s_->cuda));
+    e.s_->dev->check();
+    return;
+  }
+#endif
+  if (e.s_->flag) e.s_->flag->wait();
+  e.s_->dev->check();
+}
+
+// A CPU stream: a thread that takes work from a queue in order. After a failure it drops work but still raises flags,
+// so that nobody waits for ever; the failure reaches the host at its next synchronize.
+struct Stream::Worker {
+  Device& dev;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::pair<std::function<void()>, bool>> queue;  // work, and whether it runs after a failure too
+  bool stop = false, busy = false;
+  std::thread thread;
+
+  explicit Worker(Device& d) : dev(d), thread([this] { loop(); }) {}
+  ~Worker() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      stop = true;
+      changed.notify_all();
+    }
+    thread.join();
+  }
+  void push(std::function<void()> work, bool always) {
+    std::lock_guard<std::mutex> lock(mutex);
+    queue.emplace_back(std::move(work), always);
+    changed.notify_all();
+  }
+  void drain() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return queue.empty() && !busy; });
+  }
+  void loop() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [&] { return stop || !queue.empty(); });
+      if (queue.empty()) return;
+      auto item = std::move(queue.front());
+      queue.pop_front();
+      busy = true;
+      lock.unlock();
+      if (item.second || !dev.failed()) {
+        try {
+          item.first();
+        } catch (...) { dev.fail(std::current_exception()); }
+      }
+      item.first = nullptr;
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+};
+
+Stream::Stream(Device& dev, const char* name, bool high_priority) : dev_(dev) {
+  (void)name, (void)high_priority;
+  if (dev.backend == Backend::gpu && dev.ordinal == Device::plan_only) return;  // always off
+  if (dev.backend == Backend::cpu) {
+    worker_ = std::make_unique<Worker>(dev);
+    return;
+  }
+#if FSDP_CUDA
+  int least = 0, greatest = 0;
+  CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  CUDA_CHECK(cudaStreamCreateWithPriority(&cuda_, cudaStreamNonBlocking, high_priority ? greatest : least));
+#endif
+}
+Stream::~Stream() {
+#if FSDP_CUDA
+  if (cuda_) cudaStreamDestroy(cuda_);
+#endif
+}
+
+bool Stream::off() const { return dev_.mode != Mode::run; }
+bool Stream::on_gpu() const { return dev_.backend == Backend::gpu; }
+
+void Stream::enqueue(std::function<void()> work) {
+  if (off()) return;
+  ASSERT(worker_);
+  worker_->push(std::move(work), false);
+}
+
+void Stream::host(std::function<void()> work) {
+  if (off()) return;
+  if (worker_) {
+    worker_->push(std::move(work), false);
+    return;
+  }
+#if FSDP_CUDA
+  struct Job {
+    std::function<void()> work;
+    Device* dev;
+  };
+  auto run = [](void* p) {
+    std::unique_ptr<Job> job(static_cast<Job*>(p));
+    if (job->dev->failed()) return;
+    try {
+      job->work();
+    } catch (...) { job->dev->fail(std::current_exception()); }
+  };
+  auto job = std::make_unique<Job>(Job{std::move(work), &dev_});
+  CUDA_CHECK(cudaLaunchHostFunc(cuda_, run, job.get()));
+  job.release();
+#endif
+}
+
+void Stream::record(Event& e) {
+  if (off()) return;
+#if FSDP_CUDA
+  if (cuda_) {
+    CUDA_CHECK(cudaEventRecord(e.s_->cuda, cuda_));
+    e.s_->recorded = true;
+    return;
+  }
+#endif
+  auto flag = e.s_->flag = std::make_shared<Flag>();
+  worker_->push([flag] { flag->raise(); }, true);
+}
+
+void Stream::wait(const Event& e) {
+  if (off()) return;
+#if FSDP_CUDA
+  if (cuda_) {
+    if (e.s_->recorded) CUDA_CHECK(cudaStreamWaitEvent(cuda_, e.s_->cuda, 0));
+    return;
+  }
+#endif
+  if (auto flag = e.s_->flag) worker_->push([flag] { flag->wait(); }, true);
+}
+
+void Stream::copy(void* to, const void* from, int64_t bytes) {
+  if (off() || bytes == 0) return;
+#if FSDP_CUDA
+  if (cuda_) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, cuda_));
+    return;
+  }
+#endif
+  enqueue([=] { std::memcpy(to, from, size_t(bytes)); });
+}
+
+void Stream::zero(void* p, int64_t bytes) {
+  if (off() || bytes == 0) return;
+#if FSDP_CUDA
+  if (cuda_) {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, size_t(bytes), cuda_));
+    return;
+  }
+#endif
+  enqueue([=] { std::memset(p, 0, size_t(bytes)); });
+}
+
+#if FSDP_CUDA
+namespace {
+__global__ void spin(int64_t ns) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  while (int64_t(now - start) < ns);
+}
+}  // namespace
+#endif
+
+void Stream::sleep(double ms) {
+  if (off() || ms <= 0) return;
+#if FSDP_CUDA
+  if (cuda_) {
+    spin<<<1, 1, 0, cuda_>>>(int64_t(ms * 1e6));
+    CUDA_CHECK_LAUNCH();
+    return;
+  }
+#endif
+  enqueue([=] { std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms)); });
+}
+
+void Stream::synchronize() {
+#if FSDP_CUDA
+  if (cuda_) CUDA_CHECK(cudaStreamSynchronize(cuda_));
+#endif
+  if (worker_) worker_->drain();
+  dev_.check();
+}
+
+// ---------------------------------------------------------------------------------------------------------- memory
+
+const char* name_of(Purpose p) {
+  static const char* names[purposes] = {"master",         "moments",     "gradients",   "gather slots",
+                                        "gradient slots", "activations", "temporaries", "workspace"};
+  return names[int(p)];
+}
+
+namespace {
+constexpr int64_t kept_align = 4096, align = 256, arena_align = 2 << 20;
+int64_t round_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
+
+int64_t pack_in_order(const std::vector<Life>& lives, const std::vector<int>& order, int64_t align,
+                      std::vector<int64_t>* offsets) {
+  offsets->assign(lives.size(), 0);
+  std::vector<int> placed;
+  int64_t total = 0;
+  std::vector<std::pair<int64_t, int64_t>> taken;
+  for (int i : order) {
+    const Life& l = lives[size_t(i)];
+    taken.clear();
+    for (int j : placed) {
+      const Life& o = lives[size_t(j)];
+      if (o.born < l.dead && l.born < o.dead)
+        taken.emplace_back((*offsets)[size_t(j)], (*offsets)[size_t(j)] + round_up(o.bytes, align));
+    }
+    std::sort(taken.begin(), taken.end());
+    // The lowest gap that holds it.
+    int64_t at = 0;
+    for (const auto& t : taken) {
+      if (t.first - at >= round_up(l.bytes, align)) break;
+      at = std::max(at, t.second);
+    }
+    (*offsets)[size_t(i)] = at;
+    total = std::max(total, at + round_up(l.bytes, align));
+    placed.push_back(i);
+  }
+  return total;
+}
+}  // namespace
+
+int64_t most_live(const std::vector<Life>& lives, int64_t align) {
+  std::vector<std::pair<int64_t, int64_t>> changes;
+  for (const Life& l : lives) {
+    if (l.dead <= l.born) continue;
+    changes.emplace_back(l.born, round_up(l.bytes, align));
+    changes.emplace_back(l.dead, -round_up(l.bytes, align));
+  }
+  std::sort(changes.begin(), changes.end());  // at one time, deaths (negative) come before births
+  int64_t live = 0, most = 0;
+  for (const auto& c : changes) most = std::max(most, live += c.second);
+  return most;
+}
+
+int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>* offsets) {
+  // Offline storage allocation is NP-hard; placing the largest first at the lowest fitting offset is within a few per
+  // cent here, and where it is not, one of the other orders usually is. Stop as soon as the lower bound is met.
+  std::vector<int> order(lives.size());
+  auto span = [&](int i) { return lives[size_t(i)].dead - lives[size_t(i)].born; };
+  auto size = [&](int i) { return lives[size_t(i)].bytes; };
+  auto born = [&](int i) { return lives[size_t(i)].born; };
+  const std::function<bool(int, int)> rules[] = {
+      [&](int a, int b) { return size(a) > size(b); },
+      [&](int a, int b) { return span(a) > span(b); },
+      [&](int a, int b) { return double(size(a)) * double(span(a)) > double(size(b)) * double(span(b)); },
+      [&](int a, int b) { return born(a) < born(b); },
+  };
+  int64_t best = -1, bound = most_live(lives, align);
+  for (const auto& rule : rules) {
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), rule);
+    std::vector<int64_t> at;
+    int64_t total = pack_in_order(lives, order, align, &at);
+    if (best < 0 || total < best) best = total, *offsets = at;
+    if (best == bound) break;
+  }
+  return std::max<int64_t>(best, 0);
+}
+
+void* Memory::keep_bytes(int64_t bytes, const std::string& name, Purpose p) {
+  ASSERT(current_ < 0 && bytes >= 0);
+  if (!committed()) {
+    int64_t at = kept_.empty() ? 0 : kept_.back().offset + round_up(kept_.back().bytes, kept_align);
+    kept_.push_back({name, p, bytes, 0, 0, at, ""});
+    arena_ = -1;
+    return reinterpret_cast<char*>(int64_t(1) << 44) + at;
+  }
+  if (next_kept_ >= kept_.size() || kept_[next_kept_].name != name || kept_[next_kept_].bytes != bytes)
+    throw Error(strf("internal error: '%s' (%lld bytes) is not what the memory plan holds at place %zu", name.c_str(),
+                     (long long)bytes, next_kept_));
+  return base_ + kept_[next_kept_++].offset;
+}
+
+void Memory::rewind() { next_kept_ = 0; }
+
+void Memory::begin(const std::string& program) {
+  ASSERT(current_ < 0);
+  for (size_t i = 0; i < programs_.size(); i++)
+    if (programs_[i].name == program) current_ = int(i);
+  if (current_ < 0) {
+    if (committed()) throw Error("internal error: program '" + program + "' was never planned");
+    current_ = int(programs_.size());
+    programs_.emplace_back();
+    programs_.back().name = program;
+  }
+  ASSERT(committed() || !programs_[size_t(current_)].recorded);
+  cursor_ = 0;
+}
+
+void Memory::end() {
+  ASSERT(current_ >= 0 && live_.empty());
+  Program& p = programs_[size_t(current_)];
+  if (committed() && cursor_ != p.order.size())
+    throw Error("internal error: program '" + p.name + "' ended before its memory plan");
+  p.recorded = true;
+  current_ = -1;
+  arena_ = committed() ? arena_ : -1;
+}
+
+void Memory::phase(const std::string& name) { phase_ = name; }
+
+void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
+  ASSERT(current_ >= 0 && bytes >= 0);
+  Program& p = programs_[size_t(current_)];
+  if (!committed()) {
+    int index = int(p.bufs.size());
+    p.bufs.push_back({name, purpose, bytes, p.clock++, -1, 0, phase_});
+    p.order.push_back(index);
+    // Distinct addresses that no one may follow: 16 TiB up, apart from the kept ones.
+    char* fake = reinterpret_cast<char*>(int64_t(1) << 45) + (int64_t(index) << 36);
+    live_.emplace_back(fake, index);
+    return fake;
+  }
+  int index = cursor_ < p.order.size() ? p.order[cursor_] : -1;
+  if (index < 0 || p.bufs[size_t(index)].bytes != bytes || p.bufs[size_t(index)].name != name)
+    throw Error(strf("internal error: in '%s', phase '%s': taking '%s' (%lld bytes) departs from the memory plan",
+                     p.name.c_str(), phase_.c_str(), name, (long long)bytes));
+  cursor_++;
+  char* at = base_ + kept_bytes_ + p.bufs[size_t(index)].offset;
+  live_.emplace_back(at, index);
+  return at;
+}
+
+void Memory::give(void* ptr) {
+  if (current_ < 0) return;  // unwinding after an error
+  Program& p = programs_[size_t(current_)];
+  for (size_t i = live_.size(); i-- > 0;) {
+    if (live_[i].first != ptr) continue;
+    int index = live_[i].second;
+    live_.erase(live_.begin() + std::ptrdiff_t(i));
+    if (!committed()) {
+      p.bufs[size_t(index)].dead = p.clock++;
+      p.order.push_back(~index);
+    } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {
+      cursor_++;
+    } else if (!std::uncaught_exceptions()) {
+      std::fprintf(stderr, "internal error: giving '%s' back departs from the memory plan\n",
+                   p.bufs[size_t(index)].name.c_str());
+      std::abort();  // called from destructors: nothing can be thrown here
+    }
+    return;
+  }
+}
+
+void Memory::pack_all() const {
+  kept_bytes_ = kept_.empty() ? 0 : kept_.back().offset + round_up(kept_.back().bytes, kept_align);
+  int64_t most = 0;
+  for (Program& p : programs_) {
+    std::vector<Life> lives;
+    for (const Buf& b : p.bufs) lives.push_back({b.bytes, b.born, b.dead});
+    std::vector<int64_t> offsets;
+    most = std::max(most, pack(lives, align, &offsets));
+    for (size_t i = 0; i < offsets.size(); i++) p.bufs[i].offset = offsets[i];
+  }
+  arena_ = round_up(std::max<int64_t>(kept_bytes_ + most, 1), arena_align);
+}
+
+int64_t Memory::arena_bytes() const {
+  if (arena_ < 0) pack_all();
+  return arena_;
+}
+
+MemoryReport Memory::report() const {
+  MemoryReport r = {};
+  r.arena = arena_bytes();
+  for (const Buf& b : kept_) {
+    int64_t bytes = round_up(b.bytes, kept_align);
+    if (b.purpose == Purpose::master) r.init[int(b.purpose)] += bytes, r.init_total += bytes;
+    r.before_step[int(b.purpose)] += bytes, r.before_step_total += bytes;
+  }
+  int64_t most = -1;
+  for (const Program& p : programs_) {
+    // The moment right after a birth is the only kind at which a maximum can fall.
+    for (const Buf& at : p.bufs) {
+      int64_t live = 0;
+      for (const Buf& b : p.bufs)
+        if (b.born <= at.born && at.born < b.dead) live += round_up(b.bytes, align);
+      if (live <= most) continue;
+      most = live;
+      std::copy(r.before_step, r.before_step + purposes, r.peak);
+      int64_t largest = 0;
+      for (const Buf& b : p.bufs)
+        if (b.born <= at.born && at.born < b.dead) {
+          r.peak[int(b.purpose)] += round_up(b.bytes, align);
+          if (b.bytes > largest) largest = b.bytes, r.largest = b.name;
+        }
+      r.peak_phase = at.phase;
+    }
+  }
+  if (most < 0) std::copy(r.before_step, r.before_step + purposes, r.peak);
+  r.live_peak = r.before_step_total + std::max<int64_t>(most, 0);
+  return r;
+}
+
+void Memory::commit() {
+  ASSERT(!committed() && current_ < 0);
+  int64_t want = arena_bytes();
+  ASSERT(dev_.backend == Backend::cpu || dev_.ordinal != Device::plan_only);
+  int64_t free = dev_.free_bytes;
+#if FSDP_CUDA
+  if (dev_.backend == Backend::gpu) {
+    size_t f = 0, t = 0;
+    CUDA_CHECK(cudaMemGetInfo(&f, &t));
+    free = int64_t(f);
+  }
+#endif
+  if (want * dev_.sharers > free) {
+    MemoryReport r = report();
+    std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
+    throw OutOfMemory(
+        strf("no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s, and %s has "
+             "%.0f MiB free of %.0f; nothing was allocated; lower --batch or --seq, or use more ranks",
+             double(want) / 1048576.0, r.peak_phase.c_str(), r.largest.c_str(), shared.c_str(), dev_.name.c_str(),
+             double(free) / 1048576.0, double(dev_.total_bytes) / 1048576.0));
+  }
+  if (dev_.backend == Backend::cpu) {
+    void* p = mmap(nullptr, size_t(want), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+      throw OutOfMemory(
+          strf("no room in memory: the system refused the arena of %.0f MiB on rank %d: %s; lower --batch "
+               "or --seq",
+               double(want) / 1048576.0, this_rank(), std::strerror(errno)));
+    base_ = static_cast<char*>(p);
+    device_reported_ = want;
+  } else {
+#if FSDP_CUDA
+    size_t before = 0, after = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&before, &total));
+    CUDA_CHECK(cudaMalloc(&base_, size_t(want)));
+    CUDA_CHECK(cudaMemGetInfo(&after, &total));
+    device_reported_ = int64_t(before) - int64_t(after);
+#endif
+  }
+  next_kept_ = 0;
+}
+
+void Memory::poison() {
+  ASSERT(committed());
+  int64_t bytes = arena_ - kept_bytes_;
+#if FSDP_CUDA
+  if (dev_.backend == Backend::gpu) {
+    CUDA_CHECK(cudaMemset(base_ + kept_bytes_, 0xff, size_t(bytes)));
+    return;
+  }
+#endif
+  std::memset(base_ + kept_bytes_, 0xff, size_t(bytes));
+}
+
+Memory::~Memory() {
+  if (!base_) return;
+#if FSDP_CUDA
+  if (dev_.backend == Backend::gpu) {
+    cudaFree(base_);
+    return;
+  }
+#endif
+  munmap(base_, size_t(arena_));
+}

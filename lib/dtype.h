@@ -1,0 +1,63 @@
+// Number formats. bf16 is storage only: it is widened to float for every sum and rounded to nearest even on the way back.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifndef FSDP_CUDA
+#define FSDP_CUDA 0  // 1: nvcc compiles this file and the GPU backend is built in
+#endif
+#if FSDP_CUDA
+#include <cuda_runtime.h>
+#define HD __host__ __device__
+#else
+#define HD
+#endif
+
+struct bf16 {
+  uint16_t bits;
+  bf16() = default;
+  HD bf16(float f) {
+    uint32_t u = to_bits(f);
+    // Round to nearest even; a NaN keeps its sign and stays a NaN (the rounding could otherwise carry into infinity).
+    bits = (u & 0x7fffffffu) > 0x7f800000u ? uint16_t((u >> 16) | 0x0040u)
+                                           : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+  }
+  HD operator float() const { return from_bits(uint32_t(bits) << 16); }
+
+ private:
+  static HD uint32_t to_bits(float f) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(f);
+#else
+    uint32_t u;
+    std::memcpy(&u, &f, 4);
+    return u;
+#endif
+  }
+  static HD float from_bits(uint32_t u) {
+#ifdef __CUDA_ARCH__
+    return __uint_as_float(u);
+#else
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+#endif
+  }
+};
+static_assert(sizeof(bf16) == 2, "bf16 is two bytes");
+
+enum class Dtype : int { f32, bf16, f64 };
+
+inline int64_t size_of(Dtype t) { return t == Dtype::bf16 ? 2 : t == Dtype::f32 ? 4 : 8; }
+inline const char* name_of(Dtype t) { return t == Dtype::bf16 ? "bf16" : t == Dtype::f32 ? "fp32" : "fp64"; }
+
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, bf16>     ? Dtype::bf16
+                           : std::is_same_v<T, double> ? Dtype::f64
+                                                       : Dtype::f32;
+
+// Sums, softmax and norm statistics: float for float and bf16; double for double, which the gradient checks use.
+template <class T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
