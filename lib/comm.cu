@@ -1,0 +1,325 @@
+#include "lib/comm.h"
+
+#define OMPI_SKIP_MPICXX 1  // the C++ bindings, long gone from MPI, do not compile cleanly
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#ifndef FSDP_NCCL
+#define FSDP_NCCL 0
+#endif
+#if FSDP_NCCL
+#include <nccl.h>
+#endif
+
+namespace {
+void check_mpi(int code, const char* call, int line) {
+  if (code == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int n = 0;
+  MPI_Error_string(code, text, &n);
+  throw MpiError(strf("MPI: %s failed at %s:%d on rank %d: %s; see whether another rank stopped first", call, __FILE__,
+                      line, this_rank(), text));
+}
+#define MPI_CHECK(call) check_mpi((call), #call, __LINE__)
+
+#if FSDP_NCCL
+void check_nccl(ncclResult_t code, const char* call, int line, ncclComm_t comm) {
+  if (code == ncclSuccess) return;
+  const char* last = ncclGetLastError(comm);
+  throw NcclError(strf("NCCL: %s failed at %s:%d on rank %d: %s: %s; NCCL_DEBUG=INFO says more", call, __FILE__, line,
+                       this_rank(), ncclGetErrorString(code), last ? last : ""));
+}
+#define NCCL_CHECK(call, comm) check_nccl((call), #call, __LINE__, comm)
+#endif
+
+// Waits without burning the core that another rank computes on.
+void finish(MPI_Request* request) {
+  for (int spins = 0;; spins++) {
+    int done = 0;
+    MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
+    if (done) return;
+    if (spins < 100) std::this_thread::yield();
+    else std::this_thread::sleep_for(std::chrono::microseconds(spins < 1000 ? 50 : 500));
+  }
+}
+
+// MPI counts are ints: a part of any size is some number of equal pieces, described to MPI as one type.
+struct Part {
+  MPI_Datatype type = MPI_DATATYPE_NULL;
+  int count = 0;
+  explicit Part(int64_t bytes) {
+    int64_t piece = 1;
+    while (bytes / piece > (int64_t(1) << 30) || (piece < 4096 && bytes % (piece * 2) == 0)) {
+      if (bytes % (piece * 2)) throw MpiError(strf("a part of %lld bytes is too large for MPI", (long long)bytes));
+      piece *= 2;
+    }
+    MPI_CHECK(MPI_Type_contiguous(int(piece), MPI_BYTE, &type));
+    MPI_CHECK(MPI_Type_commit(&type));
+    count = int(bytes / piece);
+  }
+  ~Part() { MPI_Type_free(&type); }
+};
+
+// to[i] = sum over ranks of parts[r*count + i], in rank order.
+template <class T, class A>
+void sum_parts(T* to, const T* parts, int64_t count, int ranks) {
+  constexpr int64_t tile = 1024;
+  A sum[tile];
+  for (int64_t at = 0; at < count; at += tile) {
+    int64_t n = count - at < tile ? count - at : tile;
+    for (int64_t i = 0; i < n; i++) sum[i] = A(parts[at + i]);
+    for (int r = 1; r < ranks; r++)
+      for (int64_t i = 0; i < n; i++) sum[i] += A(parts[r * count + at + i]);
+    for (int64_t i = 0; i < n; i++) to[at + i] = T(sum[i]);
+  }
+}
+
+void sum_parts(void* to, const void* parts, int64_t count, int ranks, Dtype t) {
+  if (t == Dtype::f32) sum_parts<float, float>(static_cast<float*>(to), static_cast<const float*>(parts), count, ranks);
+  else if (t == Dtype::bf16)
+    sum_parts<bf16, float>(static_cast<bf16*>(to), static_cast<const bf16*>(parts), count, ranks);
+  else sum_parts<double, double>(static_cast<double*>(to), static_cast<const double*>(parts), count, ranks);
+}
+}  // namespace
+
+World init_mpi(int* argc, char*** argv) {
+  // Ranks on one host talk through shared memory only; copying out of another process's memory is often forbidden in
+  // containers, and Open MPI then prints a page about it.
+  setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
+  // NVLink multicast stays off: all that we use works without it, and a crash while it is on can take a host's GPUs
+  // down.
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
+  int provided = 0;
+  MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
+  World w;
+  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &w.rank));
+  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &w.size));
+  set_this_rank(w.rank);
+  if (provided < MPI_THREAD_MULTIPLE)
+    throw MpiError("MPI: this library was built without MPI_THREAD_MULTIPLE, which the streams need; use Open MPI");
+  MPI_Comm host;
+  MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
+  MPI_CHECK(MPI_Comm_rank(host, &w.local_rank));
+  MPI_CHECK(MPI_Comm_size(host, &w.local_size));
+  MPI_CHECK(MPI_Comm_free(&host));
+  return w;
+}
+
+void finish_mpi() { MPI_Finalize(); }
+
+void abort_all_ranks(const std::string& text, int status) {
+  std::fprintf(stderr, "error: %s\n", text.c_str());
+  std::fflush(stderr);
+  int started = 0;
+  MPI_Initialized(&started);
+  if (started) MPI_Abort(MPI_COMM_WORLD, status);
+  _exit(status);
+}
+
+void barrier() {
+  MPI_Request request;
+  MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));
+  finish(&request);
+}
+
+std::string broadcast_text(const std::string& text, int root) {
+  int64_t n = int64_t(text.size());
+  MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, MPI_COMM_WORLD));
+  std::string out = text;
+  out.resize(size_t(n));
+  MPI_CHECK(MPI_Bcast(&out[0], int(n), MPI_CHAR, root, MPI_COMM_WORLD));
+  return out;
+}
+
+std::string agree(const std::string& error) {
+  int rank, size;
+  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &size));
+  int mine = error.empty() ? size : rank, lowest = size;
+  MPI_CHECK(MPI_Allreduce(&mine, &lowest, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
+  return lowest == size ? "" : broadcast_text(error, lowest);
+}
+
+void require_same(const std::string& text, const std::string& what) {
+  std::string first = broadcast_text(text);
+  std::string error;
+  if (text != first)
+    error = strf(
+        "%s of rank %d differs from that of rank 0; start all ranks with the same command (rank 0: %s; rank %d: "
+        "%s)",
+        what.c_str(), this_rank(), first.c_str(), this_rank(), text.c_str());
+  error = agree(error);
+  if (!error.empty()) throw UsageError(error);
+}
+
+const char* name_of(Transport t) {
+  return t == Transport::nccl ? "NCCL" : t == Transport::mpi ? "MPI through host memory" : "none (one rank)";
+}
+
+std::string nccl_version() {
+#if FSDP_NCCL
+  int v = 0;
+  if (ncclGetVersion(&v) == ncclSuccess) return strf("%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
+#endif
+  return "none";
+}
+
+std::string mpi_version() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int n = 0;
+  MPI_Get_library_version(text, &n);
+  std::string s(text);
+  return s.substr(0, s.find_first_of(",\n"));
+}
+
+struct Channel::Impl {
+  MPI_Comm mpi = MPI_COMM_NULL;
+  char* staging = nullptr;                        // CPU: planned; receives the parts that reduce_scatter sums
+  std::unique_ptr<HostBuffer<char>> host, host2;  // GPU over MPI: the whole buffer, and the received parts
+#if FSDP_NCCL
+  ncclComm_t nccl = nullptr;
+#endif
+};
+
+Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
+                 int64_t max_bytes, bool open)
+    : dev_(dev), stream_(stream), world_(world), transport_(transport), impl_(std::make_unique<Impl>()) {
+  ASSERT((transport == Transport::none) == (world.size == 1));
+  if (transport == Transport::mpi && dev.backend == Backend::cpu)
+    impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
+  if (!open || transport == Transport::none) return;
+  MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &impl_->mpi));
+  MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
+  if (transport == Transport::nccl) {
+#if FSDP_NCCL
+    ncclUniqueId id;
+    if (world.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id), nullptr);
+    MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, impl_->mpi));
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    NCCL_CHECK(ncclCommInitRankConfig(&impl_->nccl, world.size, id, world.rank, &config), nullptr);
+#else
+    throw UsageError("this build has no NCCL: rebuild with NCCL installed");
+#endif
+  } else if (dev.backend == Backend::gpu) {
+    impl_->host = std::make_unique<HostBuffer<char>>(dev, max_bytes);
+    impl_->host2 = std::make_unique<HostBuffer<char>>(dev, max_bytes);
+  }
+}
+
+Channel::~Channel() {
+#if FSDP_NCCL
+  if (impl_->nccl) ncclCommDestroy(impl_->nccl);
+#endif
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (impl_->mpi != MPI_COMM_NULL && !finalized) MPI_Comm_free(&impl_->mpi);
+}
+
+#if FSDP_NCCL
+namespace {
+ncclDataType_t nccl_type(Dtype t) {
+  return t == Dtype::bf16 ? ncclBfloat16 : t == Dtype::f32 ? ncclFloat32 : ncclFloat64;
+}
+}  // namespace
+#endif
+
+// Over MPI every collective has the same three steps: bring the bytes to the host (a GPU), talk, take them back.
+void Channel::all_gather(void* buf, int64_t count, Dtype t) {
+  stream_.sleep(delay_ms);
+  if (stream_.off() || transport_ == Transport::none) return;
+  int64_t part = count * size_of(t);
+#if FSDP_NCCL
+  if (transport_ == Transport::nccl) {
+    NCCL_CHECK(ncclAllGather(static_cast<char*>(buf) + world_.rank * part, buf, size_t(count), nccl_type(t),
+                             impl_->nccl, stream_.cuda()),
+               impl_->nccl);
+    return;
+  }
+#endif
+  char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
+  char* mine = static_cast<char*>(buf) + world_.rank * part;
+  if (impl_->host) stream_.copy(host + world_.rank * part, mine, part);
+  stream_.host([host, part, mpi = impl_->mpi] {
+    Part p(part);
+    MPI_Request request;
+    MPI_CHECK(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, host, p.count, p.type, mpi, &request));
+    finish(&request);
+  });
+  if (impl_->host) stream_.copy(buf, host, part * world_.size);
+}
+
+void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
+  stream_.sleep(delay_ms);
+  if (stream_.off() || transport_ == Transport::none) return;
+  int64_t part = count * size_of(t);
+  char* mine = static_cast<char*>(buf) + world_.rank * part;
+#if FSDP_NCCL
+  if (transport_ == Transport::nccl) {
+    NCCL_CHECK(ncclReduceScatter(buf, mine, size_t(count), nccl_type(t), ncclSum, impl_->nccl, stream_.cuda()),
+               impl_->nccl);
+    return;
+  }
+#endif
+  bool staged = impl_->host != nullptr;
+  char* send = staged ? impl_->host->get() : static_cast<char*>(buf);
+  char* parts = staged ? impl_->host2->get() : impl_->staging;
+  if (staged) stream_.copy(send, buf, part * world_.size);
+  char* out = send + world_.rank * part;
+  stream_.host([=, ranks = world_.size, mpi = impl_->mpi] {
+    Part p(part);
+    MPI_Request request;
+    MPI_CHECK(MPI_Ialltoall(send, p.count, p.type, parts, p.count, p.type, mpi, &request));
+    finish(&request);
+    sum_parts(out, parts, count, ranks, t);
+  });
+  if (staged) stream_.copy(mine, out, part);
+}
+
+void Channel::all_reduce(double* buf, int64_t n) {
+  stream_.sleep(delay_ms);
+  if (stream_.off() || transport_ == Transport::none) return;
+#if FSDP_NCCL
+  if (transport_ == Transport::nccl) {
+    NCCL_CHECK(ncclAllReduce(buf, buf, size_t(n), ncclFloat64, ncclSum, impl_->nccl, stream_.cuda()), impl_->nccl);
+    return;
+  }
+#endif
+  double* host = impl_->host ? reinterpret_cast<double*>(impl_->host->get()) : buf;
+  if (impl_->host) stream_.copy(host, buf, n * 8);
+  stream_.host([host, n, ranks = world_.size, mpi = impl_->mpi] {
+    std::vector<double> all(size_t(n * ranks));
+    MPI_Request request;
+    MPI_CHECK(MPI_Iallgather(host, int(n), MPI_DOUBLE, all.data(), int(n), MPI_DOUBLE, mpi, &request));
+    finish(&request);
+    sum_parts<double, double>(host, all.data(), n, ranks);
+  });
+  if (impl_->host) stream_.copy(buf, host, n * 8);
+}
+
+void Channel::broadcast(void* buf, int64_t bytes, int root) {
+  stream_.sleep(delay_ms);
+  if (stream_.off() || transport_ == Transport::none) return;
+#if FSDP_NCCL
+  if (transport_ == Transport::nccl) {
+    NCCL_CHECK(ncclBroadcast(buf, buf, size_t(bytes), ncclInt8, root, impl_->nccl, stream_.cuda()), impl_->nccl);
+    return;
+  }
+#endif
+  char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
+  if (impl_->host) stream_.copy(host, buf, bytes);
+  stream_.host([host, bytes, root, mpi = impl_->mpi] {
+    Part p(bytes);
+    MPI_Request request;
+    MPI_CHECK(MPI_Ibcast(host, p.count, p.type, root, mpi, &request));
+    finish(&request);
+  });
+  if (impl_->host) stream_.copy(buf, host, bytes);
+}

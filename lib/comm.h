@@ -1,0 +1,68 @@
+// Ranks and collectives. MPI starts the ranks; NCCL moves data between GPUs, one a rank; otherwise (CPU ranks, ranks
+// that share a GPU, a build without NCCL) the same collectives go over MPI through host memory.
+//
+// A Channel is a stream with a communicator of its own: one for gathers and one for reductions, so that they overlap
+// each other. Collectives are enqueued on the channel's stream and return at once. All ranks must call them in the same
+// order, channel by channel. Counts are per rank and 64 bit; any world size.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "lib/device.h"
+
+struct World {
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 1;  // among the ranks of this host, by a shared-memory split
+};
+
+// Starts MPI (once a process) and tells who we are. Errors: MpiError.
+World init_mpi(int* argc, char*** argv);
+void finish_mpi();
+// Kills all ranks, with `text` as the one line said. For errors that other ranks cannot know of.
+[[noreturn]] void abort_all_ranks(const std::string& text, int status);
+
+// Host-side collectives on all ranks, for set-up and between steps; never inside one.
+void barrier();
+std::string broadcast_text(const std::string& text, int root = 0);
+// All ranks pass their error, empty if none. Returns the lowest rank's error, the same on all ranks, or empty.
+std::string agree(const std::string& error);
+// Throws UsageError on every rank if `text` is not the same on all; `what` names it.
+void require_same(const std::string& text, const std::string& what);
+
+enum class Transport { none, nccl, mpi };  // none: one rank
+const char* name_of(Transport t);
+std::string nccl_version();  // "2.28.9", or "none" in a build without NCCL
+std::string mpi_version();
+
+class Channel {
+ public:
+  // `max_bytes`: the largest buffer that a collective here will see (all ranks' parts together); MPI stages through
+  // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks. In a planned world
+  // (`--plan --world N`) transport says what to plan for and nothing is opened.
+  Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
+          bool open);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  // In place: buf holds size*count elements; rank r's part, [r*count, (r+1)*count), is copied to all.
+  void all_gather(void* buf, int64_t count, Dtype t);
+  // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
+  // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
+  void reduce_scatter(void* buf, int64_t count, Dtype t);
+  // In place sum of n doubles, in rank order over MPI.
+  void all_reduce(double* buf, int64_t n);
+  void broadcast(void* buf, int64_t bytes, int root);
+
+  Stream& stream() { return stream_; }
+  double delay_ms = 0;  // for tests: sleeps before each collective
+
+ private:
+  struct Impl;
+  Device& dev_;
+  Stream& stream_;
+  World world_;
+  Transport transport_;
+  std::unique_ptr<Impl> impl_;
+};
