@@ -1,0 +1,184 @@
+// What the kernels share: 16-byte vectors, sums over warps and blocks, launch shapes.
+//
+// Nearly all operations of lib/ops.h are bound by memory: the limit is the bytes they must read and write over the
+// bandwidth of the HBM. To come near it every access is a coalesced 16-byte vector, every byte is touched once, and
+// enough loads are in flight (about 25 KiB an SM on an H200).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "lib/device.h"
+
+namespace gpu {
+
+constexpr int warp = 32;
+
+HD inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int round_up_to_warp(int64_t n) { return int(ceil_div(n, warp) * warp); }
+
+// Numbers in a 16-byte vector.
+template <class T>
+constexpr int width = 16 / int(sizeof(T));
+
+// May all these be read as 16-byte vectors? (null: not read at all)
+template <class... P>
+bool aligned(const P*... p) {
+  return ((reinterpret_cast<uintptr_t>(p) | ...) & 15) == 0;
+}
+
+// --------------------------------------------------------------------------------------------------------- vectors
+
+// N numbers as they lie in memory: whole 16-byte vectors, or one number where a row has odd length.
+template <class T, int N>
+struct Pack {
+  static_assert(N * sizeof(T) % 16 == 0, "whole vectors");
+  uint4 q[N * sizeof(T) / 16];
+};
+template <class T>
+struct Pack<T, 1> {
+  T x;
+};
+
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* p) {
+  Pack<T, N> v;
+  if constexpr (N == 1) {
+    v.x = *p;
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / 16); ++i) v.q[i] = reinterpret_cast<const uint4*>(p)[i];
+  }
+  return v;
+}
+template <int N, class T>
+__device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
+  if constexpr (N == 1) {
+    *p = v.x;
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / 16); ++i) reinterpret_cast<uint4*>(p)[i] = v.q[i];
+  }
+}
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> zeros() {
+  Pack<T, N> v;
+  if constexpr (N == 1) {
+    v.x = T(0.0f);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / 16); ++i) v.q[i] = make_uint4(0, 0, 0, 0);
+  }
+  return v;
+}
+
+// Widened to float for arithmetic, and rounded back (two bf16 in one instruction).
+template <class T, int N>
+__device__ __forceinline__ void widen(float (&f)[N], const Pack<T, N>& v) {
+  if constexpr (N == 1) {
+    f[0] = float(v.x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / 16); ++i) {
+      const uint32_t w[4] = {v.q[i].x, v.q[i].y, v.q[i].z, v.q[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if constexpr (sizeof(T) == 2) {
+          f[8 * i + 2 * j] = __uint_as_float(w[j] << 16);
+          f[8 * i + 2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+        } else {
+          f[4 * i + j] = __uint_as_float(w[j]);
+        }
+    }
+  }
+}
+__device__ __forceinline__ uint32_t two_bf16(float low, float high) {
+  uint32_t w;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+}
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> narrow(const float (&f)[N]) {
+  Pack<T, N> v;
+  if constexpr (N == 1) {
+    v.x = T(f[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / 16); ++i) {
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if constexpr (sizeof(T) == 2) w[j] = two_bf16(f[8 * i + 2 * j], f[8 * i + 2 * j + 1]);
+        else w[j] = __float_as_uint(f[4 * i + j]);
+      v.q[i] = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+  }
+  return v;
+}
+template <int N, class T>
+__device__ __forceinline__ void load(float (&f)[N], const T* p) {
+  widen(f, load<N>(p));
+}
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
+  store(p, narrow<T>(f));
+}
+
+// ------------------------------------------------------------------------------------------------------------- sums
+
+template <class A>
+__device__ __forceinline__ A warp_sum(A x) {
+#pragma unroll
+  for (int o = warp / 2; o > 0; o /= 2) x += __shfl_xor_sync(0xffffffffu, x, o);
+  return x;
+}
+
+// Sums of a and b over the blockDim.x threads (whole warps) that share threadIdx.y; all get the result. Every thread of
+// the block calls. `shared` must not be the one of the call before: with two in turn one barrier a call is enough.
+template <class A>
+struct RowSums {
+  A warps[2][warp];  // a block has at most 32 warps
+};
+template <class A>
+__device__ __forceinline__ void row_sums(A& a, A& b, RowSums<A>& shared) {
+  a = warp_sum(a), b = warp_sum(b);
+  const int warps = blockDim.x / warp;
+  if (warps == 1) return;
+  const int lane = threadIdx.x % warp, first = threadIdx.y * warps;
+  if (lane == 0) shared.warps[0][first + threadIdx.x / warp] = a, shared.warps[1][first + threadIdx.x / warp] = b;
+  __syncthreads();
+  a = warp_sum(lane < warps ? shared.warps[0][first + lane] : A(0));
+  b = warp_sum(lane < warps ? shared.warps[1][first + lane] : A(0));
+}
+
+// ---------------------------------------------------------------------------------------------------- elementwise
+
+// F at index 0 .. n-1: a thread owns N consecutive elements, one 16-byte vector of the narrowest type; the last few
+// (n % N) have a thread each.
+template <int N, class F>
+__global__ void __launch_bounds__(256) each_kernel(F f, int64_t n) {
+  const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, full = n / N, i = full * N + (t - full);
+  if (t < full) f.template at<N>(t * N);
+  else if (i < n) f.template at<1>(i);
+}
+template <int N, class F>
+void each(cudaStream_t stream, F f, int64_t n, bool vectors) {
+  if (n == 0) return;
+  const int64_t threads = vectors ? n / N + n % N : n;
+  const unsigned blocks = unsigned(ceil_div(threads, 256));
+  if (vectors) each_kernel<N><<<blocks, 256, 0, stream>>>(f, n);
+  else each_kernel<1><<<blocks, 256, 0, stream>>>(f, n);
+  CUDA_CHECK_LAUNCH();
+}
+
+// For M rows of n vectors each: about 256 threads a block, threadIdx.x along the vectors of a row, threadIdx.y and
+// blockIdx.x along the rows, blockIdx.y along a long row.
+struct Grid2 {
+  dim3 blocks, threads;
+};
+inline Grid2 rows_by_vectors(int64_t M, int64_t n) {
+  const unsigned x = unsigned(std::min<int64_t>(256, round_up_to_warp(n))), y = 256 / x;
+  return {dim3(unsigned(ceil_div(M, y)), unsigned(ceil_div(n, x))), dim3(x, y)};
+}
+
+}  // namespace gpu

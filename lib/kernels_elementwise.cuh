@@ -1,0 +1,338 @@
+// Operations without sums: activations, positions, parameters.
+#pragma once
+
+#include <cmath>
+
+#include "lib/kernels.cuh"
+#include "lib/ops.h"
+#include "lib/philox.h"
+
+namespace gpu {
+
+// ------------------------------------------------------------------------------------------------------ activations
+
+// The fast exponential (relative error about 2^-21) is far below bf16's rounding; float keeps the exact one.
+template <class T>
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (sizeof(T) == 2) return __fdividef(1.0f, 1.0f + __expf(-x));
+  else return 1.0f / (1.0f + expf(-x));
+}
+
+// gelu(h) and its slope; the formulas stand in cpu/ops.h. 0.5 (1 + tanh u) is sigmoid(2u).
+template <class T>
+__device__ __forceinline__ float2 gelu(float h) {
+  constexpr float k = 1.5957691216057308f, a = 0.044715f;
+  const float s = sigmoid<T>(k * (h + a * h * h * h));
+  return make_float2(h * s, s + h * s * (1.0f - s) * k * (1.0f + 3.0f * a * h * h));
+}
+
+template <class T>
+struct GeluForward {
+  T* g;
+  const T* h;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float x[N];
+    load(x, h + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = gelu<T>(x[j]).x;
+    store(g + i, x);
+  }
+};
+template <class T>
+void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n) {
+  each<width<T>>(stream, GeluForward<T>{g, h}, n, aligned(g, h));
+}
+
+template <class T>
+struct GeluBackward {
+  T *dg_dh, *h_g;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float x[N], d[N];
+    load(x, h_g + i), load(d, dg_dh + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float2 v = gelu<T>(x[j]);
+      x[j] = v.x, d[j] *= v.y;
+    }
+    store(dg_dh + i, d), store(h_g + i, x);
+  }
+};
+template <class T>
+void gelu_backward(cudaStream_t stream, T* dg_dh, T* h_g, int64_t n) {
+  each<width<T>>(stream, GeluBackward<T>{dg_dh, h_g}, n, aligned(dg_dh, h_g));
+}
+
+// A thread owns one vector of g and the two of h that it belongs to.
+template <class T, int N>
+__global__ void __launch_bounds__(256) swiglu_forward_kernel(T* g, const T* h, int64_t M, int64_t F) {
+  const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t f = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (m >= M || f >= F) return;
+  float a[N], b[N];
+  load(a, h + 2 * m * F + f), load(b, h + 2 * m * F + F + f);
+#pragma unroll
+  for (int j = 0; j < N; ++j) a[j] = a[j] * sigmoid<T>(a[j]) * b[j];
+  store(g + m * F + f, a);
+}
+template <class T, int N>
+__global__ void __launch_bounds__(256) swiglu_backward_kernel(T* dg_g, T* h_dh, int64_t M, int64_t F) {
+  const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t f = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (m >= M || f >= F) return;
+  T *gate = h_dh + 2 * m * F + f, *up = gate + F, *dg = dg_g + m * F + f;
+  float a[N], b[N], d[N];
+  load(a, gate), load(b, up), load(d, dg);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float s = sigmoid<T>(a[j]), silu = a[j] * s, db = d[j] * silu;
+    a[j] = d[j] * b[j] * (s + silu * (1.0f - s)), d[j] = silu * b[j], b[j] = db;
+  }
+  store(gate, a), store(up, b), store(dg, d);
+}
+template <class T>
+void swiglu_forward(cudaStream_t stream, T* g, const T* h, int64_t M, int64_t F) {
+  constexpr int N = width<T>;
+  if (M == 0 || F == 0) return;
+  const bool vectors = F % N == 0 && aligned(g, h);
+  const Grid2 grid = rows_by_vectors(M, vectors ? F / N : F);
+  if (vectors) swiglu_forward_kernel<T, N><<<grid.blocks, grid.threads, 0, stream>>>(g, h, M, F);
+  else swiglu_forward_kernel<T, 1><<<grid.blocks, grid.threads, 0, stream>>>(g, h, M, F);
+  CUDA_CHECK_LAUNCH();
+}
+template <class T>
+void swiglu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F) {
+  constexpr int N = width<T>;
+  if (M == 0 || F == 0) return;
+  const bool vectors = F % N == 0 && aligned(dg_g, h_dh);
+  const Grid2 grid = rows_by_vectors(M, vectors ? F / N : F);
+  if (vectors) swiglu_backward_kernel<T, N><<<grid.blocks, grid.threads, 0, stream>>>(dg_g, h_dh, M, F);
+  else swiglu_backward_kernel<T, 1><<<grid.blocks, grid.threads, 0, stream>>>(dg_g, h_dh, M, F);
+  CUDA_CHECK_LAUNCH();
+}
+
+// -------------------------------------------------------------------------------------------------------- positions
+
+struct RopeTable {
+  float2* table;
+  int64_t half, D;
+  double base;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    const double angle = double(i / half) * pow(base, -2.0 * double(i % half) / double(D));
+    table[i] = make_float2(float(cos(angle)), float(sin(angle)));
+  }
+};
+template <class T>
+void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, double base) {
+  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, base}, T_ * (D / 2), false);
+}
+
+// threadIdx.x runs along the D / 2 pairs of a head, threadIdx.y and blockIdx.x along rows, blockIdx.y along groups of
+// four heads. A thread owns N pairs of each head in its group: the table is read once a group, x read and written once.
+constexpr int rope_heads = 4;
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    rope_kernel(T* x, const float* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld, bool inverse) {
+  const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, half = D / 2;
+  if (m >= M) return;
+  const int64_t first = int64_t(blockIdx.y) * rope_heads;
+  for (int64_t i = int64_t(threadIdx.x) * N; i < half; i += int64_t(blockDim.x) * N) {
+    float cs[2 * N];
+    const float* at = table + (uint32_t(m) % uint32_t(T_) * half + i) * 2;
+    if constexpr (N == 1) cs[0] = at[0], cs[1] = at[1];
+    else load(cs, at);
+    if (inverse)
+#pragma unroll
+      for (int j = 0; j < N; ++j) cs[2 * j + 1] = -cs[2 * j + 1];
+    Pack<T, N> low[rope_heads], high[rope_heads];
+    T* p = x + m * ld + first * D + i;
+#pragma unroll
+    for (int h = 0; h < rope_heads; ++h)
+      if (first + h < heads) low[h] = load<N>(p + h * D), high[h] = load<N>(p + h * D + half);
+#pragma unroll
+    for (int h = 0; h < rope_heads; ++h) {
+      if (first + h >= heads) continue;
+      float a[N], b[N];
+      widen(a, low[h]), widen(b, high[h]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float c = cs[2 * j], s = cs[2 * j + 1], turned = a[j] * c - b[j] * s;
+        b[j] = b[j] * c + a[j] * s, a[j] = turned;
+      }
+      store(p + h * D, a), store(p + h * D + half, b);
+    }
+  }
+}
+template <class T>
+void rope(cudaStream_t stream, T* x, const float* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
+          bool inverse) {
+  constexpr int N = width<T>;
+  if (M == 0 || heads == 0) return;
+  const bool vectors = D / 2 % N == 0 && ld % N == 0 && aligned(x, table);
+  const int64_t pairs = vectors ? D / 2 / N : D / 2;
+  const unsigned tx = unsigned(std::min<int64_t>(pairs, 256)), ty = 256 / tx;
+  const dim3 blocks(unsigned(ceil_div(M, ty)), unsigned(ceil_div(heads, rope_heads))), threads(tx, ty);
+  if (vectors) rope_kernel<T, N><<<blocks, threads, 0, stream>>>(x, table, M, T_, heads, D, ld, inverse);
+  else rope_kernel<T, 1><<<blocks, threads, 0, stream>>>(x, table, M, T_, heads, D, ld, inverse);
+  CUDA_CHECK_LAUNCH();
+}
+
+// A thread owns one vector of channels in every `stride`-th row, so that the frequencies are worked out once. The angle
+// is taken into [-pi, pi] in double; there the fast sine is exact to 2^-21.
+constexpr int rows_a_thread = 8;
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    embedding_forward_kernel(T* __restrict__ x, const T* __restrict__ table, const int32_t* __restrict__ tokens,
+                             int64_t M, int64_t T_, int64_t C, bool add_positions) {
+  const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (c >= C) return;
+  constexpr int pairs = (N + 1) / 2;
+  double turns[pairs] = {};  // a position, of channels 2i and 2i + 1: 10000^(-2i/C) / 2 pi
+#pragma unroll
+  for (int j = 0; j < pairs; ++j)
+    if (add_positions)
+      turns[j] = exp2(double((c + 2 * j) / 2 * 2) / double(C) * -13.287712379549449) / 6.283185307179586;
+  int64_t m = int64_t(blockIdx.x) * blockDim.y * rows_a_thread + threadIdx.y;
+#pragma unroll 4
+  for (int r = 0; r < rows_a_thread; ++r, m += blockDim.y) {
+    if (m >= M) return;
+    float v[N];
+    load(v, table + tokens[m] * C + c);
+    if (add_positions) {
+      const double t = double(uint32_t(m) % uint32_t(T_));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const double turn = t * turns[j / 2];
+        const float angle = float(turn - rint(turn)) * 6.28318531f;
+        v[j] += (c + j) % 2 ? __cosf(angle) : __sinf(angle);
+      }
+    }
+    store(x + m * C + c, v);
+  }
+}
+template <class T>
+void embedding_forward(cudaStream_t stream, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_,
+                       int64_t C, bool add_positions) {
+  constexpr int N = width<T>;
+  if (M == 0) return;
+  const bool vectors = C % N == 0 && aligned(x, table);
+  Grid2 g = rows_by_vectors(M, vectors ? C / N : C);
+  g.blocks.x = unsigned(ceil_div(M, int64_t(g.threads.y) * rows_a_thread));
+  if (vectors)
+    embedding_forward_kernel<T, N><<<g.blocks, g.threads, 0, stream>>>(x, table, tokens, M, T_, C, add_positions);
+  else embedding_forward_kernel<T, 1><<<g.blocks, g.threads, 0, stream>>>(x, table, tokens, M, T_, C, add_positions);
+  CUDA_CHECK_LAUNCH();
+}
+
+// ------------------------------------------------------------------------------------------------------- parameters
+
+struct InitNormal {  // one Philox counter: normal numbers 4q .. 4q+3 of the tensor
+  float* w;
+  uint64_t seed;
+  uint32_t tensor;
+  int64_t first, n;
+  float mean, std;
+  template <int N>
+  __device__ void at(int64_t t) const {
+    const int64_t q = first / 4 + t;
+    const Normals4 four = philox_normals(seed, tensor, uint64_t(q));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t i = 4 * q + j - first;
+      if (i >= 0 && i < n) w[i] = mean + std * fminf(3.0f, fmaxf(-3.0f, four.x[j]));
+    }
+  }
+};
+inline void init_normal(cudaStream_t stream, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n,
+                        float mean, float std) {
+  if (n == 0) return;
+  each<1>(stream, InitNormal{w, seed, tensor, first, n, mean, std}, (first + n - 1) / 4 - first / 4 + 1, false);
+}
+
+struct Fill {
+  float *w, value;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float v[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = value;
+    store(w + i, v);
+  }
+};
+inline void fill(cudaStream_t stream, float* w, float value, int64_t n) {
+  each<4>(stream, Fill{w, value}, n, aligned(w));
+}
+
+// Vectors of the narrower of two types.
+template <class A, class B>
+constexpr int common_width = width<A> > width<B> ? width<A> : width<B>;
+
+template <class To, class From>
+struct Cast {
+  To* to;
+  const From* from;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float v[N];
+    load(v, from + i);
+    store(to + i, v);
+  }
+};
+template <class To, class From>
+void cast(cudaStream_t stream, To* to, const From* from, int64_t n) {
+  each<common_width<To, From>>(stream, Cast<To, From>{to, from}, n, aligned(to, from));
+}
+
+template <class G>
+struct AccumulateGradient {
+  float* shard;
+  const G* grad;
+  bool accumulate;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float g[N], s[N] = {};
+    load(g, grad + i);
+    if (accumulate) load(s, shard + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) s[j] += g[j];
+    store(shard + i, s);
+  }
+};
+template <class G>
+void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64_t n, bool accumulate) {
+  each<common_width<float, G>>(stream, AccumulateGradient<G>{shard, grad, accumulate}, n, aligned(shard, grad));
+}
+
+// 28 bytes a parameter: w, m, v read and written, the gradient read.
+struct AdamWUpdate {
+  float *w, *m, *v;
+  const float* grad;
+  const double* sumsq;
+  float clip, lr, beta1, beta2, eps, weight_decay, c1, c2;  // c: 1 / (1 - beta^step)
+  int64_t decayed;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    const float factor = clip > 0 ? fminf(1.0f, clip / float(sqrt(*sumsq))) : 1.0f;
+    float p[N], a[N], b[N], g[N];
+    load(p, w + i), load(a, m + i), load(b, v + i), load(g, grad + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float gj = g[j] * factor, decay = i + j < decayed ? weight_decay : 0.0f;
+      a[j] = beta1 * a[j] + (1 - beta1) * gj;
+      b[j] = beta2 * b[j] + (1 - beta2) * gj * gj;
+      p[j] -= lr * (c1 * a[j] / (sqrtf(c2 * b[j]) + eps) + decay * p[j]);
+    }
+    store(w + i, p), store(m + i, a), store(v + i, b);
+  }
+};
+inline void adamw(cudaStream_t stream, float* w, float* m, float* v, const float* grad, const double* sumsq, float clip,
+                  ops::AdamW a, int64_t n, int64_t decayed) {
+  const float c1 = float(1 / (1 - std::pow(double(a.beta1), double(a.step))));
+  const float c2 = float(1 / (1 - std::pow(double(a.beta2), double(a.step))));
+  const AdamWUpdate update{w, m, v, grad, sumsq, clip, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, c1, c2, decayed};
+  each<4>(stream, update, n, aligned(w, m, v, grad));
+}
+
+}  // namespace gpu

@@ -1,0 +1,370 @@
+// LayerNorm and RMSNorm. Limits (bf16, M rows of C): forward with a residual moves 8 M C bytes, backward 8 M C.
+#pragma once
+
+#include "lib/kernels.cuh"
+#include "lib/ops.h"
+
+namespace gpu {
+
+constexpr float norm_eps = 1e-5f;
+
+// How a block covers rows of `vectors` vectors: x threads a row with `each` vectors to a thread, y rows a block.
+struct NormShape {
+  int each;
+  dim3 threads;
+};
+// each = 0: the row is too long for registers.
+inline NormShape norm_shape(int64_t vectors, int most) {
+  for (int each = most; each >= 1; each /= 2)  // best: many vectors to a thread and no idle lanes
+    if (vectors % (warp * each) == 0 && vectors / each <= 1024) {
+      const unsigned x = unsigned(vectors / each);
+      return {each, dim3(x, std::max(1u, 256 / x))};
+    }
+  for (int each = 1; each <= most; each *= 2)
+    if (vectors <= 1024 * each) {
+      const unsigned x = unsigned(round_up_to_warp(ceil_div(vectors, each)));
+      return {each, dim3(x, std::max(1u, 256 / x))};
+    }
+  return {0, dim3(512)};
+}
+
+// y at N channels. One function, without anything that a compiler may contract in different ways, so that norm_apply
+// repeats the bits of norm_forward.
+template <class T, int N>
+__device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean, float inv_std, const T* gamma,
+                                          const T* beta) {
+  float v[N], g[N], b[N] = {};
+  widen(v, x), load(g, gamma);
+  if (beta) load(b, beta);
+#pragma unroll
+  for (int j = 0; j < N; ++j) v[j] = __fmaf_rn(__fmul_rn(__fsub_rn(v[j], mean), inv_std), g[j], b[j]);
+  store(y, v);
+}
+
+// A block owns blockDim.y rows, the blockDim.x threads of a row `each` vectors apiece, blockDim.x apart. x and delta
+// are read once and stay in registers as sum, rounded to T; sum, y and the statistics are written once.
+template <class T, int each>
+__global__ void __launch_bounds__(1024)
+    norm_forward_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
+                        const T* beta, int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  __shared__ RowSums<float> shared[2];
+  const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int mine = m < M ? int(C / N) : 0;  // a row past the end has no vectors but meets the others at the barriers
+  Pack<T, N> p[each], d[each];
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    p[k] = d[k] = zeros<T, N>();
+    if (i >= mine) continue;
+    p[k] = load<N>(x + m * C + i * N);
+    if (delta) d[k] = load<N>(delta + m * C + i * N);
+  }
+  float total = 0, squares = 0, unused = 0;
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    float a[N], b[N];
+    widen(a, p[k]);
+    if (delta) {
+      widen(b, d[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) a[j] += b[j];
+      p[k] = narrow<T>(a);
+      if (i < mine) store(sum + m * C + i * N, p[k]);
+      widen(a, p[k]);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) total += a[j];
+  }
+  float mean = 0;
+  if (layer) {
+    row_sums(total, unused, shared[0]);
+    mean = total / C;
+  }
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    float a[N];
+    widen(a, p[k]);
+    if (int(threadIdx.x + k * blockDim.x) < mine)
+#pragma unroll
+      for (int j = 0; j < N; ++j) squares += (a[j] - mean) * (a[j] - mean);
+  }
+  row_sums(squares, unused, shared[1]);
+  const float inv_std = rsqrtf(squares / C + norm_eps);
+  if (m < M && threadIdx.x == 0) stats[m] = make_float2(mean, inv_std);
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    if (i < mine) normalize(y + m * C + i * N, p[k], mean, inv_std, gamma + i * N, beta ? beta + i * N : nullptr);
+  }
+}
+
+// Rows of any length, one block each: read three times, from L2 after the first. A thread meets only its own channels,
+// so sum needs no barrier.
+template <class T>
+__global__ void __launch_bounds__(512)
+    norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
+                            const T* beta, int64_t C) {
+  __shared__ RowSums<float> shared[2];
+  const int64_t row = int64_t(blockIdx.x) * C;
+  const T* from = delta ? sum : x;
+  float total = 0, squares = 0, unused = 0, mean = 0;
+  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+    if (delta) sum[row + c] = T(float(x[row + c]) + float(delta[row + c]));
+    total += float(from[row + c]);
+  }
+  if (layer) {
+    row_sums(total, unused, shared[0]);
+    mean = total / C;
+  }
+  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+    const float a = float(from[row + c]) - mean;
+    squares += a * a;
+  }
+  row_sums(squares, unused, shared[1]);
+  const float inv_std = rsqrtf(squares / C + norm_eps);
+  if (threadIdx.x == 0) stats[blockIdx.x] = make_float2(mean, inv_std);
+  for (int64_t c = threadIdx.x; c < C; c += blockDim.x)
+    normalize(y + row + c, load<1>(from + row + c), mean, inv_std, gamma + c, beta ? beta + c : nullptr);
+}
+
+template <class T>
+void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stats, const T* x, const T* delta,
+                  const T* gamma, const T* beta, int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  if (M == 0) return;
+  const bool layer = kind == ops::Norm::layer;
+  float2* s = reinterpret_cast<float2*>(stats);
+  const bool vectors = C % N == 0 && aligned(y, sum, x, delta, gamma, beta);
+  const NormShape shape = norm_shape(C / N, 4);
+  const unsigned blocks = unsigned(ceil_div(M, shape.threads.y));
+  if (!vectors || shape.each == 0)
+    norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, C);
+  else if (shape.each == 4)
+    norm_forward_kernel<T, 4><<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C);
+  else if (shape.each == 2)
+    norm_forward_kernel<T, 2><<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C);
+  else norm_forward_kernel<T, 1><<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C);
+  CUDA_CHECK_LAUNCH();
+}
+
+// A thread owns one vector.
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    norm_apply_kernel(T* y, const float2* stats, const T* x, const T* gamma, const T* beta, int64_t M, int64_t C) {
+  const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (m >= M || c >= C) return;
+  const float2 s = stats[m];
+  normalize(y + m * C + c, load<N>(x + m * C + c), s.x, s.y, gamma + c, beta ? beta + c : nullptr);
+}
+
+template <class T>
+void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const T* x, const T* gamma, const T* beta,
+                int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  if (M == 0) return;
+  const float2* s = reinterpret_cast<const float2*>(stats);
+  const bool vectors = C % N == 0 && aligned(y, x, gamma, beta);
+  const Grid2 g = rows_by_vectors(M, vectors ? C / N : C);
+  if (vectors) norm_apply_kernel<T, N><<<g.blocks, g.threads, 0, stream>>>(y, s, x, gamma, beta, M, C);
+  else norm_apply_kernel<T, 1><<<g.blocks, g.threads, 0, stream>>>(y, s, x, gamma, beta, M, C);
+  CUDA_CHECK_LAUNCH();
+}
+
+// out0[c] (blockIdx.y = 0) and out1[c] (1): sums over p of partials (2, P, C), in a fixed order. A block owns 32
+// columns; its 32 warps take the rows in turn.
+template <class G>
+__global__ void __launch_bounds__(1024)
+    reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C) {
+  __shared__ float sums[warp][warp + 1];
+  const int64_t c = int64_t(blockIdx.x) * warp + threadIdx.x;
+  const float* from = partials + int64_t(blockIdx.y) * P * C + c;
+  float total = 0;
+  if (c < C)
+#pragma unroll 4
+    for (int p = threadIdx.y; p < P; p += warp) total += from[int64_t(p) * C];
+  sums[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= C) return;
+  total = 0;
+#pragma unroll
+  for (int y = 0; y < warp; ++y) total += sums[y][threadIdx.x];
+  (blockIdx.y ? out1 : out0)[c] = G(total);
+}
+template <class G>
+void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials, int P, int64_t C) {
+  const dim3 blocks(unsigned(ceil_div(C, warp)), out1 ? 2 : 1);
+  reduce_columns_kernel<<<blocks, dim3(warp, warp), 0, stream>>>(out0, out1, partials, P, C);
+  CUDA_CHECK_LAUNCH();
+}
+
+// A block owns the rows blockIdx.x * blockDim.y + threadIdx.y, + gridDim.x * blockDim.y, ...; a thread owns `each`
+// vectors of channels, and their sums for dgamma and dbeta stay in its registers. x, dy, dres are read once (the next
+// row's x and dy while this row is worked on), dx is written once; at the end the block writes one row of partial sums.
+template <class T, int each, int threads>
+__global__ void __launch_bounds__(threads)
+    norm_backward_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
+                         const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  __shared__ RowSums<float> shared[2];
+  __shared__ float combine[256 * each * N];  // used by blocks of at most 256 threads
+  const int vectors = int(C / N);
+  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
+  int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  float sum_gamma[each][N] = {}, sum_beta[each][N] = {};
+  Pack<T, N> xs[each], gs[each], gammas[each];
+  float2 stat = make_float2(0, 0);
+
+  const auto fetch = [&](int64_t row) {  // zeros where there is nothing: they add nothing
+    const bool live = row < M;
+    stat = live ? stats[row] : make_float2(0, 0);
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      xs[k] = gs[k] = zeros<T, N>();
+      if (!live || i >= vectors) continue;
+      xs[k] = load<N>(x + row * C + i * N);
+      gs[k] = load<N>(dy + row * C + i * N);
+    }
+  };
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    gammas[k] = i < vectors ? load<N>(gamma + i * N) : zeros<T, N>();
+  }
+  fetch(m);
+  int turn = 0;
+  // The whole block goes round together, as long as its first row exists.
+  for (int64_t first = m - threadIdx.y; first < M; first += stride, m += stride, turn ^= 1) {
+    Pack<T, N> x_now[each], g_now[each], r_now[each];
+    const float2 s = stat;
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      x_now[k] = xs[k], g_now[k] = gs[k], r_now[k] = zeros<T, N>();
+      if (dres && m < M && i < vectors) r_now[k] = load<N>(dres + m * C + i * N);
+    }
+    fetch(m + stride);
+    float sum_g = 0, sum_gx = 0;
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      float a[N], g[N], w[N];
+      widen(a, x_now[k]), widen(g, g_now[k]), widen(w, gammas[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float xhat = (a[j] - s.x) * s.y;
+        sum_gamma[k][j] += g[j] * xhat, sum_beta[k][j] += g[j];
+        sum_g += g[j] * w[j], sum_gx += g[j] * w[j] * xhat;
+      }
+    }
+    row_sums(sum_g, sum_gx, shared[turn]);
+    const float mean_g = layer ? sum_g / C : 0, mean_gx = sum_gx / C;
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (m >= M || i >= vectors) continue;
+      float a[N], g[N], w[N], r[N];
+      widen(a, x_now[k]), widen(g, g_now[k]), widen(w, gammas[k]), widen(r, r_now[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float xhat = (a[j] - s.x) * s.y;
+        r[j] += s.y * (g[j] * w[j] - mean_g - xhat * mean_gx);
+      }
+      store(dx + m * C + i * N, r);
+    }
+  }
+
+  // Rows of the block are added up in order by its first row's threads.
+  const auto finish = [&](float(&sums)[each][N], float* out) {
+    if (blockDim.y > 1) {
+      float* mine = combine + (threadIdx.y * blockDim.x + threadIdx.x) * each * N;
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < each; ++k)
+#pragma unroll
+        for (int j = 0; j < N; ++j) mine[k * N + j] = sums[k][j];
+      __syncthreads();
+      if (threadIdx.y > 0) return;
+      for (unsigned y = 1; y < blockDim.y; ++y)
+#pragma unroll
+        for (int k = 0; k < each; ++k)
+#pragma unroll
+          for (int j = 0; j < N; ++j) sums[k][j] += mine[y * blockDim.x * each * N + k * N + j];
+    }
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= vectors) continue;
+#pragma unroll
+      for (int j = 0; j < N; j += 4)
+        *reinterpret_cast<float4*>(out + i * N + j) =
+            make_float4(sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]);
+    }
+  };
+  finish(sum_gamma, partials + int64_t(blockIdx.x) * C);
+  finish(sum_beta, partials + (int64_t(gridDim.x) + blockIdx.x) * C);
+}
+
+// Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in memory, of which a
+// thread meets only its own channels.
+template <class T>
+__global__ void __launch_bounds__(512)
+    norm_backward_any_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
+                             const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  __shared__ RowSums<float> shared[2];
+  float *sum_gamma = partials + int64_t(blockIdx.x) * C, *sum_beta = sum_gamma + int64_t(gridDim.x) * C;
+  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) sum_gamma[c] = sum_beta[c] = 0;
+  int turn = 0;
+  for (int64_t m = blockIdx.x; m < M; m += gridDim.x, turn ^= 1) {
+    const float2 s = stats[m];
+    const int64_t row = m * C;
+    float sum_g = 0, sum_gx = 0;
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+      const float g = float(dy[row + c]), w = float(gamma[c]), xhat = (float(x[row + c]) - s.x) * s.y;
+      sum_gamma[c] += g * xhat, sum_beta[c] += g;
+      sum_g += g * w, sum_gx += g * w * xhat;
+    }
+    row_sums(sum_g, sum_gx, shared[turn]);
+    const float mean_g = layer ? sum_g / C : 0, mean_gx = sum_gx / C;
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+      const float g = float(dy[row + c]) * float(gamma[c]), xhat = (float(x[row + c]) - s.x) * s.y;
+      dx[row + c] = T((dres ? float(dres[row + c]) : 0) + s.y * (g - mean_g - xhat * mean_gx));
+    }
+  }
+}
+
+template <class T, class G>
+void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres,
+                   const T* x, const float* stats, const T* gamma, float* partials, int64_t M, int64_t C) {
+  constexpr int N = width<T>, most = 16 / N;
+  const bool layer = kind == ops::Norm::layer;
+  const float2* s = reinterpret_cast<const float2*>(stats);
+  const bool vectors = C % N == 0 && aligned(dx, dy, dres, x, gamma, partials);
+  const NormShape shape = norm_shape(C / N, most);
+  const dim3 t = shape.threads;
+  const bool any = !vectors || shape.each == 0;
+  const int64_t most_blocks = ops::norm_backward_partials(M, C) / (2 * C);  // each leaves partial sums
+  const int blocks = int(std::min(most_blocks, any ? M : ceil_div(M, t.y)));
+  if (M == 0) {
+    // Sums over no rows: reduce_columns of no partial sums writes zeros.
+  } else if (any) {
+    norm_backward_any_kernel<<<blocks, 512, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+  } else if (t.x * t.y > 512) {
+    if (shape.each == 1)
+      norm_backward_kernel<T, 1, 1024><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    else
+      norm_backward_kernel<T, most, 1024><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+  } else if (shape.each == 1) {
+    norm_backward_kernel<T, 1, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+  } else if (shape.each == 2) {
+    norm_backward_kernel<T, 2, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+  } else {
+    norm_backward_kernel<T, most, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+  }
+  CUDA_CHECK_LAUNCH();
+  reduce_columns(stream, dgamma, dbeta, partials, blocks, C);
+}
+
+}  // namespace gpu

@@ -1,0 +1,276 @@
+// Operations that sum: bias gradients, the gradient of the embedding, cross-entropy, norms of gradients. Sums that
+// cross blocks go through partial sums in memory and a second kernel with a fixed order: no atomics, the same bits
+// every time.
+#pragma once
+
+#include <cfloat>
+
+#include "lib/kernels.cuh"
+#include "lib/kernels_norm.cuh"
+#include "lib/ops.h"
+
+namespace gpu {
+
+// ----------------------------------------------------------------------------------------------------- column sums
+
+// A block owns 32 vectors of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector.
+template <class T, int N>
+__global__ void __launch_bounds__(256) column_sums_kernel(float* partials, const T* dy, int64_t M, int64_t C) {
+  __shared__ float sums[8][warp][N];
+  const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N;
+  const int64_t rows = ceil_div(M, gridDim.y), begin = rows * blockIdx.y, end = begin + rows < M ? begin + rows : M;
+  float total[N] = {};
+  if (c < C)
+#pragma unroll 4
+    for (int64_t m = begin + threadIdx.y; m < end; m += 8) {
+      float v[N];
+      load(v, dy + m * C + c);
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[j] += v[j];
+    }
+#pragma unroll
+  for (int j = 0; j < N; ++j) sums[threadIdx.y][threadIdx.x][j] = total[j];
+  __syncthreads();
+  if (threadIdx.y > 0 || c >= C) return;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+#pragma unroll
+    for (int y = 1; y < 8; ++y) total[j] += sums[y][threadIdx.x][j];
+    partials[int64_t(blockIdx.y) * C + c + j] = total[j];
+  }
+}
+
+template <class T, class G>
+void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  const bool vectors = C % N == 0 && aligned(dy);
+  const int runs = int(ops::bias_grad_partials(M, C) / C);
+  const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs), threads(warp, 8);
+  if (vectors) column_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dy, M, C);
+  else column_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dy, M, C);
+  CUDA_CHECK_LAUNCH();
+  reduce_columns<G>(stream, db, nullptr, partials, runs, C);
+}
+
+// ------------------------------------------------------------------------------------------ gradient of the embedding
+
+// v[N] += rows order[begin..end) of dx, at a thread's channels.
+template <class T, int N>
+__device__ __forceinline__ void add_rows(float (&total)[N], const T* dx, const int32_t* order, int begin, int end,
+                                         int64_t C, int64_t c) {
+#pragma unroll 4
+  for (int i = begin; i < end; ++i) {
+    float v[N];
+    load(v, dx + order[i] * C + c);
+#pragma unroll
+    for (int j = 0; j < N; ++j) total[j] += v[j];
+  }
+}
+
+// A block owns partial sum blockIdx.x (one chunk of the occurrences of a frequent token) and a vector of channels a
+// thread. The launch has as many blocks as there may be partial sums in any batch; those without one leave.
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    embedding_chunks_kernel(float* partials, const T* dx, ops::TokenIndex index, int64_t V, int64_t C) {
+  const int slot = blockIdx.x;
+  const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (slot >= index.part[V] || c >= C) return;
+  int64_t v = 0, above = V;  // the row v that owns the slot: part[v] <= slot < part[v + 1]
+  while (above - v > 1) {
+    const int64_t middle = (v + above) / 2;
+    (index.part[middle] <= slot ? v : above) = middle;
+  }
+  const int begin = index.start[v] + (slot - index.part[v]) * int(ops::TokenIndex::chunk);
+  const int end = min(begin + int(ops::TokenIndex::chunk), index.start[v + 1]);
+  float total[N] = {};
+  add_rows<T>(total, dx, index.order, begin, end, C, c);
+  store(partials + slot * C + c, total);
+}
+
+// A thread owns one vector of channels of row v: the sum of its occurrences, or of its partial sums.
+template <class T, class G, int N>
+__global__ void __launch_bounds__(256) embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index,
+                                                                 const float* partials, int64_t V, int64_t C) {
+  const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (v >= V || c >= C) return;
+  float total[N] = {};
+  const int first = index.part[v], last = index.part[v + 1];
+  if (first == last) add_rows<T>(total, dx, index.order, index.start[v], index.start[v + 1], C, c);
+  else
+#pragma unroll 4
+    for (int slot = first; slot < last; ++slot) {
+      float p[N];
+      load(p, partials + slot * C + c);
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[j] += p[j];
+    }
+  store(dtable + v * C + c, total);
+}
+
+template <class T, class G, int N>
+void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials,
+                           int64_t M, int64_t V, int64_t C) {
+  const Grid2 g = rows_by_vectors(V, C / N);
+  const int64_t slots = ops::embedding_partials(M, 1);
+  if (slots > 0) {
+    const unsigned x = g.threads.x;  // one row of threads: a block has one slot
+    const dim3 blocks(unsigned(slots), unsigned(ceil_div(C / N, x)));
+    embedding_chunks_kernel<T, N><<<blocks, x, 0, stream>>>(partials, dx, index, V, C);
+    CUDA_CHECK_LAUNCH();
+  }
+  embedding_backward_kernel<T, G, N><<<g.blocks, g.threads, 0, stream>>>(dtable, dx, index, partials, V, C);
+  CUDA_CHECK_LAUNCH();
+}
+template <class T, class G>
+void embedding_backward(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials, int64_t M,
+                        int64_t V, int64_t C) {
+  constexpr int N = width<T>;
+  if (C % N == 0 && aligned(dtable, dx, partials))
+    embedding_backward_by<T, G, N>(stream, dtable, dx, index, partials, M, V, C);
+  else embedding_backward_by<T, G, 1>(stream, dtable, dx, index, partials, M, V, C);
+}
+
+// ---------------------------------------------------------------------------------------------------- cross-entropy
+
+// The softmax of part of a row: its largest number and sum of exp(x - largest). Parts are merged in any order.
+struct Softmax {
+  float largest = -FLT_MAX, sum = 0;
+  __device__ void merge(float other_largest, float other_sum) {
+    const float both = fmaxf(largest, other_largest);
+    // Without contraction, so that both sides of an exchange get the same bits.
+    sum = __fadd_rn(__fmul_rn(sum, expf(largest - both)), __fmul_rn(other_sum, expf(other_largest - both)));
+    largest = both;
+  }
+};
+
+template <class T>
+__device__ __forceinline__ float exponential(float x) {
+  if constexpr (sizeof(T) == 2) return __expf(x);
+  else return expf(x);
+}
+
+// A block owns a row. First pass: online softmax (Milakov & Gimelshein 2018), every thread over its own vectors, then
+// merged. Second pass: gradient in place; up to V = 64 K in bf16 the row is still in L2, so HBM sees one read and one
+// write.
+template <class T, int N>
+__global__ void __launch_bounds__(1024)
+    cross_entropy_kernel(T* logits, float* loss_rows, const int32_t* targets, float scale, bool backward, int64_t V) {
+  __shared__ float largests[warp], sums[warp];
+  const int64_t m = blockIdx.x, first = int64_t(threadIdx.x) * N, stride = int64_t(blockDim.x) * N;
+  T* row = logits + m * V;
+  const int target = targets[m];
+  if (target < 0) {  // ignored
+    if (threadIdx.x == 0) loss_rows[m] = 0;
+    if (backward)
+      for (int64_t v = first; v < V; v += stride) store(row + v, zeros<T, N>());
+    return;
+  }
+  const float at_target = threadIdx.x == 0 ? float(row[target]) : 0;  // before it is overwritten
+
+  Softmax mine;
+#pragma unroll 4
+  for (int64_t v = first; v < V; v += stride) {
+    float x[N];
+    load(x, row + v);
+    float largest = x[0], sum = 0;
+#pragma unroll
+    for (int j = 1; j < N; ++j) largest = fmaxf(largest, x[j]);
+    largest = fmaxf(largest, mine.largest);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum += exponential<T>(x[j] - largest);
+    mine.sum = mine.sum * exponential<T>(mine.largest - largest) + sum, mine.largest = largest;
+  }
+  const auto merge_warp = [&] {
+#pragma unroll
+    for (int o = warp / 2; o > 0; o /= 2)
+      mine.merge(__shfl_xor_sync(0xffffffffu, mine.largest, o), __shfl_xor_sync(0xffffffffu, mine.sum, o));
+  };
+  merge_warp();
+  const int lane = threadIdx.x % warp, warps = blockDim.x / warp;
+  if (lane == 0) largests[threadIdx.x / warp] = mine.largest, sums[threadIdx.x / warp] = mine.sum;
+  __syncthreads();
+  mine.largest = lane < warps ? largests[lane] : -FLT_MAX, mine.sum = lane < warps ? sums[lane] : 0;
+  merge_warp();
+
+  if (threadIdx.x == 0) loss_rows[m] = logf(mine.sum) + mine.largest - at_target;
+  if (!backward) return;
+  const float factor = scale / mine.sum;
+#pragma unroll 2
+  for (int64_t v = first; v < V; v += stride) {
+    float x[N];
+    load(x, row + v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      x[j] = factor * exponential<T>(x[j] - mine.largest);
+      if (v + j == target) x[j] -= scale;
+    }
+    store(row + v, x);
+  }
+}
+
+template <class T>
+void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32_t* targets, float scale, bool backward,
+                   int64_t M, int64_t V) {
+  constexpr int N = width<T>;
+  if (M == 0) return;
+  const bool vectors = V % N == 0 && aligned(logits);
+  const unsigned threads = unsigned(std::min<int64_t>(1024, round_up_to_warp(vectors ? V / N : V)));
+  if (vectors)
+    cross_entropy_kernel<T, N><<<unsigned(M), threads, 0, stream>>>(logits, loss_rows, targets, scale, backward, V);
+  else cross_entropy_kernel<T, 1><<<unsigned(M), threads, 0, stream>>>(logits, loss_rows, targets, scale, backward, V);
+  CUDA_CHECK_LAUNCH();
+}
+
+// ------------------------------------------------------------------------------------------------------------- sums
+
+// partials[block] = sum over the block's share of x, or of its squares. A thread strides over vectors of N.
+constexpr int sum_threads = 256;
+template <class A, bool squares, int N>
+__global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, const float* x, int64_t n) {
+  __shared__ RowSums<A> shared;
+  const int64_t vectors = n / N, stride = int64_t(gridDim.x) * blockDim.x;
+  const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  A total = 0, unused = 0;
+#pragma unroll 4
+  for (int64_t i = t; i < vectors; i += stride) {
+    float v[N], sum = 0;
+    load(v, x + i * N);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum += squares ? v[j] * v[j] : v[j];
+    total += sum;
+  }
+  for (int64_t i = vectors * N + t; i < n; i += stride) total += squares ? x[i] * x[i] : x[i];
+  row_sums(total, unused, shared);
+  if (threadIdx.x == 0) partials[blockIdx.x] = total;
+}
+template <class A>
+__global__ void __launch_bounds__(sum_threads)
+    sum_finish_kernel(A* out, const A* partials, int blocks, bool accumulate) {
+  __shared__ RowSums<A> shared;
+  A total = 0, unused = 0;
+  for (int i = threadIdx.x; i < blocks; i += blockDim.x) total += partials[i];
+  row_sums(total, unused, shared);
+  if (threadIdx.x == 0) *out = (accumulate ? *out : A(0)) + total;
+}
+template <class A, bool squares>
+void sum_by_blocks(cudaStream_t stream, A* out, const float* x, A* partials, int64_t n, bool accumulate) {
+  const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
+  if (blocks > 0) {
+    if (aligned(x)) sum_kernel<A, squares, 4><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
+    else sum_kernel<A, squares, 1><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
+    CUDA_CHECK_LAUNCH();
+  }
+  sum_finish_kernel<<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate);
+  CUDA_CHECK_LAUNCH();
+}
+template <class A>
+void sum(cudaStream_t stream, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
+  sum_by_blocks<A, false>(stream, out, x, partials, n, accumulate);
+}
+inline void sum_squares(cudaStream_t stream, double* out, const float* x, double* partials, int64_t n,
+                        bool accumulate) {
+  sum_by_blocks<double, true>(stream, out, x, partials, n, accumulate);
+}
+
+}  // namespace gpu

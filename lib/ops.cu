@@ -1,0 +1,210 @@
+// Dispatch: an operation runs as a CUDA kernel (gpu::) or as its twin (cpu::), or not at all while planning.
+#include "lib/ops.h"
+
+#include "cpu/ops.h"
+#if FSDP_CUDA
+#include "lib/kernels_elementwise.cuh"
+#include "lib/kernels_norm.cuh"
+#include "lib/kernels_sums.cuh"
+#endif
+
+namespace ops {
+
+#if FSDP_CUDA
+[[noreturn]] static void refuse_double(const char* name) {
+  throw Error(strf("%s: fp64 runs on the CPU backend only", name));
+}
+#define RUN_ON_GPU(is_double, name, ...)           \
+  if (s.on_gpu()) {                                \
+    if constexpr (is_double) refuse_double(#name); \
+    else gpu::name(s.cuda(), __VA_ARGS__);         \
+    return;                                        \
+  }
+#else
+#define RUN_ON_GPU(is_double, name, ...)
+#endif
+#define RUN(is_double, name, ...)               \
+  do {                                          \
+    if (s.off()) return;                        \
+    RUN_ON_GPU(is_double, name, __VA_ARGS__)    \
+    s.enqueue([=] { cpu::name(__VA_ARGS__); }); \
+  } while (0)
+
+template <class T>
+constexpr bool is_double = std::is_same_v<T, double>;
+
+// ------------------------------------------------------------------------------------------- workspaces and indices
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// These say how the kernels cut their sums over blocks. They depend on the shape alone: a plan made without a GPU asks
+// for the same memory, and the order of a sum is the same on every GPU.
+// A column sum: about 1056 blocks of 256 columns (eight for each SM of an H200), each with 64 rows or more.
+int64_t bias_grad_partials(int64_t M, int64_t N) {
+  return std::max<int64_t>(1, std::min(ceil_div(M, 64), ceil_div(1056, ceil_div(N, 256)))) * N;
+}
+// 264 blocks (two for each SM of an H200) with sums for dgamma and dbeta.
+int64_t norm_backward_partials(int64_t M, int64_t C) { return 2 * std::max<int64_t>(1, std::min<int64_t>(264, M)) * C; }
+int64_t sum_partials() { return 1024; }
+
+// Rows with n > chunk occurrences own ceil(n / chunk) <= 2n / (chunk + 1) slots.
+int64_t embedding_partials(int64_t M, int64_t C) { return std::max<int64_t>(1, 2 * M / (TokenIndex::chunk + 1)) * C; }
+
+int64_t token_index_ints(int64_t M, int64_t V) { return M + 2 * (V + 1); }
+TokenIndex token_index_at(const int32_t* base, int64_t M, int64_t V) { return {base, base + M, base + M + V + 1}; }
+
+// A counting sort.
+void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V) {
+  int32_t *order = out, *start = out + M, *part = start + V + 1;
+  std::fill(start, start + V + 1, 0);
+  for (int64_t m = 0; m < M; ++m) {
+    ASSERT(tokens[m] >= 0 && tokens[m] < V);
+    ++start[tokens[m] + 1];
+  }
+  part[0] = 0;
+  for (int64_t v = 0; v < V; ++v) {
+    const int64_t n = start[v + 1];
+    part[v + 1] = part[v] + int32_t(n > TokenIndex::chunk ? ceil_div(n, TokenIndex::chunk) : 0);
+    start[v + 1] += start[v];
+  }
+  std::vector<int32_t> next(start, start + V);
+  for (int64_t m = 0; m < M; ++m) order[next[tokens[m]]++] = int32_t(m);
+}
+
+// --------------------------------------------------------------------------------------------------------- operations
+
+template <class T, class G>
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N) {
+  RUN(is_double<T>, bias_grad, db, dy, partials, M, N);
+}
+
+template <class T>
+void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
+                  const T* beta, int64_t M, int64_t C) {
+  RUN(is_double<T>, norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+}
+template <class T>
+void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
+                int64_t C) {
+  RUN(is_double<T>, norm_apply, kind, y, stats, x, gamma, beta, M, C);
+}
+template <class T, class G>
+void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
+                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C) {
+  RUN(is_double<T>, norm_backward, kind, dx, dgamma, dbeta, dy, dres, x, stats, gamma, partials, M, C);
+}
+
+template <class T>
+void gelu_forward(Stream& s, T* g, const T* h, int64_t n) {
+  RUN(is_double<T>, gelu_forward, g, h, n);
+}
+template <class T>
+void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n) {
+  RUN(is_double<T>, gelu_backward, dg_dh, h_g, n);
+}
+template <class T>
+void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F) {
+  RUN(is_double<T>, swiglu_forward, g, h, M, F);
+}
+template <class T>
+void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F) {
+  RUN(is_double<T>, swiglu_backward, dg_g, h_dh, M, F);
+}
+
+template <class T>
+void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base) {
+  RUN(is_double<T>, rope_table<T>, table, T_, D, base);
+}
+template <class T>
+void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
+          bool inverse) {
+  RUN(is_double<T>, rope, x, table, M, T_, heads, D, ld, inverse);
+}
+
+template <class T>
+void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_, int64_t C,
+                       bool add_positions) {
+  RUN(is_double<T>, embedding_forward, x, table, tokens, M, T_, C, add_positions);
+}
+template <class T, class G>
+void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
+                        int64_t C) {
+  RUN(is_double<T>, embedding_backward, dtable, dx, index, partials, M, V, C);
+}
+
+template <class T>
+void cross_entropy(Stream& s, T* logits, acc_t<T>* loss_rows, const int32_t* targets, acc_t<T> scale, bool backward,
+                   int64_t M, int64_t V) {
+  RUN(is_double<T>, cross_entropy, logits, loss_rows, targets, scale, backward, M, V);
+}
+template <class A>
+void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
+  RUN(is_double<A>, sum, out, x, partials, n, accumulate);
+}
+
+void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {
+  RUN(false, init_normal, w, seed, tensor, first, n, mean, std);
+}
+void fill(Stream& s, float* w, float value, int64_t n) { RUN(false, fill, w, value, n); }
+template <class To, class From>
+void cast(Stream& s, To* to, const From* from, int64_t n) {
+  RUN((is_double<To> || is_double<From>), cast, to, from, n);
+}
+template <class G>
+void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate) {
+  RUN(is_double<G>, accumulate_gradient, shard, grad, n, accumulate);
+}
+void sum_squares(Stream& s, double* out, const float* x, double* partials, int64_t n, bool accumulate) {
+  RUN(false, sum_squares, out, x, partials, n, accumulate);
+}
+void adamw(Stream& s, float* w, float* m, float* v, const float* grad, const double* sumsq, float clip, AdamW a,
+           int64_t n, int64_t decayed) {
+  RUN(false, adamw, w, m, v, grad, sumsq, clip, a, n, decayed);
+}
+
+// ------------------------------------------------------------------------------------------------------ instantiation
+
+#define FOR(T)                                                                                                  \
+  template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t, \
+                             int64_t);                                                                          \
+  template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
+  template void gelu_forward(Stream&, T*, const T*, int64_t);                                                   \
+  template void gelu_backward(Stream&, T*, T*, int64_t);                                                        \
+  template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                        \
+  template void swiglu_backward(Stream&, T*, T*, int64_t, int64_t);                                             \
+  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, double);                                    \
+  template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
+  template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
+  template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \
+  template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool);
+FOR(float)
+FOR(bf16)
+FOR(double)
+#undef FOR
+
+#define FOR(T, G)                                                                                                 \
+  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t);                                    \
+  template void norm_backward(Stream&, Norm, T*, G*, G*, const T*, const T*, const T*, const acc_t<T>*, const T*, \
+                              acc_t<T>*, int64_t, int64_t);                                                       \
+  template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t);
+FOR(float, float)
+FOR(bf16, bf16)
+FOR(bf16, float)
+FOR(double, double)
+#undef FOR
+
+template void sum(Stream&, float*, const float*, float*, int64_t, bool);
+template void sum(Stream&, double*, const double*, double*, int64_t, bool);
+template void cast(Stream&, float*, const float*, int64_t);
+template void cast(Stream&, bf16*, const float*, int64_t);
+template void cast(Stream&, double*, const float*, int64_t);
+template void cast(Stream&, float*, const bf16*, int64_t);
+template void cast(Stream&, float*, const double*, int64_t);
+
+}  // namespace ops
+
+#if FSDP_CUDA
+// lib/matmul.cu times this kernel against cuBLASLt's fused one.
+template void gpu::gelu_forward(cudaStream_t, float*, const float*, int64_t);
+template void gpu::gelu_forward(cudaStream_t, bf16*, const bf16*, int64_t);
+#endif

@@ -1,0 +1,140 @@
+// Every operation of the model, as a CUDA kernel or a cuBLASLt call on a GPU stream, and as its plain-loop twin
+// (cpu/ops.h: same name, same arguments without the stream) on a CPU stream. A call enqueues and returns; in
+// Mode::plan it does nothing. Matrices are row major. M: rows (tokens), C: model dim, V: vocabulary.
+//
+// T is the compute dtype: float, bf16, or double (CPU only: gradient checks). G is the dtype of the gradient slot:
+// T, or float where T is bf16. Sums, softmax and statistics are in acc_t<T>. All results are deterministic: no atomics.
+// Pointers are 16-byte aligned; C, V and hidden sizes are multiples of 8 on a GPU in bf16 (checked by the model).
+#pragma once
+
+#include "lib/device.h"
+
+namespace ops {
+
+// Planned once, before everything else: cuBLASLt's workspace (GPU only).
+void keep_workspace(Device& dev);
+
+// ---- matmul (lib/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its inputs
+// with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of those
+// that give the same bits as the library's first choice (so timing noise never changes a result). A shape that was
+// never tuned uses the first choice. allow_tf32 concerns float only and is off unless set.
+void set_allow_tf32(bool on);
+
+// y (M,N) = x (M,K) w^T, w (N,K), + bias (N) if not null, + residual (M,N) if not null (may equal y).
+template <class T>
+void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
+// h (M,N) = x w^T + bias, g = gelu(h): one call, so that the GPU can fuse it (bf16, tuned) where that gives the same h,
+// a g that differs by rounding alone, and 3 % of the time.
+template <class T>
+void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K);
+// dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.
+template <class T>
+void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate);
+// dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
+template <class T, class G>
+void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
+// db (N) = column sums of dy (M,N). partials: bias_grad_partials(M, N) numbers of workspace.
+int64_t bias_grad_partials(int64_t M, int64_t N);
+template <class T, class G>
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N);
+
+// ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without; eps 1e-5.
+enum class Norm { layer, rms };
+// sum = x + delta (delta may be null: then sum is not written and may be null); y = norm(sum) * gamma (+ beta).
+// stats (M,2): mean (0 for rms) and 1/std of each row. sum may equal x or delta.
+template <class T>
+void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
+                  const T* beta, int64_t M, int64_t C);
+// y again from the saved input and statistics: the same bits as norm_forward's y.
+template <class T>
+void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
+                int64_t C);
+// dx (M,C) = residual gradient dres (may be null, may equal dx) + gradient through the norm of dy. dgamma, dbeta (C;
+// dbeta null for rms) are written. dx may also equal dy. partials: norm_backward_partials(M, C) numbers.
+int64_t norm_backward_partials(int64_t M, int64_t C);
+template <class T, class G>
+void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
+                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C);
+
+// ---- activations
+// tanh-GELU (Hendrycks & Gimpel 2016). Backward in place, and h becomes gelu(h), which the next wgrad wants: dg -> dh.
+template <class T>
+void gelu_forward(Stream& s, T* g, const T* h, int64_t n);
+template <class T>
+void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n);
+// SwiGLU (Shazeer 2020): h (M, 2F) holds gate then up in each row; g (M,F) = silu(gate) * up. Backward in place:
+// h becomes dh, dg becomes g.
+template <class T>
+void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F);
+template <class T>
+void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F);
+
+// ---- positions
+// RoPE (Su et al. 2021), half-split pairs (i, i + D/2), in place on `heads` consecutive heads of D at the start of each
+// row of stride ld; the row's position is row % T. inverse: the transposed rotation, which is the backward.
+// table (T, D/2, 2): cos and sin in fp32, made by rope_table; base: e.g. 500000.
+template <class T>
+void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base);
+template <class T>
+void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
+          bool inverse);
+
+// ---- embedding
+// The inverse of a batch's tokens, made on the host beside the batch so that the gradient needs no sort and no atomics:
+// a row of dE is the sum over its occurrences, in order; a row with many is cut into chunks of `chunk` occurrences.
+struct TokenIndex {
+  static constexpr int64_t chunk = 64;
+  // order (M): positions sorted by token, stable. Row v owns order[start[v] .. start[v+1]), start (V+1).
+  // part (V+1): row v with n > chunk occurrences owns ceil(n / chunk) partial sums, part[v] .. part[v+1] - 1, of C
+  // numbers each, one for each run of `chunk` occurrences; a row with fewer owns none.
+  const int32_t *order, *start, *part;
+};
+int64_t token_index_ints(int64_t M, int64_t V);  // ints that the three arrays need, in that order, in one buffer
+void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V);  // host memory; tokens in [0,V)
+TokenIndex token_index_at(const int32_t* base, int64_t M, int64_t V);
+int64_t embedding_partials(int64_t M, int64_t C);  // an upper bound over all batches
+
+// x (M,C) = table (V,C)[tokens], + sin/cos positions (Vaswani et al. 2017: even channels sin, odd cos, base 10000,
+// position row % T_) if add_positions.
+template <class T>
+void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_, int64_t C,
+                       bool add_positions);
+// dtable (V,C): every row is written, rows without occurrences with zero.
+template <class T, class G>
+void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
+                        int64_t C);
+
+// ---- head: softmax cross-entropy on a chunk of tokens
+// logits (M,V) become dlogits = scale * (softmax - onehot(target)) in place if `backward`; loss_rows (M) = -log softmax
+// [target], unscaled. A target of -1 is ignored: zero loss, zero gradient.
+template <class T>
+void cross_entropy(Stream& s, T* logits, acc_t<T>* loss_rows, const int32_t* targets, acc_t<T> scale, bool backward,
+                   int64_t M, int64_t V);
+// out (+)= sum of x[0..n), in a fixed order. One number. partials: sum_partials() numbers.
+int64_t sum_partials();
+template <class A>
+void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate);
+
+// ---- parameters, on shards (n elements)
+// w[i] = mean + std * normal(seed, tensor, first + i), clamped at 3 std; Philox 4x32-10 (Salmon et al. 2011), so an
+// element's value does not depend on how the tensor is cut.
+void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std);
+void fill(Stream& s, float* w, float value, int64_t n);
+template <class To, class From>
+void cast(Stream& s, To* to, const From* from, int64_t n);
+// shard = (accumulate ? shard : 0) + grad
+template <class G>
+void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
+// out (+)= sum of squares, in a fixed order; partials: sum_partials() doubles
+void sum_squares(Stream& s, double* out, const float* x, double* partials, int64_t n, bool accumulate);
+
+struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected; step counts from 1
+  float lr, beta1, beta2, eps, weight_decay;
+  int64_t step;
+};
+// Gradients are multiplied by min(1, clip / sqrt(*sumsq)) first if clip > 0; sumsq is on the device. The first
+// `decayed` of the n elements are decayed (matrices), the rest are not.
+void adamw(Stream& s, float* w, float* m, float* v, const float* grad, const double* sumsq, float clip, AdamW a,
+           int64_t n, int64_t decayed);
+
+}  // namespace ops

@@ -1,0 +1,34 @@
+// What every test file includes: Catch2 (version 2 or 3), the devices at hand, and a way to skip that is counted.
+//
+// Test files named in the Makefile as rank_tests are linked into build/test_ranks and run under mpirun at several world
+// sizes; MPI is initialised before they start. All others are linked into build/test_unit, which knows no MPI.
+// A test case counts once: failed if it failed on any rank, else skipped if it was skipped on any, else passed.
+#pragma once
+
+#if __has_include(<catch2/catch_all.hpp>)
+#include <catch2/catch_all.hpp>
+using Catch::Approx;
+#else
+#include <catch2/catch.hpp>
+#endif
+
+#include "lib/comm.h"
+#include "lib/device.h"
+
+inline int gpus() { return gpu_count(); }
+inline bool have_gpu() { return gpus() > 0; }
+
+// Who we are among the ranks; one rank in build/test_unit, which starts no MPI.
+const World& test_world();
+
+// This process's device of that kind, in Mode::run; made at first use and kept. GPU: number local rank mod gpus().
+Device& test_device(Backend backend);
+
+void skip_test(const char* why);
+// Leaves the test case, which is printed with the reason. In a multi-rank test every rank must come to the same
+// decision.
+#define SKIP_TEST(why) \
+  do {                 \
+    skip_test(why);    \
+    return;            \
+  } while (0)

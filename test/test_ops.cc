@@ -1,0 +1,924 @@
+// lib/ops.h: the twins against mathematics (finite differences in double, known answers), then every kernel against its
+// twin. GPU cases have the tag [gpu].
+#include "test/catch.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "cpu/ops.h"
+#include "lib/ops.h"
+#include "lib/philox.h"
+
+using ops::Norm;
+using Doubles = std::vector<double>;
+
+namespace {
+
+// Standard normal numbers, the same for the same seed.
+template <class T>
+std::vector<T> normals(int64_t n, uint64_t seed, double scale = 1) {
+  std::vector<T> v(n);
+  Normals4 four{};
+  for (int64_t i = 0; i < n; ++i) {
+    if (i % 4 == 0) four = philox_normals(seed, 77, uint64_t(i / 4));
+    v[i] = T(float(scale * double(four.x[i % 4])));
+  }
+  return v;
+}
+double dot(const Doubles& a, const Doubles& b) { return std::inner_product(a.begin(), a.end(), b.begin(), 0.0); }
+
+// Largest difference between the gradient `g` of f() at x and central differences, relative to the largest of g.
+template <class F>
+double gradient_error(Doubles& x, const Doubles& g, F f) {
+  double worst = 0, largest = 1e-3;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double at = x[i], h = 1e-5;
+    x[i] = at + h;
+    const double above = f();
+    x[i] = at - h;
+    const double below = f();
+    x[i] = at;
+    worst = std::max(worst, std::abs((above - below) / (2 * h) - g[i]));
+    largest = std::max(largest, std::abs(g[i]));
+  }
+  return worst / largest;
+}
+
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------------------ numbers
+
+TEST_CASE("bf16 rounds to nearest even", "[ops]") {
+  const auto bits = [](float f) { return bf16(f).bits; };
+  const float inf = std::numeric_limits<float>::infinity();
+  CHECK(bits(1.0f) == 0x3f80);
+  CHECK(bits(1.0f + 0x1p-8f) == 0x3f80);             // a tie: to the even neighbour, down
+  CHECK(bits(1.0f + 3 * 0x1p-8f) == 0x3f82);         // a tie: to the even neighbour, up
+  CHECK(bits(1.0f + 0x1p-8f + 0x1p-23f) == 0x3f81);  // just above the tie
+  CHECK(bits(-1.0f - 3 * 0x1p-8f) == 0xbf82);
+  CHECK(bits(0.0f) == 0x0000);
+  CHECK(bits(-0.0f) == 0x8000);
+  CHECK(bits(inf) == 0x7f80);
+  CHECK(bits(-inf) == 0xff80);
+  CHECK(bits(std::numeric_limits<float>::max()) == 0x7f80);  // rounds to infinity
+  CHECK(bits(0x1.fep127f) == 0x7f7f);                        // the largest bf16
+  CHECK(bits(0x1p-133f) == 0x0001);                          // the smallest denormal bf16
+  CHECK(bits(0x1p-134f) == 0x0000);                          // half of it: a tie, to even
+  CHECK(bits(0x1.8p-134f) == 0x0001);
+  CHECK(std::isnan(float(bf16(std::nanf("")))));
+  float low_nan;  // a NaN whose upper half alone would read infinity
+  const uint32_t u = 0x7f800001u;
+  std::memcpy(&low_nan, &u, 4);
+  CHECK(std::isnan(float(bf16(low_nan))));
+  for (uint32_t b = 0; b < 0x10000; ++b) {  // every bf16 survives the way through float
+    bf16 x;
+    x.bits = uint16_t(b);
+    if (!std::isnan(float(x))) REQUIRE(bf16(float(x)).bits == b);
+  }
+}
+
+TEST_CASE("Philox 4x32-10 gives the published answers", "[ops]") {
+  const auto check = [](Philox4 counter, uint32_t k0, uint32_t k1, Philox4 expected) {
+    const Philox4 got = philox4x32(counter, k0, k1);
+    for (int i = 0; i < 4; ++i) CHECK(got.x[i] == expected.x[i]);
+  };
+  check({{0, 0, 0, 0}}, 0, 0, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}});
+  check({{~0u, ~0u, ~0u, ~0u}}, ~0u, ~0u, {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}});
+  check({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0,
+        {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}});
+}
+
+TEST_CASE("initial weights do not depend on the cut and are normal", "[ops]") {
+  const int64_t n = 40001;
+  std::vector<float> whole(n), cut(n);
+  cpu::init_normal(whole.data(), 1234567890123ull, 5, 0, n, 0.5f, 0.02f);
+  for (int64_t first = 0, size = 1; first < n; first += size, size = size * 3 + 1) {
+    size = std::min(size, n - first);
+    cpu::init_normal(cut.data() + first, 1234567890123ull, 5, first, size, 0.5f, 0.02f);
+  }
+  CHECK(same_bits(whole, cut));
+  cpu::init_normal(cut.data(), 1234567890123ull, 6, 0, n, 0.5f, 0.02f);
+  CHECK(!same_bits(whole, cut));
+  double mean = 0, square = 0, largest = 0;
+  for (float w : whole) {
+    const double z = (double(w) - 0.5) / 0.02;
+    mean += z / n, square += z * z / n, largest = std::max(largest, std::abs(z));
+  }
+  CHECK(std::abs(mean) < 0.02);
+  CHECK(std::abs(square - 1) < 0.03);
+  CHECK(largest < 3.0001);  // clamped
+  CHECK(largest > 2.9);
+}
+
+TEST_CASE("the vector exponential is exact to 2e-7", "[ops]") {
+  double worst = 0;
+  for (float x = -86.9f; x < 88; x += 0.0137f)
+    worst = std::max(worst, std::abs(double(cpu::exp_(x)) / std::exp(double(x)) - 1));
+  CHECK(worst < 2e-7);
+  CHECK(std::isnan(cpu::exp_(std::nanf(""))));
+  CHECK(cpu::exp_(0.0f) == 1.0f);
+  CHECK(cpu::exp_(-1e30f) < 2e-38f);
+}
+
+// ----------------------------------------------------------------------------------------------- twins: gradient
+// checks
+
+TEST_CASE("norms: gradients", "[ops]") {
+  const int64_t M = 3, C = 21;
+  for (Norm kind : {Norm::layer, Norm::rms}) {
+    const bool layer = kind == Norm::layer;
+    Doubles x = normals<double>(M * C, 1), delta = normals<double>(M * C, 2), gamma = normals<double>(C, 3),
+            beta = normals<double>(C, 4), dy = normals<double>(M * C, 5), dres = normals<double>(M * C, 6);
+    Doubles y(M * C), sum(M * C), stats(2 * M), dx(M * C), dgamma(C), dbeta(C),
+        partials(ops::norm_backward_partials(M, C));
+    // The block's output is a function of y and of the residual stream: sum dy y + dres sum.
+    const auto loss = [&] {
+      cpu::norm_forward(kind, y.data(), sum.data(), stats.data(), x.data(), delta.data(), gamma.data(),
+                        layer ? beta.data() : nullptr, M, C);
+      return dot(dy, y) + dot(dres, sum);
+    };
+    loss();
+    cpu::norm_backward(kind, dx.data(), dgamma.data(), layer ? dbeta.data() : nullptr, dy.data(), dres.data(),
+                       sum.data(), stats.data(), gamma.data(), partials.data(), M, C);
+    CHECK(gradient_error(x, dx, loss) < 1e-7);
+    CHECK(gradient_error(delta, dx, loss) < 1e-7);
+    CHECK(gradient_error(gamma, dgamma, loss) < 1e-7);
+    if (layer) CHECK(gradient_error(beta, dbeta, loss) < 1e-7);
+    loss();
+    Doubles in_place = dres;  // dx may be dres
+    cpu::norm_backward(kind, in_place.data(), dgamma.data(), layer ? dbeta.data() : nullptr, dy.data(), in_place.data(),
+                       sum.data(), stats.data(), gamma.data(), partials.data(), M, C);
+    CHECK(same_bits(in_place, dx));
+  }
+}
+
+TEST_CASE("activations: gradients", "[ops]") {
+  const int64_t M = 5, F = 13;
+  Doubles h = normals<double>(M * F, 1, 2), dg = normals<double>(M * F, 2), g(M * F);
+  const auto gelu = [&] {
+    cpu::gelu_forward(g.data(), h.data(), M * F);
+    return dot(dg, g);
+  };
+  gelu();
+  Doubles dh = dg, again = h;
+  cpu::gelu_backward(dh.data(), again.data(), M * F);
+  CHECK(same_bits(again, g));
+  CHECK(gradient_error(h, dh, gelu) < 1e-7);
+  for (size_t i = 0; i < h.size(); ++i)  // the textbook's form
+    CHECK(g[i] == Approx(0.5 * h[i] * (1 + std::tanh(std::sqrt(2 / M_PI) * (h[i] + 0.044715 * std::pow(h[i], 3)))))
+                      .margin(1e-12));
+
+  Doubles h2 = normals<double>(M * 2 * F, 3, 2);
+  const auto swiglu = [&] {
+    cpu::swiglu_forward(g.data(), h2.data(), M, F);
+    return dot(dg, g);
+  };
+  swiglu();
+  Doubles dh2 = h2, g2 = dg;
+  cpu::swiglu_backward(g2.data(), dh2.data(), M, F);
+  CHECK(same_bits(g2, g));
+  CHECK(gradient_error(h2, dh2, swiglu) < 1e-7);
+}
+
+TEST_CASE("matmul: values and gradients", "[ops]") {
+  const int64_t M = 5, N = 4, K = 6;
+  Doubles x = normals<double>(M * K, 1), w = normals<double>(N * K, 2), bias = normals<double>(N, 3),
+          residual = normals<double>(M * N, 4), dy = normals<double>(M * N, 5), y(M * N);
+  const auto loss = [&] {
+    cpu::matmul(y.data(), x.data(), w.data(), bias.data(), residual.data(), M, N, K);
+    return dot(dy, y);
+  };
+  loss();
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = bias[n] + residual[m * N + n];
+      for (int64_t k = 0; k < K; ++k) sum += x[m * K + k] * w[n * K + k];
+      CHECK(y[m * N + n] == Approx(sum));
+    }
+  Doubles dx(M * K), dw(N * K), db(N), partials(ops::bias_grad_partials(M, N)), in_place = residual;
+  cpu::matmul_dgrad(dx.data(), dy.data(), w.data(), M, N, K, false);
+  cpu::matmul_wgrad(dw.data(), dy.data(), x.data(), M, N, K, false);
+  cpu::bias_grad(db.data(), dy.data(), partials.data(), M, N);
+  CHECK(gradient_error(x, dx, loss) < 1e-8);
+  CHECK(gradient_error(w, dw, loss) < 1e-8);
+  CHECK(gradient_error(bias, db, loss) < 1e-8);
+  loss();
+  cpu::matmul(in_place.data(), x.data(), w.data(), bias.data(), in_place.data(), M, N, K);  // residual may be y
+  CHECK(same_bits(in_place, y));
+  Doubles twice = dx;
+  cpu::matmul_dgrad(twice.data(), dy.data(), w.data(), M, N, K, true);
+  for (size_t i = 0; i < dx.size(); ++i) CHECK(twice[i] == Approx(2 * dx[i]));
+  twice = dw;
+  cpu::matmul_wgrad(twice.data(), dy.data(), x.data(), M, N, K, true);
+  for (size_t i = 0; i < dw.size(); ++i) CHECK(twice[i] == Approx(2 * dw[i]));
+}
+
+TEST_CASE("matmul in bf16 rounds once", "[ops]") {
+  const int64_t M = 9, N = 17, K = 40;
+  const auto x = normals<bf16>(M * K, 1), w = normals<bf16>(N * K, 2), bias = normals<bf16>(N, 3),
+             residual = normals<bf16>(M * N, 4);
+  std::vector<bf16> y(M * N), g(M * N), h(M * N);
+  cpu::matmul(y.data(), x.data(), w.data(), bias.data(), residual.data(), M, N, K);
+  cpu::matmul_gelu(g.data(), h.data(), x.data(), w.data(), bias.data(), M, N, K);
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = float(bias[n]);
+      for (int64_t k = 0; k < K; ++k) sum += double(float(x[m * K + k])) * float(w[n * K + k]);
+      const int64_t i = m * N + n;
+      CHECK(std::abs(float(h[i]) - sum) <= 0x1.01p-8 * std::abs(sum) + 1e-5);
+      sum += float(residual[i]);
+      CHECK(std::abs(float(y[i]) - sum) <= 0x1.01p-8 * std::abs(sum) + 1e-5);
+    }
+  std::vector<bf16> alone(M * N);
+  cpu::gelu_forward(alone.data(), h.data(), M * N);
+  CHECK(same_bits(alone, g));
+}
+
+TEST_CASE("RoPE turns and its inverse is its transpose", "[ops]") {
+  const int64_t M = 7, T = 3, heads = 2, D = 8, ld = 20;
+  Doubles table(T * D), x = normals<double>(M * ld, 1), y = normals<double>(M * ld, 2);
+  cpu::rope_table<double>(table.data(), T, D, 500000);
+  Doubles turned = x, back = y;
+  cpu::rope(turned.data(), table.data(), M, T, heads, D, ld, false);
+  cpu::rope(back.data(), table.data(), M, T, heads, D, ld, true);
+  CHECK(dot(turned, y) == Approx(dot(x, back)).epsilon(1e-12));
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t c = 0; c < ld; ++c) {
+      const int64_t h = c / D, i = c % D % (D / 2), low = m * ld + h * D + i, high = low + D / 2;
+      const double angle = double(m % T) * std::pow(500000.0, -2.0 * double(i) / D), sn = std::sin(angle),
+                   cs = std::cos(angle);
+      if (h >= heads) CHECK(turned[m * ld + c] == x[m * ld + c]);  // past the heads: untouched
+      else if (c % D < D / 2) CHECK(turned[low] == Approx(x[low] * cs - x[high] * sn));
+      else CHECK(turned[high] == Approx(x[high] * cs + x[low] * sn));
+    }
+  cpu::rope(turned.data(), table.data(), M, T, heads, D, ld, true);
+  for (size_t i = 0; i < x.size(); ++i) CHECK(turned[i] == Approx(x[i]));
+}
+
+namespace {
+// Tokens of which a few are very frequent, most do not occur, and the last of the vocabulary does.
+std::vector<int32_t> skewed_tokens(int64_t M, int64_t V) {
+  std::vector<int32_t> tokens(M);
+  for (int64_t m = 0; m < M; ++m) {
+    const uint32_t r = philox4x32({{uint32_t(m), 0, 0, 0}}, 9, 9).x[0];
+    tokens[m] = int32_t(r % 4 ? r / 4 % std::min<int64_t>(V, 3) : r / 4 % V);
+  }
+  if (M > 0) tokens[M - 1] = int32_t(V - 1);
+  return tokens;
+}
+std::vector<int32_t> index_of(const std::vector<int32_t>& tokens, int64_t V) {
+  std::vector<int32_t> ints(ops::token_index_ints(int64_t(tokens.size()), V));
+  ops::build_token_index(ints.data(), tokens.data(), int64_t(tokens.size()), V);
+  return ints;
+}
+}  // namespace
+
+TEST_CASE("the token index inverts the batch", "[ops]") {
+  for (int64_t M : {1, 64, 65, 2000})
+    for (int64_t V : {1, 5, 300}) {
+      for (bool one_token : {false, true}) {
+        const auto tokens = one_token ? std::vector<int32_t>(M, int32_t(V - 1)) : skewed_tokens(M, V);
+        const auto ints = index_of(tokens, V);
+        const ops::TokenIndex index = ops::token_index_at(ints.data(), M, V);
+        REQUIRE(index.start[0] == 0);
+        REQUIRE(index.start[V] == M);
+        REQUIRE(index.part[0] == 0);
+        REQUIRE(index.part[V] <= ops::embedding_partials(M, 1));
+        for (int64_t v = 0; v < V; ++v) {
+          const int n = index.start[v + 1] - index.start[v], slots = index.part[v + 1] - index.part[v];
+          REQUIRE(n == std::count(tokens.begin(), tokens.end(), int32_t(v)));
+          REQUIRE(slots ==
+                  (n > ops::TokenIndex::chunk ? (n + ops::TokenIndex::chunk - 1) / ops::TokenIndex::chunk : 0));
+          for (int i = index.start[v]; i < index.start[v + 1]; ++i) {
+            REQUIRE(tokens[index.order[i]] == v);
+            if (i > index.start[v]) REQUIRE(index.order[i] > index.order[i - 1]);  // stable
+          }
+        }
+      }
+    }
+}
+
+TEST_CASE("embedding: positions and gradient", "[ops]") {
+  const int64_t M = 150, T = 10, V = 7, C = 6;
+  const auto tokens = skewed_tokens(M, V);
+  Doubles table = normals<double>(V * C, 1), dx = normals<double>(M * C, 2), x(M * C), dtable(V * C);
+  const auto loss = [&] {
+    cpu::embedding_forward(x.data(), table.data(), tokens.data(), M, T, C, true);
+    return dot(dx, x);
+  };
+  loss();
+  const auto ints = index_of(tokens, V);
+  cpu::embedding_backward(dtable.data(), dx.data(), ops::token_index_at(ints.data(), M, V),
+                          static_cast<double*>(nullptr), M, V, C);
+  CHECK(gradient_error(table, dtable, loss) < 1e-7);
+  loss();
+  for (int64_t m : {0, 9, 10, 149})
+    for (int64_t c = 0; c < C; ++c) {
+      const double angle = double(m % T) / std::pow(10000.0, double(c / 2 * 2) / C);
+      CHECK(x[m * C + c] == Approx(table[tokens[m] * C + c] + (c % 2 ? std::cos(angle) : std::sin(angle))));
+    }
+  cpu::embedding_forward(x.data(), table.data(), tokens.data(), M, T, C, false);
+  CHECK(x[3 * C + 1] == table[tokens[3] * C + 1]);
+}
+
+TEST_CASE("cross-entropy: loss, gradient, ignored targets", "[ops]") {
+  const int64_t M = 4, V = 19;
+  const std::vector<int32_t> targets = {3, -1, 18, 0};
+  const double scale = 0.37;
+  Doubles logits = normals<double>(M * V, 1, 3), losses(M);
+  const auto loss = [&] {
+    Doubles copy = logits;
+    cpu::cross_entropy(copy.data(), losses.data(), targets.data(), scale, false, M, V);
+    CHECK(same_bits(copy, logits));  // not written without backward
+    return scale * std::accumulate(losses.begin(), losses.end(), 0.0);
+  };
+  loss();
+  CHECK(losses[1] == 0);
+  double total = 0;
+  for (int64_t v = 0; v < V; ++v) total += std::exp(logits[2 * V + v]);
+  CHECK(losses[2] == Approx(std::log(total) - logits[2 * V + 18]));
+  Doubles gradient = logits;
+  cpu::cross_entropy(gradient.data(), losses.data(), targets.data(), scale, true, M, V);
+  for (int64_t v = 0; v < V; ++v) CHECK(gradient[V + v] == 0);
+  CHECK(gradient_error(logits, gradient, loss) < 1e-7);
+  // Large logits do not overflow.
+  Doubles large = {1000, 999, -1000};
+  const int32_t target = 0;
+  cpu::cross_entropy(large.data(), losses.data(), &target, 1.0, true, 1, 3);
+  CHECK(losses[0] == Approx(std::log(1 + std::exp(-1.0))));
+}
+
+TEST_CASE("AdamW follows the paper, with clipping", "[ops]") {
+  const int64_t n = 37, decayed = 17;
+  const ops::AdamW a{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3};
+  const auto w0 = normals<float>(n, 1), m0 = normals<float>(n, 2), g = normals<float>(n, 3, 5);
+  auto v0 = normals<float>(n, 4);
+  for (float& v : v0) v *= v;
+  double sumsq = 0;
+  cpu::sum_squares(&sumsq, g.data(), nullptr, n, false);
+  double exact = 0;
+  for (float x : g) exact += double(x) * x;
+  CHECK(sumsq == Approx(exact).epsilon(1e-14));
+  for (float clip : {0.0f, 1.0f, 1e6f}) {
+    auto w = w0, m = m0, v = v0;
+    cpu::adamw(w.data(), m.data(), v.data(), g.data(), &sumsq, clip, a, n, decayed);
+    const double factor = clip > 0 ? std::min(1.0, double(clip) / std::sqrt(exact)) : 1;
+    for (int64_t i = 0; i < n; ++i) {
+      const double b1 = a.beta1, b2 = a.beta2, gi = g[i] * factor;
+      const double mi = b1 * m0[i] + (1 - b1) * gi, vi = b2 * v0[i] + (1 - b2) * gi * gi;
+      const double step = mi / (1 - std::pow(b1, 3)) / (std::sqrt(vi / (1 - std::pow(b2, 3))) + a.eps);
+      const double wi = w0[i] - a.lr * step - (i < decayed ? double(a.lr) * a.weight_decay * w0[i] : 0);
+      CHECK(m[i] == Approx(mi).margin(1e-6));
+      CHECK(v[i] == Approx(vi).margin(1e-6));
+      CHECK(w[i] == Approx(wi).margin(1e-6));
+    }
+  }
+}
+
+TEST_CASE("casts and accumulation", "[ops]") {
+  const auto x = normals<float>(100, 1);
+  std::vector<bf16> b(100);
+  std::vector<float> back(100), sum = x;
+  std::vector<double> d(100);
+  cpu::cast(b.data(), x.data(), 100), cpu::cast(back.data(), b.data(), 100), cpu::cast(d.data(), x.data(), 100);
+  cpu::accumulate_gradient(sum.data(), b.data(), 100, true);
+  for (int i = 0; i < 100; ++i) {
+    CHECK(b[i].bits == bf16(x[i]).bits);
+    CHECK(back[i] == float(b[i]));
+    CHECK(d[i] == double(x[i]));
+    CHECK(sum[i] == x[i] + back[i]);
+  }
+  cpu::accumulate_gradient(sum.data(), b.data(), 100, false);
+  CHECK(same_bits(sum, back));
+}
+
+// --------------------------------------------------------------------------------- one call on two backends, compared
+
+namespace {
+
+// The arrays of one run of an operation on one device. Inputs are random, the same on every device; outputs are
+// poisoned with NaN; guards before and after each array must survive.
+class Space {
+ public:
+  explicit Space(Device& dev) : dev(dev), s(dev.compute()) {}
+  Space(const Space&) = delete;
+  ~Space() {
+    for (auto& a : arrays_) {
+#if FSDP_CUDA
+      if (dev.backend == Backend::gpu) {
+        cudaFree(a.base);
+        continue;
+      }
+#endif
+      std::free(a.base);
+    }
+  }
+  template <class T>
+  T* in(const std::vector<T>& v) {
+    return add(v, false);
+  }
+  template <class T>
+  T* in(int64_t n, double scale = 1) {
+    return add(normals<T>(n, 100 + arrays_.size(), scale), false);
+  }
+  template <class T>
+  T* inout(int64_t n, double scale = 1) {  // random before, compared after
+    return add(normals<T>(n, 100 + arrays_.size(), scale), true);
+  }
+  template <class T>
+  T* out(int64_t n) {
+    return add(std::vector<T>(n, T(std::nanf(""))), true);
+  }
+  template <class T>
+  T* work(int64_t n) {
+    return add(std::vector<T>(n, T(std::nanf(""))), false);
+  }
+
+  struct Result {
+    std::vector<char> bits;
+    Doubles values;
+    Dtype type;
+  };
+  std::vector<Result> results() {  // of the arrays to compare; checks all guards
+    std::vector<Result> all;
+    for (auto& a : arrays_) {
+      std::vector<char> bytes(a.bytes + 2 * guard);
+      s.copy(bytes.data(), a.base, int64_t(bytes.size()));
+      s.synchronize();
+      int64_t broken = 0;
+      for (int64_t i = 0; i < guard; ++i) broken += bytes[i] != mark, broken += bytes[guard + a.bytes + i] != mark;
+      CHECK(broken == 0);
+      if (!a.compared) continue;
+      Result r{{bytes.begin() + guard, bytes.begin() + guard + a.bytes}, {}, a.type};
+      for (int64_t i = 0; i < a.bytes / size_of(a.type); ++i) r.values.push_back(number(a.type, r.bits.data(), i));
+      all.push_back(std::move(r));
+    }
+    return all;
+  }
+
+  Device& dev;
+  Stream& s;
+
+ private:
+  static constexpr int64_t guard = 256;  // keeps the alignment
+  static constexpr char mark = 0x5a;
+  struct Array {
+    char* base;
+    int64_t bytes;
+    Dtype type;
+    bool compared;
+  };
+  static double number(Dtype t, const char* p, int64_t i) {
+    if (t == Dtype::f64) return reinterpret_cast<const double*>(p)[i];
+    return t == Dtype::f32 ? reinterpret_cast<const float*>(p)[i] : float(reinterpret_cast<const bf16*>(p)[i]);
+  }
+  template <class T>
+  T* add(const std::vector<T>& v, bool compared) {
+    const int64_t bytes = int64_t(v.size() * sizeof(T)), whole = bytes + 2 * guard;
+    char* base = nullptr;
+#if FSDP_CUDA
+    if (dev.backend == Backend::gpu) CUDA_CHECK(cudaMalloc(&base, size_t(whole)));
+#endif
+    if (!base) base = static_cast<char*>(std::aligned_alloc(256, size_t((whole + 255) / 256 * 256)));
+    std::vector<char> image(whole, mark);
+    std::memcpy(image.data() + guard, v.data(), size_t(bytes));
+    s.copy(base, image.data(), whole);
+    s.synchronize();
+    arrays_.push_back({base, bytes, dtype_of<T>, compared});
+    return reinterpret_cast<T*>(base + guard);
+  }
+  std::vector<Array> arrays_;
+};
+
+template <class Body>
+std::vector<Space::Result> run_on(Backend backend, Body body) {
+  Space space(test_device(backend));
+  body(space);
+  space.s.synchronize();
+  return space.results();
+}
+
+// The body's outputs on the GPU are those of the CPU within `factor` times the bound of their type, and the same bits
+// when it runs again. The error is relative to |expected| + rms(expected), because sums cancel; bounds: bf16 2^-7 (one
+// step in the last place, where a sum of another order falls on the other side), float 1e-5, double 1e-12.
+template <class Body>
+void compare(Body body, double factor = 1) {
+  const auto expected = run_on(Backend::cpu, body), got = run_on(Backend::gpu, body),
+             again = run_on(Backend::gpu, body);
+  REQUIRE(expected.size() == got.size());
+  for (size_t k = 0; k < got.size(); ++k) {
+    CHECK(same_bits(got[k].bits, again[k].bits));
+    double square = 0, worst = 0;
+    for (double x : expected[k].values) square += x * x;
+    const double rms = std::sqrt(square / double(expected[k].values.size())) + 1e-30;
+    size_t where = 0;
+    for (size_t i = 0; i < got[k].values.size(); ++i) {
+      const double e = expected[k].values[i], error = std::abs(got[k].values[i] - e) / (std::abs(e) + rms);
+      if (!(error <= worst)) worst = std::isnan(error) ? 1e30 : error, where = i;
+    }
+    const Dtype t = got[k].type;
+    const double bound = factor * (t == Dtype::bf16 ? 0x1p-7 : t == Dtype::f32 ? 1e-5 : 1e-12);
+    INFO("output " << k << " at " << where << ": expected " << expected[k].values[where] << ", got "
+                   << got[k].values[where] << ", rms " << rms);
+    CHECK(worst <= bound);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("operations through their streams on the CPU", "[ops]") {
+  const int64_t M = 6, C = 40;
+  const auto body = [&](Space& a) {
+    auto *y = a.out<float>(M * C), *stats = a.out<float>(2 * M), *x = a.in<float>(M * C), *gamma = a.in<float>(C);
+    ops::norm_forward<float>(a.s, Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, M, C);
+    ops::gelu_forward(a.s, y, static_cast<const float*>(y), M * C);
+  };
+  const auto first = run_on(Backend::cpu, body), second = run_on(Backend::cpu, body);
+  CHECK(same_bits(first[0].bits, second[0].bits));
+  CHECK(!std::isnan(first[0].values[M * C - 1]));
+
+  Device& dev = test_device(Backend::cpu);
+  std::vector<float> x(8, 1), y(8, 7);
+  dev.mode = Mode::plan;  // enqueues nothing
+  ops::gelu_forward(dev.compute(), y.data(), static_cast<const float*>(x.data()), 8);
+  ops::matmul(dev.compute(), y.data(), static_cast<const float*>(x.data()), static_cast<const float*>(x.data()),
+              static_cast<const float*>(nullptr), static_cast<const float*>(nullptr), 2, 4, 2);
+  dev.mode = Mode::run;
+  dev.compute().synchronize();
+  CHECK(y == std::vector<float>(8, 7));
+}
+
+namespace {
+// y of norm_forward and of norm_apply on the same input, on one backend.
+template <class T>
+bool apply_repeats_forward(Backend backend, Norm kind, int64_t M, int64_t C) {
+  const auto r = run_on(backend, [&](Space& a) {
+    auto *y = a.out<T>(M * C), *again = a.out<T>(M * C), *sum = a.work<T>(M * C), *x = a.in<T>(M * C),
+         *delta = a.in<T>(M * C), *gamma = a.in<T>(C), *beta = kind == Norm::layer ? a.in<T>(C) : nullptr;
+    auto* stats = a.work<acc_t<T>>(2 * M);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+    ops::norm_apply<T>(a.s, kind, again, stats, sum, gamma, beta, M, C);
+  });
+  return same_bits(r[0].bits, r[1].bits) && !std::isnan(r[0].values[M * C - 1]);
+}
+}  // namespace
+
+TEST_CASE("norm_apply gives norm_forward's bits", "[ops]") {
+  for (Norm kind : {Norm::layer, Norm::rms})
+    for (int64_t C : {1, 7, 64, 770}) {
+      CHECK(apply_repeats_forward<float>(Backend::cpu, kind, 5, C));
+      CHECK(apply_repeats_forward<bf16>(Backend::cpu, kind, 5, C));
+      CHECK(apply_repeats_forward<double>(Backend::cpu, kind, 5, C));
+    }
+}
+
+#define NEEDS_GPU() \
+  if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
+
+TEST_CASE("GPU: norm_apply gives norm_forward's bits", "[ops][gpu]") {
+  NEEDS_GPU();
+  for (Norm kind : {Norm::layer, Norm::rms})
+    for (int64_t C : {64, 257, 768, 4096, 16384, 20000}) {
+      CHECK(apply_repeats_forward<float>(Backend::gpu, kind, 7, C));
+      CHECK(apply_repeats_forward<bf16>(Backend::gpu, kind, 7, C));
+    }
+}
+
+namespace {
+
+template <class T, class G>
+void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_place) {
+  INFO("M " << M << " C " << C << " layer " << (kind == Norm::layer) << " delta " << with_delta << " in place "
+            << in_place << " " << name_of(dtype_of<T>) << " " << name_of(dtype_of<G>));
+  const bool layer = kind == Norm::layer;
+  compare([&](Space& a) {
+    auto *y = a.out<T>(M * C), *x = in_place ? a.inout<T>(M * C) : a.in<T>(M * C),
+         *delta = with_delta ? a.in<T>(M * C) : nullptr, *gamma = a.in<T>(C), *beta = layer ? a.in<T>(C) : nullptr;
+    T* sum = !with_delta ? nullptr : in_place ? x : a.out<T>(M * C);
+    auto* stats = a.out<float>(2 * M);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+  });
+  compare(
+      [&](Space& a) {
+        const auto stats = [&] {  // of the inputs below: mean about 0, 1/std about 1
+          auto v = normals<float>(2 * M, 55, 0.05);
+          for (int64_t m = 0; m < M; ++m) v[2 * m] = layer ? v[2 * m] : 0, v[2 * m + 1] += 1;
+          return v;
+        }();
+        auto *dy = a.in<T>(M * C), *x = a.in<T>(M * C), *gamma = a.in<T>(C),
+             *dx = in_place ? a.inout<T>(M * C) : a.out<T>(M * C), *dres = with_delta ? a.in<T>(M * C) : nullptr;
+        auto *dgamma = a.out<G>(C), *dbeta = layer ? a.out<G>(C) : nullptr;
+        auto *partials = a.work<float>(ops::norm_backward_partials(M, C)), *st = a.in(stats);
+        const T* from = in_place && !with_delta ? dx : dy;  // dx may be dy or dres
+        const T* res = in_place && with_delta ? dx : dres;
+        ops::norm_backward<T, G>(a.s, kind, dx, dgamma, dbeta, from, res, x, st, gamma, partials, M, C);
+      },
+      2);
+}
+
+}  // namespace
+
+TEST_CASE("GPU: norms", "[ops][gpu]") {
+  NEEDS_GPU();
+  for (int64_t M : {1, 7, 129, 1100})
+    for (int64_t C : {8, 64, 257, 768, 1000, 4096, 16384, 20000}) {
+      if (M * C > 2500000) continue;
+      const bool odd = (M + C) % 2;
+      compare_norms<bf16, float>(Norm::layer, M, C, true, odd);
+      compare_norms<bf16, bf16>(Norm::rms, M, C, odd, true);
+      compare_norms<float, float>(odd ? Norm::layer : Norm::rms, M, C, !odd, false);
+    }
+}
+
+namespace {
+template <class T>
+void compare_activations() {
+  for (int64_t n : {1, 7, 8, 1000, 4097, 100000}) {
+    INFO(name_of(dtype_of<T>) << " n " << n);
+    compare([&](Space& a) {
+      auto *h = a.inout<T>(n, 3), *g = a.out<T>(n), *dg = a.inout<T>(n);
+      ops::gelu_forward<T>(a.s, g, h, n);
+      ops::gelu_backward<T>(a.s, dg, h, n);
+    });
+    compare([&](Space& a) {  // at an odd address
+      auto *h = a.in<T>(n + 1, 3), *g = a.inout<T>(n + 1);
+      ops::gelu_forward<T>(a.s, g + 1, h + 1, n);
+    });
+  }
+  for (int64_t M : {1, 7, 129})
+    for (int64_t F : {1, 8, 257, 768, 3072}) {
+      INFO(name_of(dtype_of<T>) << " M " << M << " F " << F);
+      compare([&](Space& a) {
+        auto *h = a.inout<T>(2 * M * F, 2), *g = a.out<T>(M * F), *dg = a.inout<T>(M * F);
+        ops::swiglu_forward<T>(a.s, g, h, M, F);
+        ops::swiglu_backward<T>(a.s, dg, h, M, F);
+      });
+    }
+}
+}  // namespace
+
+TEST_CASE("GPU: activations", "[ops][gpu]") {
+  NEEDS_GPU();
+  compare_activations<float>();
+  compare_activations<bf16>();
+}
+
+namespace {
+int32_t* put(Space& a, const std::vector<int32_t>& ints) {  // integers travel as floats of the same bits
+  std::vector<float> bits(ints.size());
+  std::memcpy(bits.data(), ints.data(), ints.size() * 4);
+  return reinterpret_cast<int32_t*>(a.in(bits));
+}
+
+template <class T>
+void compare_positions() {
+  for (int64_t M : {1, 7, 129})
+    for (int64_t D : {6, 64, 128})
+      for (bool inverse : {false, true}) {
+        const int64_t T_ = 50, heads = 5, ld = heads * D + (D == 6 ? 3 : 24);
+        INFO(name_of(dtype_of<T>) << " M " << M << " D " << D);
+        compare([&](Space& a) {
+          auto *x = a.inout<T>(M * ld), *far = a.inout<T>(M * ld);
+          auto *table = a.out<float>(T_ * D), *long_table = a.work<float>(4096 * D);
+          ops::rope_table<T>(a.s, table, T_, D, 500000);
+          ops::rope<T>(a.s, x, table, M, T_, heads, D, ld, inverse);
+          ops::rope_table<T>(a.s, long_table, 4096, D, 10000);
+          ops::rope<T>(a.s, far, long_table + 3900 * D, M, 196, heads, D, ld, inverse);
+        });
+      }
+  for (int64_t M : {1, 7, 129, 5000})
+    for (int64_t C : {6, 64, 768, 4096}) {
+      if (M * C > 5000000) continue;
+      const int64_t V = 257, T_ = 4096;
+      INFO(name_of(dtype_of<T>) << " M " << M << " C " << C);
+      const auto tokens = skewed_tokens(M, V);
+      compare([&](Space& a) {
+        auto *with = a.out<T>(M * C), *without = a.out<T>(M * C), *table = a.in<T>(V * C);
+        const int32_t* t = put(a, tokens);
+        ops::embedding_forward<T>(a.s, with, table, t, M, T_, C, true);
+        ops::embedding_forward<T>(a.s, without, table, t, M, T_, C, false);
+      });
+    }
+}
+}  // namespace
+
+TEST_CASE("GPU: positions", "[ops][gpu]") {
+  NEEDS_GPU();
+  compare_positions<float>();
+  compare_positions<bf16>();
+}
+
+namespace {
+template <class T, class G>
+void compare_embedding_backward() {
+  for (int64_t M : {1, 7, 129, 2000})
+    for (int64_t V : {1, 257, 5000})
+      for (int64_t C : {6, 64, 768, 4096}) {
+        if (V * C > 5000000 || M * C > 5000000) continue;
+        INFO(name_of(dtype_of<T>) << " M " << M << " V " << V << " C " << C);
+        const auto ints = index_of(skewed_tokens(M, V), V);
+        compare([&](Space& a) {
+          auto* dtable = a.out<G>(V * C);
+          auto* dx = a.in<T>(M * C);
+          auto* partials = a.work<float>(ops::embedding_partials(M, C));
+          ops::embedding_backward<T, G>(a.s, dtable, dx, ops::token_index_at(put(a, ints), M, V), partials, M, V, C);
+        });
+      }
+}
+}  // namespace
+
+TEST_CASE("GPU: gradient of the embedding", "[ops][gpu]") {
+  NEEDS_GPU();
+  compare_embedding_backward<float, float>();
+  compare_embedding_backward<bf16, bf16>();
+  compare_embedding_backward<bf16, float>();
+}
+
+namespace {
+template <class T>
+void compare_cross_entropy() {
+  for (int64_t M : {1, 7, 129})
+    for (int64_t V : {1, 5, 256, 257, 1000, 32768, 50257, 262144}) {
+      if (M * V > 5000000) continue;
+      INFO(name_of(dtype_of<T>) << " M " << M << " V " << V);
+      std::vector<int32_t> targets(M);
+      for (int64_t m = 0; m < M; ++m) targets[m] = m % 5 == 3 ? -1 : int32_t((m * 7919 + V - 1) % V);
+      for (bool backward : {false, true})
+        compare([&](Space& a) {
+          auto* logits = a.inout<T>(M * V, 3);
+          auto* losses = a.out<float>(M);
+          ops::cross_entropy<T>(a.s, logits, losses, put(a, targets), 0.25f, backward, M, V);
+        });
+    }
+}
+}  // namespace
+
+TEST_CASE("GPU: cross-entropy", "[ops][gpu]") {
+  NEEDS_GPU();
+  compare_cross_entropy<float>();
+  compare_cross_entropy<bf16>();
+}
+
+TEST_CASE("GPU: sums", "[ops][gpu]") {
+  NEEDS_GPU();
+  for (int64_t n : {1, 5, 1023, 4096, 1000003})
+    for (int64_t shift : {0, 1}) {
+      INFO("n " << n << " shift " << shift);
+      auto positive = normals<float>(n + shift, 8);
+      for (float& x : positive) x = std::abs(x);
+      // The twin's own rounding: a long sum in float; squares are exact there, but added in fours in float on the GPU.
+      compare(
+          [&](Space& a) {
+            auto *total = a.out<float>(1), *partials = a.work<float>(ops::sum_partials()), *x = a.in(positive) + shift;
+            ops::sum<float>(a.s, total, x, partials, n, false);
+            ops::sum<float>(a.s, total, x, partials, n, true);
+          },
+          5);
+      compare(
+          [&](Space& a) {
+            auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
+            const float* x = a.in(positive) + shift;
+            ops::sum_squares(a.s, total, x, partials, n, false);
+            ops::sum_squares(a.s, total, x, partials, n, true);
+          },
+          1e6);
+    }
+}
+
+TEST_CASE("GPU: parameters", "[ops][gpu]") {
+  NEEDS_GPU();
+  for (int64_t n : {1, 3, 4, 1000, 4097, 300001})
+    for (int64_t shift : {0, 1}) {
+      INFO("n " << n << " shift " << shift);
+      auto positive = normals<float>(n + shift, 8);
+      for (float& x : positive) x *= x;
+      compare([&](Space& a) {
+        auto *w = a.inout<float>(n + shift) + shift, *m = a.inout<float>(n + shift) + shift,
+             *v = a.in(positive) + shift, *g = a.in<float>(n + shift) + shift;
+        const ops::AdamW adamw{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3};
+        auto* sumsq = a.in(std::vector<double>{100.0});
+        ops::adamw(a.s, w, m, v, g, sumsq, 1.0f, adamw, n, n / 2);
+        ops::adamw(a.s, w, m, v, g, sumsq, 0.0f, adamw, n, n);
+      });
+      compare([&](Space& a) {
+        auto* b = a.out<bf16>(n + shift);
+        auto *f = a.out<float>(n + shift), *x = a.in<float>(n + shift), *shard = a.inout<float>(n + shift),
+             *shard2 = a.inout<float>(n + shift), *fresh = a.out<float>(n + shift);
+        ops::cast<bf16, float>(a.s, b, x, n + shift);  // whole, so that no NaN is left to compare
+        ops::cast<float, bf16>(a.s, f, b, n + shift);
+        ops::cast<bf16, float>(a.s, b + shift, x, n);
+        ops::accumulate_gradient<bf16>(a.s, shard + shift, b, n, true);
+        ops::accumulate_gradient<float>(a.s, shard2 + shift, f, n, true);
+        ops::fill(a.s, fresh, 2.5f, n + shift);
+        ops::accumulate_gradient<bf16>(a.s, fresh + shift, b, n, false);
+      });
+      compare([&](Space& a) {
+        auto *w = a.out<float>(n), *cut = a.out<float>(n);
+        ops::init_normal(a.s, w, 99, 3, 1000000001 + shift, n, 0.1f, 0.02f);
+        ops::init_normal(a.s, cut, 99, 3, 1000000001 + shift, n / 3, 0.1f, 0.02f);
+        ops::init_normal(a.s, cut + n / 3, 99, 3, 1000000001 + shift + n / 3, n - n / 3, 0.1f, 0.02f);
+      });
+    }
+}
+
+TEST_CASE("GPU: initial weights do not depend on the cut", "[ops][gpu]") {
+  NEEDS_GPU();
+  const int64_t n = 10007;
+  const auto r = run_on(Backend::gpu, [&](Space& a) {
+    auto *w = a.out<float>(n), *cut = a.out<float>(n);
+    ops::init_normal(a.s, w, 99, 3, 17, n, 0.1f, 0.02f);
+    for (int64_t first = 0, size = 1; first < n; first += size, size = size * 3 + 1)
+      ops::init_normal(a.s, cut + first, 99, 3, 17 + first, std::min(size, n - first), 0.1f, 0.02f);
+  });
+  CHECK(same_bits(r[0].bits, r[1].bits));
+}
+
+namespace {
+template <class T, class G>
+void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
+  INFO(name_of(dtype_of<T>) << " " << name_of(dtype_of<G>) << " M " << M << " N " << N << " K " << K);
+  const double small = 1 / std::sqrt(double(K));
+  compare(
+      [&](Space& a) {
+        auto *y = a.out<T>(M * N), *y2 = a.out<T>(M * N), *y3 = a.inout<T>(M * N), *g = a.out<T>(M * N),
+             *h = a.out<T>(M * N), *dx = a.out<T>(M * K), *dx2 = a.inout<T>(M * K), *x = a.in<T>(M * K),
+             *w = a.in<T>(N * K, small), *bias = a.in<T>(N), *residual = a.in<T>(M * N), *dy = a.in<T>(M * N);
+        auto *dw = a.out<G>(N * K), *dw2 = a.inout<G>(N * K), *db = a.out<G>(N);
+        auto* partials = a.work<float>(ops::bias_grad_partials(M, N));
+        const T* none = nullptr;
+        const auto all = [&] {
+          ops::matmul<T>(a.s, y, x, w, none, none, M, N, K);
+          ops::matmul<T>(a.s, y2, x, w, bias, residual, M, N, K);
+          ops::matmul<T>(a.s, y3, x, w, bias, y3, M, N, K);
+          ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
+          ops::matmul_dgrad<T>(a.s, dx, dy, w, M, N, K, false);
+          ops::matmul_dgrad<T>(a.s, dx2, dy, w, M, N, K, true);
+          ops::matmul_wgrad<T, G>(a.s, dw, dy, x, M, N, K, false);
+          ops::matmul_wgrad<T, G>(a.s, dw2, dy, x, M, N, K, true);
+          ops::bias_grad<T, G>(a.s, db, dy, partials, M, N);
+        };
+        if (before == Mode::tune && a.dev.backend == Backend::gpu) {
+          std::vector<std::pair<void*, std::vector<char>>> kept;  // tuning writes over its arrays
+          const auto keep = [&](void* p, int64_t bytes) {
+            kept.emplace_back(p, std::vector<char>(bytes));
+            a.s.copy(kept.back().second.data(), p, bytes);
+          };
+          for (T* p : {y3, residual, dy}) keep(p, M * N * int64_t(sizeof(T)));
+          for (T* p : {dx2, x}) keep(p, M * K * int64_t(sizeof(T)));
+          keep(w, N * K * int64_t(sizeof(T))), keep(bias, N * int64_t(sizeof(T))),
+              keep(dw2, N * K * int64_t(sizeof(G)));
+          a.s.synchronize();
+          a.dev.mode = Mode::tune;
+          all();
+          a.dev.mode = Mode::run;
+          for (auto& k : kept) a.s.copy(k.first, k.second.data(), int64_t(k.second.size()));
+        }
+        all();
+      },
+      2);
+}
+}  // namespace
+
+TEST_CASE("GPU: matrix products", "[ops][gpu]") {
+  NEEDS_GPU();
+  for (int64_t M : {1, 7, 129})
+    for (int64_t N : {64, 768})
+      for (int64_t K : {64, 1000}) {
+        compare_matmuls<float, float>(M, N, K);
+        compare_matmuls<bf16, bf16>(M, N, K);
+        compare_matmuls<bf16, float>(M, N, K);
+      }
+  compare_matmuls<float, float>(33, 257, 4096);
+  compare_matmuls<bf16, float>(512, 512, 4096);
+  compare_matmuls<bf16, float>(2048, 8, 64);
+}
+
+TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  Device& dev = test_device(Backend::gpu);
+  CUDA_CHECK(cudaMalloc(&dev.blas_workspace, 32 << 20));
+  dev.blas_workspace_bytes = 32 << 20;
+  compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune);
+  compare_matmuls<bf16, float>(129, 64, 1000, Mode::tune);
+  compare_matmuls<float, float>(256, 256, 256, Mode::tune);
+  CUDA_CHECK(cudaDeviceSynchronize());
+  CUDA_CHECK(cudaFree(dev.blas_workspace));
+  dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;
+#endif
+}
+
+TEST_CASE("GPU: fp64 is refused", "[ops][gpu]") {
+  NEEDS_GPU();
+  Stream& s = test_device(Backend::gpu).compute();
+  double x = 0;
+  CHECK_THROWS_AS(ops::gelu_forward<double>(s, &x, &x, 1), Error);
+  CHECK_THROWS_AS(ops::matmul<double>(s, &x, &x, &x, nullptr, nullptr, 1, 1, 1), Error);
+}
