@@ -1,0 +1,56 @@
+// Command line and configuration file of ./train, by CLI11. The option table in options.cc is the one place where a
+// name, a default, a range and a help text stand; Options is what comes out.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json_fwd.hpp"
+
+struct Options {
+  // Model. The preset fills what the command line leaves at 0 or empty.
+  std::string preset;  // empty: chosen by the machine
+  std::string arch;    // simple, rope, llama, mlp
+  int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
+  double rope_base = 500000;
+  // Batch.
+  int64_t batch = 0;         // sequences a rank and micro-batch
+  int64_t global_batch = 0;  // sequences in all a step; 0: batch * ranks * grad_accum
+  int64_t grad_accum = 1;
+  // Optimizer and schedule.
+  double lr = 3e-4, min_lr_ratio = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1, clip = 1.0;
+  int64_t warmup = -1;     // steps; -1: a tenth of the steps, 100 at most
+  int64_t steps = 0;       // the schedule's length; 0: chosen by the machine
+  int64_t stop_after = 0;  // end after this many steps without changing the schedule
+  int64_t tokens = 0;      // end after this many tokens; sets the schedule where --steps does not
+  double minutes = 0;      // end after this much time
+  int64_t val_every = 0, val_batches = 4;
+  uint64_t seed = 0;
+  // Data.
+  std::string data;      // text or token file; empty: the built-in synthetic corpus; "random": uniform tokens
+  std::string val_data;  // empty: the last tenth of the data
+  // Numbers.
+  std::string param_dtype;   // bf16 or fp32; empty: bf16 on a GPU, fp32 on a CPU
+  std::string reduce_dtype;  // bf16 or fp32; empty: as param_dtype
+  bool tf32 = false;
+  // Sharding.
+  int64_t gather_slots = 2, gradient_slots = 2;
+  // Machine.
+  std::string device = "auto";  // auto, cpu, gpu
+  // Output.
+  std::string log;           // JSON lines
+  bool comm_timing = false;  // measure exposed communication with events
+  int64_t log_every = 1;
+  // Instead of training.
+  bool plan = false, version = false, hardware = false, show_params = false;
+  int64_t world = 0;  // --plan: pretend this many ranks
+};
+
+// Parses argv (and --config FILE). Throws UsageError with one line that names the option, the value and what is
+// allowed. Returns false when --help was asked: `text` then holds it. Touches no MPI and no device.
+bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
+// Every option as a JSON object, for the log's header and for comparing ranks.
+nlohmann::json to_json(const Options& o);
+// What --config reads: a line for every option that is not at its default.
+std::string to_config(const Options& o);

@@ -1,0 +1,196 @@
+#include "lib/telemetry.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
+
+#include "lib/device.h"
+
+double peak_bf16_tflops(const std::string& device_name) {
+  // The vendor's datasheets, without sparsity. A name is looked for word by word, and the first entry that fits counts:
+  // the longer names stand first. RTX figures are for fp32 accumulation, which is what matmuls here use.
+  struct Chip {
+    const char* name;
+    double tflops;
+  };
+  static const Chip chips[] = {
+      {"GB300", 2500},      {"GB200", 2500},     {"B300", 2250},       {"B200", 2250},
+      {"B100", 1750},       {"GH200", 989.5},    {"H200 NVL", 835.5},  {"H200", 989.5},
+      {"H800 PCIe", 756.5}, {"H800", 989.5},     {"H100 PCIe", 756.5}, {"H100 NVL", 835.5},
+      {"H100", 989.5},      {"H20", 148},        {"A100", 312},        {"A800", 312},
+      {"A40", 149.7},       {"A30", 165},        {"A10G", 70},         {"A10", 125},
+      {"L40S", 362.05},     {"L40", 181.05},     {"L4", 121},          {"RTX 6000 Ada", 364.25},
+      {"RTX A6000", 154.8}, {"RTX 5090", 209.5}, {"RTX 4090", 165.2},  {"RTX 3090 Ti", 80},
+      {"RTX 3090", 71},
+  };
+  auto lower = [](std::string s) {
+    for (char& c : s) c = char(std::tolower(static_cast<unsigned char>(c)));
+    return s;
+  };
+  const std::string name = lower(device_name);
+  // Laptop chips share names with others, a MIG slice is a part of a chip: no figure rather than a wrong one.
+  if (name.find("laptop") != std::string::npos || name.find(" mig ") != std::string::npos) return 0;
+  for (const Chip& chip : chips) {
+    const std::string want = lower(chip.name);
+    for (size_t at = name.find(want); at != std::string::npos; at = name.find(want, at + 1)) {
+      // Whole words, so that L4 is not found in L40 nor A10 in A100; "A100-SXM4" ends a word at the hyphen.
+      const size_t end = at + want.size();
+      const bool starts = at == 0 || !std::isalnum(static_cast<unsigned char>(name[at - 1]));
+      const bool ends = end == name.size() || !std::isalnum(static_cast<unsigned char>(name[end]));
+      if (starts && ends) return chip.tflops;
+    }
+  }
+  return 0;
+}
+
+std::string grouped(int64_t n) {
+  std::string s = std::to_string(n < 0 ? -n : n);
+  for (int64_t at = int64_t(s.size()) - 3; at > 0; at -= 3) s.insert(size_t(at), ",");
+  return n < 0 ? "-" + s : s;
+}
+
+std::string mib_text(int64_t bytes) { return grouped((bytes + (1 << 19)) >> 20); }
+
+std::string count_text(double n) {
+  if (n < 1000) return strf("%.0f", n);
+  const char* units[] = {"k", "M", "G", "T", "P", "E"};
+  int unit = -1;
+  // 999.95 rounds to 1000.0: the next unit takes over before that.
+  while (n >= 999.95 && unit < 5) n /= 1000, ++unit;
+  return strf("%.1f %s", n, units[unit]);
+}
+
+std::string duration_text(double seconds) {
+  const int64_t s = std::llround(std::fmin(std::fmax(seconds, 0), 1e12));
+  if (s < 60) return strf("%ds", int(s));
+  if (s < 3600) return strf("%dm%02ds", int(s / 60), int(s % 60));
+  if (s < 86400) return strf("%dh%02dm", int(s / 3600), int(s / 60 % 60));
+  return strf("%lldd%02dh", static_cast<long long>(s / 86400), int(s / 3600 % 24));
+}
+
+std::string now_iso8601() {
+  const auto now = std::chrono::system_clock::now();
+  const std::time_t t = std::chrono::system_clock::to_time_t(now);
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(now.time_since_epoch()).count() % 1000;
+  std::tm utc;
+  gmtime_r(&t, &utc);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%S", &utc);
+  return strf("%s.%03dZ", text, int(ms));
+}
+
+bool stdout_is_terminal() {
+  if (!isatty(STDOUT_FILENO)) return false;
+  // Open MPI connects a rank's standard output to a pseudo-terminal even when mpirun's goes to a file.
+  if (!std::getenv("OMPI_COMM_WORLD_SIZE") && !std::getenv("PMI_SIZE")) return true;
+  char target[256];
+  const ssize_t n = readlink(strf("/proc/%d/fd/1", int(getppid())).c_str(), target, sizeof target - 1);
+  if (n < 0) return false;
+  target[n] = 0;
+  return std::strncmp(target, "/dev/pts/", 9) == 0 || std::strncmp(target, "/dev/tty", 8) == 0;
+}
+
+std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left, bool live) {
+  // In the order they are printed; the live line drops the highest `spare` first.
+  struct Part {
+    int spare;
+    std::string text;
+  };
+  std::vector<Part> parts;
+  const std::string total = std::to_string(total_steps);
+  parts.push_back({0, strf("step %*lld/%s", live ? 0 : int(std::max<size_t>(total.size(), 4)),
+                           static_cast<long long>(r.step), total.c_str())});
+  parts.push_back({0, strf("loss %.4f", r.loss)});
+  if (!std::isnan(r.val_loss)) parts.push_back({1, strf("val %.4f", r.val_loss)});
+  parts.push_back({4, strf("norm %.2f", r.grad_norm)});
+  parts.push_back({5, strf("lr %.1e", r.lr)});
+  parts.push_back({0, strf("%.1f ms", r.step_ms)});
+  parts.push_back({0, grouped(std::llround(r.tokens_per_sec)) + " tok/s"});
+  if (r.mfu >= 0) parts.push_back({0, strf(live ? "mfu %.1f%%" : "mfu %.1f %%", 100 * r.mfu)});
+  parts.push_back({3, strf("%s%s MiB", live ? "" : "peak ", grouped(std::llround(r.peak_mib)).c_str())});
+  if (r.exposed_gather_ms >= 0)
+    parts.push_back({6, strf("exposed %.1f + %.1f ms", r.exposed_gather_ms, r.exposed_reduce_ms)});
+  if (seconds_left >= 0) parts.push_back({2, "left " + duration_text(seconds_left)});
+  const size_t gap = live ? 1 : 2, width = 99;
+  for (int spare = 7;; --spare) {
+    std::string line;
+    for (const Part& p : parts)
+      if (p.spare < spare) line += (line.empty() ? "" : std::string(gap, ' ')) + p.text;
+    if (!live || line.size() <= width || spare == 1) return line;
+  }
+}
+
+nlohmann::json step_json(const StepRecord& r) {
+  // NaN and infinity become null: JSON has no words for them.
+  nlohmann::json j = {{"step", r.step},
+                      {"loss", r.loss},
+                      {"tokens_per_sec", r.tokens_per_sec},
+                      {"grad_norm", r.grad_norm},
+                      {"lr", r.lr},
+                      {"timestamp", now_iso8601()},
+                      {"step_ms", r.step_ms},
+                      {"peak_mib", r.peak_mib},
+                      {"mfu", r.mfu >= 0 ? nlohmann::json(r.mfu) : nlohmann::json()}};
+  if (r.exposed_gather_ms >= 0) j["exposed_gather_ms"] = r.exposed_gather_ms;
+  if (r.exposed_reduce_ms >= 0) j["exposed_reduce_ms"] = r.exposed_reduce_ms;
+  if (!std::isnan(r.val_loss)) j["val_loss"] = r.val_loss;
+  return j;
+}
+
+Telemetry::Telemetry(const std::string& path, const nlohmann::json& header, int64_t total_steps, int64_t log_every)
+    : terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
+  if (path.empty()) return;
+  file_ = std::fopen(path.c_str(), "w");
+  REQUIRE_USER(file_, "--log %s cannot be written: %s", path.c_str(), std::strerror(errno));
+  std::fprintf(file_, "%s\n", header.dump().c_str());
+  const bool written = std::fflush(file_) == 0;
+  const int why = errno;
+  if (!written) {
+    std::fclose(file_);
+    throw UsageError(strf("--log %s cannot be written: %s", path.c_str(), std::strerror(why)));
+  }
+}
+
+Telemetry::~Telemetry() {
+  if (live_) std::printf("\n");
+  std::fflush(stdout);
+  if (file_) std::fclose(file_);
+}
+
+void Telemetry::step(const StepRecord& r) {
+  // The first step warms caches and would spoil the estimate.
+  if (r.step > 1) ms_sum_ += r.step_ms, ++timed_;
+  const double left = timed_ ? ms_sum_ / double(timed_) / 1e3 * double(total_ - r.step) : -1;
+  const bool last = r.step >= total_, validated = !std::isnan(r.val_loss);
+  const bool due = r.step % every_ == 0 || r.step == 1 || last || validated;
+  if (terminal_) {
+    // Rewritten in place; what is worth keeping stays: the ends, each validation and each tenth of the run.
+    const int64_t tenth = std::max<int64_t>(1, total_ / 10);
+    const bool keep = r.step == 1 || last || validated || r.step % tenth == 0;
+    std::printf("\r\033[K%s%s", step_line(r, total_, left, true).c_str(), keep ? "\n" : "");
+    live_ = !keep;
+    std::fflush(stdout);
+  } else if (due) {
+    std::printf("%s\n", step_line(r, total_, left, false).c_str());
+    std::fflush(stdout);
+  }
+  if (file_ && due) {
+    std::fprintf(file_, "%s\n", step_json(r).dump().c_str());
+    std::fflush(file_);
+  }
+}
+
+void Telemetry::note(const std::string& line) {
+  std::printf("%s%s\n", live_ ? "\r\033[K" : "", line.c_str());
+  live_ = false;
+  std::fflush(stdout);
+}

@@ -1,0 +1,310 @@
+// The command line: help, the file of options, and each kind of mistake in one line.
+#include <cctype>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <sstream>
+
+#include <unistd.h>
+
+#include "lib/options.h"
+#include "lib/telemetry.h"
+#include "nlohmann/json.hpp"
+#include "test/catch.h"
+
+namespace {
+
+bool parse(std::vector<const char*> arguments, Options* o, std::string* text) {
+  arguments.insert(arguments.begin(), "train");
+  return parse_options(int(arguments.size()), arguments.data(), o, text);
+}
+
+Options parsed(const std::vector<const char*>& arguments) {
+  Options o;
+  std::string text;
+  REQUIRE(parse(arguments, &o, &text));
+  return o;
+}
+
+std::string refusal(const std::vector<const char*>& arguments) {
+  Options o;
+  std::string text;
+  try {
+    parse(arguments, &o, &text);
+  } catch (const UsageError& e) { return e.what(); }
+  return "";
+}
+
+void refused(const std::vector<const char*>& arguments, std::initializer_list<const char*> words) {
+  const std::string text = refusal(arguments);
+  std::string line;
+  for (const char* a : arguments) line += std::string(a) + " ";
+  INFO(line << "-> " << text);
+  CHECK(!text.empty());
+  CHECK(text.find('\n') == std::string::npos);
+  for (const char* word : words) {
+    INFO(word);
+    CHECK(text.find(word) != std::string::npos);
+  }
+}
+
+struct ConfigFile {
+  std::string path;
+  explicit ConfigFile(const std::string& text) {
+    char name[] = "/tmp/fsdp-test-XXXXXX";
+    const int fd = mkstemp(name);
+    REQUIRE(fd >= 0);
+    close(fd);
+    path = name;
+    std::ofstream(path) << text;
+  }
+  ~ConfigFile() { std::remove(path.c_str()); }
+};
+
+}  // namespace
+
+TEST_CASE("help names every option, its values and its default", "[options]") {
+  Options o;
+  std::string help;
+  REQUIRE(!parse({"--help"}, &o, &help));
+  const auto all = to_json(Options());
+  for (const auto& [key, value] : all.items()) {
+    std::string name = "--" + key;
+    for (char& c : name)
+      if (c == '_') c = '-';
+    INFO(name);
+    CHECK(help.find("\n  " + name + " ") != std::string::npos);
+  }
+  for (const char* word : {"Model\n", "Batch\n", "Optimizer\n", "Data\n", "Precision\n", "Sharding\n", "Machine\n",
+                           "Output\n", "Instead of training\n", "--config FILE", "default: 0.0003"})
+    CHECK(help.find(word) != std::string::npos);
+  std::istringstream lines(help);
+  for (std::string line; std::getline(lines, line);) CHECK(line.size() <= 100);
+  // Help is for those whose command line is wrong, too.
+  std::string again;
+  CHECK(!parse({"--dim", "x", "-h"}, &o, &again));
+  CHECK(help == again);
+}
+
+TEST_CASE("options are read", "[options]") {
+  const Options o = parsed({"--preset", "tiny", "--dim=96", "--kv-heads", "2", "--lr", "1e-3", "--tf32", "--seed",
+                            "9000000000000000", "--data", "some file.txt", "--stop-after", "7", "--warmup", "0"});
+  CHECK(o.preset == "tiny");
+  CHECK(o.dim == 96);
+  CHECK(o.kv_heads == 2);
+  CHECK(o.lr == 1e-3);
+  CHECK(o.tf32);
+  CHECK(o.seed == 9000000000000000ull);
+  CHECK(o.data == "some file.txt");
+  CHECK(o.stop_after == 7);
+  CHECK(o.warmup == 0);
+  CHECK(o.depth == 0);
+  CHECK(o.device == "auto");
+  CHECK(to_json(parsed({})) == to_json(Options()));
+}
+
+TEST_CASE("options make a round trip through a file", "[options]") {
+  // Every option away from its default.
+  const Options o = parsed({"--preset",
+                            "rope",
+                            "--arch",
+                            "llama",
+                            "--dim",
+                            "256",
+                            "--depth",
+                            "3",
+                            "--heads",
+                            "4",
+                            "--kv-heads",
+                            "2",
+                            "--hidden",
+                            "100",
+                            "--vocab",
+                            "257",
+                            "--seq",
+                            "33",
+                            "--rope-base",
+                            "10000.5",
+                            "--batch",
+                            "3",
+                            "--global-batch",
+                            "13",
+                            "--grad-accum",
+                            "2",
+                            "--lr",
+                            "0.00012345678901234567",
+                            "--min-lr-ratio",
+                            "0.3",
+                            "--warmup",
+                            "5",
+                            "--beta1",
+                            "0.8",
+                            "--beta2",
+                            "0.9",
+                            "--eps",
+                            "1e-9",
+                            "--weight-decay",
+                            "0",
+                            "--clip",
+                            "0",
+                            "--steps",
+                            "77",
+                            "--stop-after",
+                            "70",
+                            "--tokens",
+                            "123456789012",
+                            "--minutes",
+                            "1.5",
+                            "--seed",
+                            "3",
+                            "--data",
+                            "it's a file",
+                            "--val-data",
+                            "b \"quoted\"",
+                            "--val-every",
+                            "9",
+                            "--val-batches",
+                            "2",
+                            "--param-dtype",
+                            "fp32",
+                            "--reduce-dtype",
+                            "bf16",
+                            "--tf32",
+                            "--gather-slots",
+                            "3",
+                            "--gradient-slots",
+                            "4",
+                            "--device",
+                            "cpu",
+                            "--log",
+                            "x.jsonl",
+                            "--comm-timing",
+                            "--log-every",
+                            "3",
+                            "--plan",
+                            "--world",
+                            "8",
+                            "--show-params",
+                            "--hardware",
+                            "--version"});
+  const auto changed = to_json(o), unset = to_json(Options());
+  for (const auto& [key, value] : changed.items()) {
+    INFO(key);
+    CHECK(value != unset[key]);
+  }
+  ConfigFile file(to_config(o));
+  CHECK(to_json(parsed({"--config", file.path.c_str()})) == changed);
+  CHECK(to_config(Options()).empty());
+}
+
+TEST_CASE("the command line wins over the file", "[options]") {
+  ConfigFile file("# a run\ndim = 128   # width\npreset = \"tiny\"\ntf32 = true\nplan = false\nlr=0.5\n\n");
+  const Options o = parsed({"--dim", "64", "--config", file.path.c_str()});
+  CHECK(o.dim == 64);
+  CHECK(o.preset == "tiny");
+  CHECK(o.tf32);
+  CHECK(!o.plan);
+  CHECK(o.lr == 0.5);
+}
+
+TEST_CASE("each mistake is one line that names the culprit", "[options]") {
+  refused({"--dmi", "64"}, {"--dmi", "--dim", "see --help"});
+  refused({"--learning-rate", "64"}, {"--learning-rate", "see --help"});
+  refused({"--kv", "2"}, {"--kv", "--kv-heads"});
+  refused({"--kv_heads", "2"}, {"--kv_heads", "did you mean --kv-heads"});
+  refused({"-d"}, {"-d"});
+  refused({"stray"}, {"'stray'"});
+  refused({"--dim"}, {"--dim", "needs a value", "1048576"});
+  refused({"--dim="}, {"--dim"});
+  for (const char* bad : {"abc", "1.5", "0", "-3", "1048577", "99999999999999999999", "1e3", " 3", "3 ", "0x10", "+3"})
+    refused({"--dim", bad}, {"--dim", bad, "a whole number from 1 to 1048576"});
+  for (const char* bad : {"abc", "nan", "inf", "-1", "0", "11", "1e999", "1,5"})
+    refused({"--lr", bad}, {"--lr", bad, "a number above 0 to 10"});
+  refused({"--beta2", "1"}, {"--beta2 1", "to below 1"});
+  refused({"--seed", "-1"}, {"--seed -1", "0 or more"});
+  refused({"--preset", "huge"}, {"--preset huge", "tiny", "llama-47b"});
+  refused({"--arch", "Simple"}, {"--arch Simple", "simple, rope, llama or mlp"});
+  refused({"--param-dtype", "fp16"}, {"--param-dtype fp16", "bf16 or fp32"});
+  refused({"--device", "tpu"}, {"--device tpu", "auto, cpu or gpu"});
+  refused({"--data", ""}, {"--data"});
+  refused({"--dim", "3", "--dim", "4"}, {"--dim", "more than once"});
+  refused({"--tf32=perhaps"}, {"--tf32"});
+  refused({"--world", "8"}, {"--world", "--plan"});
+  refused({"--steps", "--dim"}, {"--steps --dim"});
+}
+
+TEST_CASE("mistakes in a file of options", "[options]") {
+  refused({"--config", "/nowhere/run.toml"}, {"--config /nowhere/run.toml"});
+  refused({"--config"}, {"--config"});
+  const std::vector<std::pair<const char*, const char*>> cases = {
+      {"dmi = 3\n", "did you mean dim"},  {"dim = big\n", "--dim big"},
+      {"[model]\ndim = 3\n", "[model]"},  {"dim = 1\ndim = 2\n", "more than once"},
+      {"preset = \"x\"\n", "--preset x"}, {"tf32 = perhaps\n", "--tf32"},
+      {"nonsense\n", "nonsense"},
+  };
+  for (const auto& [text, word] : cases) {
+    ConfigFile file(text);
+    refused({"--config", file.path.c_str()}, {word});
+  }
+}
+
+TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  StepRecord r{12, 3.21451, 1.234, 3e-4, 324.1, 101123, 17203, 0.556, -1, -1, nan};
+  CHECK(step_line(r, 100, 92, false) ==
+        "step   12/100  loss 3.2145  norm 1.23  lr 3.0e-04  324.1 ms  101,123 tok/s  mfu 55.6 %  peak 17,203 MiB  left "
+        "1m32s");
+  CHECK(step_line(r, 100, 92, true).size() < 100);
+  auto j = step_json(r);
+  CHECK(j["mfu"] == 0.556);
+  CHECK(j.count("val_loss") == 0);
+  CHECK(j.count("exposed_gather_ms") == 0);
+  for (const char* key : {"step", "loss", "tokens_per_sec", "grad_norm", "lr", "timestamp", "step_ms", "peak_mib"})
+    CHECK(j.count(key) == 1);
+  r = {1234567, 3.2, 123456.7, 3e-4, 32412.1, 123456789, 1234567, 0.556, 12.3, 4.5, 2.5};
+  CHECK(step_line(r, 2345678, 1e6, true).size() < 100);
+  CHECK(step_line(r, 2345678, 1e6, true).find("loss 3.2000") != std::string::npos);
+  r.mfu = -1, r.loss = nan;
+  j = step_json(r);
+  CHECK(j["mfu"].is_null());
+  CHECK(j["val_loss"] == 2.5);
+  CHECK(j["exposed_reduce_ms"] == 4.5);
+  CHECK(nlohmann::json::parse(j.dump())["loss"].is_null());
+  CHECK(step_line(r, 100, 1, false).find("mfu") == std::string::npos);
+}
+
+TEST_CASE("figures for people", "[telemetry]") {
+  CHECK(grouped(0) == "0");
+  CHECK(grouped(999) == "999");
+  CHECK(grouped(1000) == "1,000");
+  CHECK(grouped(-1234567) == "-1,234,567");
+  CHECK(mib_text(int64_t(17203) << 20) == "17,203");
+  CHECK(count_text(973.2e6) == "973.2 M");
+  CHECK(count_text(999999) == "1.0 M");
+  CHECK(count_text(12) == "12");
+  CHECK(duration_text(92) == "1m32s");
+  CHECK(duration_text(59.6) == "1m00s");
+  CHECK(duration_text(7265) == "2h01m");
+  CHECK(duration_text(0) == "0s");
+  const std::string t = now_iso8601();
+  CHECK(t.size() == 24);
+  CHECK(t.back() == 'Z');
+}
+
+TEST_CASE("peaks of chips", "[telemetry]") {
+  CHECK(peak_bf16_tflops("NVIDIA H200") == 989.5);
+  CHECK(peak_bf16_tflops("NVIDIA H100 80GB HBM3") == 989.5);
+  CHECK(peak_bf16_tflops("NVIDIA H100 PCIe") == 756.5);
+  CHECK(peak_bf16_tflops("NVIDIA H100 NVL") == 835.5);
+  CHECK(peak_bf16_tflops("NVIDIA A100-SXM4-80GB") == 312);
+  CHECK(peak_bf16_tflops("NVIDIA A10") == 125);
+  CHECK(peak_bf16_tflops("NVIDIA L4") == 121);
+  CHECK(peak_bf16_tflops("NVIDIA L40S") == 362.05);
+  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 4090") == 165.2);
+  CHECK(peak_bf16_tflops("NVIDIA RTX 6000 Ada Generation") == 364.25);
+  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 4090 Laptop GPU") == 0);
+  CHECK(peak_bf16_tflops("NVIDIA A100-SXM4-40GB MIG 3g.20gb") == 0);
+  CHECK(peak_bf16_tflops("Tesla V100-SXM2-16GB") == 0);
+  CHECK(peak_bf16_tflops("Intel Xeon") == 0);
+}
