@@ -1,0 +1,856 @@
+// Attention on Hopper (sm_90a): wgmma reads tiles from shared memory that TMA has put there.
+//
+// Every kernel is three warpgroups. One thread of the first is the producer: it keeps a ring of tiles filled. The other
+// two are consumers: each owns 64 rows of the block's 128-row tile and every matrix product that makes them, so they
+// never exchange anything; while one runs its exponentials, the other keeps the tensor cores busy.
+//
+// Nothing but inputs passes through shared memory. The accumulator of one product, rounded to bf16, is in place as the
+// left operand of the next (P V; dS K; P^T dO; dS^T Q). For dK and dV that takes scores transposed, K Q^T, which is why
+// the backward is two kernels, one that stays with its keys and one that stays with its queries. Together they do seven
+// products where one fused kernel does five, but share nothing, need no atomics, and every sum has one order.
+//
+// Tiles in shared memory: R rows x D as D/64 panels of R x 64, a row of a panel being 128 bytes, its eight 16-byte
+// pieces permuted by the row number (the 128-byte swizzle that TMA writes and wgmma reads). A panel row is a column
+// group of a row-major matrix, so one copy serves as operand either way: contracted over D (scores) or over rows.
+#pragma once
+
+#include <cuda.h>
+
+#include <atomic>
+
+#include "attention_tiles.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "Hopper kernels need -gencode arch=compute_90a,code=sm_90a (sm_90 without the a has no wgmma)"
+#endif
+
+namespace attention::sm90 {
+
+static __device__ unsigned items_drawn[256];  // one count a launch in flight; see Items
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// ------------------------------------------------------------------------------------- barriers, copies, registers
+// Addresses are 32-bit shared-memory addresses throughout.
+
+__device__ inline void barrier_init(uint32_t bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+}
+__device__ inline void barrier_expect(uint32_t bar, uint32_t bytes) {  // arrives, and waits for that many bytes too
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t bar, uint32_t parity) {  // for the phase of that parity to end
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// A ring of `stages` slots: the n-th tile goes to slot n % stages. full: the copy has landed; empty: all 8 consumer
+// warps are done with it.
+template <int stages>
+struct Ring {
+  uint32_t full, empty;
+  __device__ explicit Ring(uint32_t at) : full(at), empty(at + 8 * stages) {}
+  static constexpr int bytes = 16 * stages;
+  __device__ void init() const {
+    for (int i = 0; i < stages; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
+  }
+  static __device__ int slot(int n) { return n % stages; }
+  // Producer: wait until slot n is free, then promise the bytes of its copies. Returns the barrier they signal.
+  __device__ uint32_t acquire(int n, uint32_t bytes) const {
+    wait_free(n);
+    barrier_expect(full + 8 * slot(n), bytes);
+    return full + 8 * slot(n);
+  }
+  __device__ void wait_free(int n) const {
+    barrier_wait(empty + 8 * slot(n), ((n / stages) & 1) ^ 1);  // a fresh barrier counts as one phase ended
+  }
+  __device__ void wait(int n) const { barrier_wait(full + 8 * slot(n), (n / stages) & 1); }
+  __device__ void release(int n) const {  // all lanes of a warp call it
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * slot(n));
+  }
+};
+
+__device__ inline void tma_load(uint32_t to, const CUtensorMap& map, uint32_t bar, int col, int row, int head, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(bar), "r"(col), "r"(row), "r"(head), "r"(b)
+      : "memory");
+}
+__device__ inline void tma_store(const CUtensorMap& map, uint32_t from, int col, int row, int head, int b) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(from), "r"(col), "r"(row), "r"(head), "r"(b)
+               : "memory");
+}
+__device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
+}
+// Rows [row, row + R) of one head; rows past T arrive as zeros.
+template <int R, int D>
+__device__ inline void load_tile(uint32_t to, const CUtensorMap& map, uint32_t bar, int row, int head, int b) {
+#pragma unroll
+  for (int c = 0; c < D / 64; ++c)
+#pragma unroll
+    for (int r = 0; r < R; r += 64) tma_load(to + (c * R + r) * 128, map, bar, c * 64, row + r, head, b);
+}
+
+template <int registers>
+__device__ inline void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+__device__ inline void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------------------ wgmma
+// A warpgroup multiplies 64 x 16 by 16 x N, asynchronously. Thread (warp w, lane 4g + c) holds of the 64 x N result,
+// for each 8 columns i: d[4i], d[4i+1] = row 16w + g, columns 8i + 2c and the next; d[4i+2], d[4i+3] = row 16w + g + 8.
+
+__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int groups>
+__device__ inline void wgmma_wait() {  // until at most that many of the latest groups are in flight
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+}
+// The compiler must not move reads of a result above the wait for it, nor writes below the product that reads them.
+template <int N>
+__device__ inline void pin(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N>
+__device__ inline void pin(uint32_t (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+// Matrix descriptor of the piece that starts `bytes` into a tile: address, the stride between panels (used only when
+// the operand's columns span two), 1024 bytes between groups of 8 rows, 128-byte swizzle. `tile` is the tile's low
+// word, so that stepping through it costs one addition.
+__device__ inline uint32_t tile_word(uint32_t at, uint32_t panel_bytes = 0) { return at >> 4 | panel_bytes >> 4 << 16; }
+__device__ inline uint64_t descriptor(uint32_t tile, uint32_t bytes) {
+  return uint64_t(tile + (bytes >> 4)) | uint64_t(1u << 30 | 1024 >> 4) << 32;
+}
+// The warpgroup's number; equal in all lanes, which the compiler can see.
+__device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+
+#define D8(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define D32(c, d, i) D8(c, d, i), D8(c, d, i + 8), D8(c, d, i + 16), D8(c, d, i + 24)
+#define R32                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define R64                                                                                                         \
+  R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d = A B^T (fresh) or d += A B^T: both in shared memory, both contracted along D. A fresh product does not read d, and
+// says so to the compiler, which would otherwise wait for the products before it.
+#define WGMMA_NT(N, LIST, A, B, OUT)                                                                  \
+  if (fresh)                                                                                          \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B \
+                 ", 0, 1, 1, 0, 0;"                                                                   \
+                 : OUT("=f")                                                                          \
+                 : "l"(a), "l"(b));                                                                   \
+  else                                                                                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B \
+                 ", 1, 1, 1, 0, 0;"                                                                   \
+                 : OUT("+f")                                                                          \
+                 : "l"(a), "l"(b))
+#define OUT32(c) D32(c, d, 0)
+#define OUT64(c) D32(c, d, 0), D32(c, d, 32)
+template <bool fresh>
+__device__ inline void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b) {
+  WGMMA_NT(64, R32, 32, 33, OUT32);
+}
+template <bool fresh>
+__device__ inline void wgmma_nt(float (&d)[64], uint64_t a, uint64_t b) {
+  WGMMA_NT(128, R64, 64, 65, OUT64);
+}
+// d += A B: A in registers, B in shared memory and contracted over its rows.
+__device__ inline void wgmma_nn(float (&d)[32], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+               : OUT32("+f")
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ inline void wgmma_nn(float (&d)[64], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : OUT64("+f")
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#undef WGMMA_NT
+#undef OUT32
+#undef OUT64
+#undef D8
+#undef D32
+#undef R32
+#undef R64
+
+// s = A B^T. A: 64 rows of a tile of RA; B: a whole tile of RB = N rows.
+template <int D, int RA, int RB>
+__device__ inline void multiply_nt(float (&s)[RB / 2], uint32_t a, uint32_t b) {
+  a = tile_word(a), b = tile_word(b);
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+    uint64_t at_a = descriptor(a, k / 4 * RA * 128 + k % 4 * 32), at_b = descriptor(b, k / 4 * RB * 128 + k % 4 * 32);
+    if (k == 0) wgmma_nt<true>(s, at_a, at_b);
+    else wgmma_nt<false>(s, at_a, at_b);
+  }
+}
+// d += P B. P: 64 x N in registers, as `pack_rows` leaves it; B: a tile of N rows.
+template <int D, int N>
+__device__ inline void multiply_nn(float (&d)[D / 2], const uint32_t (&p)[N / 4], uint32_t b) {
+  b = tile_word(b, N * 128);
+#pragma unroll
+  for (int k = 0; k < N / 16; ++k) wgmma_nn(d, p + 4 * k, descriptor(b, k * 16 * 128));
+}
+// Writes a warpgroup's 64 x D accumulator as bf16 to rows [row, row + 64) of one head (TMA leaves out rows past T), by
+// way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's.
+template <int D, int R>
+__device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, uint32_t to, int id,
+                                  const CUtensorMap& map, int row, int head, int b) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  int r = warp * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < D / 8; i += 2) {
+    int piece = i + lane / 16;  // of 8 columns
+    uint32_t at = to + piece / 8 * R * 128 + r * 128 + ((piece % 8) ^ (r % 8)) * 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(pack(d[4 * i] * f0, d[4 * i + 1] * f0)), "r"(pack(d[4 * i + 2] * f1, d[4 * i + 3] * f1)),
+                 "r"(pack(d[4 * i + 4] * f0, d[4 * i + 5] * f0)), "r"(pack(d[4 * i + 6] * f1, d[4 * i + 7] * f1))
+                 : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  named_barrier(id, 128);
+  if (threadIdx.x % 128 == 0) {
+#pragma unroll
+    for (int c = 0; c < D / 64; ++c) tma_store(map, to + c * R * 128, c * 64, row, head, b);
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+// The same straight to memory in fp32, rows of D of which `valid` exist.
+template <int D>
+__device__ inline void store_rows_fp32(const float (&d)[D / 2], float f, float* to, int valid) {
+  int r = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, c = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < D / 4; ++i)
+    if (r + i % 2 * 8 < valid)
+      *reinterpret_cast<float2*>(to + (r + i % 2 * 8) * D + i / 2 * 8 + c) = {d[2 * i] * f, d[2 * i + 1] * f};
+}
+// The same thread that stored waits until its shared memory has been read.
+__device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ inline uint32_t shared_base() {  // swizzled tiles must start at multiples of 1024
+  extern __shared__ uint8_t smem[];
+  return (uint32_t(__cvta_generic_to_shared(smem)) + 1023) & ~1023u;
+}
+__device__ inline int load_shared(uint32_t at) {
+  int x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+  return x;
+}
+__device__ inline void store_shared(uint32_t at, int x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+__device__ inline float2 load_shared2(uint32_t at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+  return x;
+}
+
+// Items of 128 queries of one head for persistent blocks, dearest first; heads fastest, so that a group's blocks share
+// K and V in L2. A block begins with the item of its own number and draws another when it has one in hand; whoever
+// draws the last number sets the count back. So a block that starts late, because another stream's kernel holds its SM,
+// finds the work done rather than a share of it waiting. The producer tells the consumers the item through one word.
+struct Items {
+  Ring<1> ring;
+  uint32_t word;
+  int tiles, count, list;
+  static constexpr int bytes = Ring<1>::bytes + 16;
+
+  __device__ Items(uint32_t at, const Problem& a, int list_)
+      : ring(at), word(at + Ring<1>::bytes), tiles(ceil_div(a.T, 128)), count(a.B * tiles * a.H), list(list_) {}
+  __device__ int draw() const {
+    unsigned drawn = atomicAdd(&items_drawn[list], 1);
+    if (drawn == unsigned(count) - 1) atomicExch(&items_drawn[list], 0);
+    return int(gridDim.x + drawn);
+  }
+  // Producer: tells the consumers the item of a round. False when there is none, which they are told too.
+  __device__ bool tell(int round, int item) const {
+    ring.wait_free(round);
+    store_shared(word, item);
+    barrier_arrive(ring.full);
+    return item < count;
+  }
+  // Consumers: the item of a round, or false.
+  __device__ bool ask(int round, int* item) const {
+    ring.wait(round);
+    *item = load_shared(word);
+    ring.release(round);
+    return *item < count;
+  }
+  __device__ void place(int item, const Problem& a, int* b, int* q0, int* h) const {
+    *h = item % a.H;
+    *q0 = (tiles - 1 - item / a.H % tiles) * 128;
+    *b = item / a.H / tiles;
+  }
+};
+
+#endif  // sm_90a
+
+// ---------------------------------------------------------------------------------------------------------- forward
+// A persistent block takes items of 128 queries of one head, one after another, so that loading the next and storing
+// the last hide behind products. A consumer thread owns parts of two rows. Q is read once; K and V once for each 128
+// queries and head, from L2 mostly; o and lse are written once. Scores of the next key tile are in flight while the
+// previous one's P V is, and the softmax runs beside both. H200, T 8192, 32/8 heads, D 128: 0.79 to 0.86 ms, 640 to 695
+// TFLOP/s (tensor pipes 76 % busy at 1.7 GHz).
+
+template <int D>
+struct Forward {
+  static constexpr int BM = 128, BN = 128, stages = 2;
+  static constexpr int q = 0, o = q + BM * D * 2, k = o + BM * D * 2, v = k + stages * BN * D * 2;
+  static constexpr int bars = v + stages * BN * D * 2, items = bars + 16 * (2 * stages + 1);
+  static constexpr int bytes = items + 32 + 1024;
+};
+
+template <int D, class Mask>
+__global__ void __launch_bounds__(384, 1)
+    forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map, float* lse,
+                   Problem a, Mask mask, int list) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using L = Forward<D>;
+  constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
+  uint32_t base = shared_base();
+  Ring<L::stages> k_ring(base + L::bars), v_ring(k_ring.full + k_ring.bytes);
+  Ring<1> q_ring(v_ring.full + v_ring.bytes);
+  const Items items(base + L::items, a, list);
+  if (threadIdx.x == 0) {
+    k_ring.init(), v_ring.init(), q_ring.init(), items.ring.init();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) {
+      int n = 0;  // tiles of K and V so far
+      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+        int b, q0, h;
+        items.place(item, a, &b, &q0, &h);
+        item = items.draw();  // early, so that it is there when it is wanted
+        int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
+        load_tile<BM, D>(base + L::q, q_map, q_ring.acquire(round, BM * D * 2), q0, h, b);
+        for (int j = last - 1; j >= first; --j, ++n) {
+          int slot = k_ring.slot(n);
+          load_tile<BN, D>(base + L::k + slot * tile, k_map, k_ring.acquire(n, tile), j * BN, h / a.group, b);
+          load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
+        }
+      }
+    }
+  } else {
+    more_registers<240>();
+    int wg = warpgroup - 1, lane = threadIdx.x % 32;
+    uint32_t q_rows = base + L::q + wg * 64 * 128, o_rows = base + L::o + wg * 64 * D * 2;
+    int n = 0;
+    for (int round = 0, item; items.ask(round, &item); ++round) {
+      int b, q0, h;
+      items.place(item, a, &b, &q0, &h);
+      int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
+      int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
+
+      float s[BN / 2], o[D / 2], row[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, factor[2];
+      uint32_t p[BN / 4];
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) o[i] = 0;
+
+      auto softmax = [&](int j) {  // scores of key tile j to probabilities relative to the rows' maxima so far
+        if (!mask.whole(t0, (j + 1) * BN)) {
+#pragma unroll
+          for (int i = 0; i < BN / 2; ++i)
+            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float top = row[r];
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) top = fmaxf(top, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+          top = row_max(top);
+          float shift = top == -INFINITY ? 0.f : top * a.scale_log2;  // a row that sees nothing yet
+          factor[r] = exp2_approx(row[r] * a.scale_log2 - shift);
+          row[r] = top;
+          float part = 0;
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) {
+            float& x = s[4 * i + 2 * r];
+            float& y = s[4 * i + 2 * r + 1];
+            x = exp2_approx(fmaf(x, a.scale_log2, -shift));
+            y = exp2_approx(fmaf(y, a.scale_log2, -shift));
+            part += x + y;
+          }
+          sum[r] = sum[r] * factor[r] + part;
+        }
+      };
+
+      q_ring.wait(round);
+      k_ring.wait(n);
+      wgmma_begin();
+      multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n) * tile);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(s);
+      k_ring.release(n);
+      softmax(last - 1);
+      pack_rows(p, s);
+
+#pragma unroll 1
+      for (int j = last - 2; j >= first; --j, ++n) {
+        k_ring.wait(n + 1);
+        wgmma_begin();
+        multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n + 1) * tile);
+        wgmma_commit();
+        v_ring.wait(n);
+        pin(o), pin(p);
+        wgmma_begin();
+        multiply_nn<D, BN>(o, p, base + L::v + v_ring.slot(n) * tile);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(s);
+        k_ring.release(n + 1);
+        softmax(j);
+        wgmma_wait<0>();
+        pin(o), pin(p);
+        v_ring.release(n);
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) o[i] *= factor[i / 2 % 2];
+        pack_rows(p, s);
+      }
+      q_ring.release(round);
+      v_ring.wait(n);
+      pin(o), pin(p);
+      wgmma_begin();
+      multiply_nn<D, BN>(o, p, base + L::v + v_ring.slot(n) * tile);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(o);
+      v_ring.release(n);
+      ++n;
+
+      float inverse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float total = row_sum(sum[r]);
+        inverse[r] = total > 0 ? 1 / total : 0.f;
+        if (lane % 4 == 0 && t + 8 * r < a.T)
+          lse[int64_t(b * a.H + h) * a.T + t + 8 * r] = total > 0 ? row[r] * a.scale + logf(total) : -INFINITY;
+      }
+      if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
+      named_barrier(1 + wg, 128);
+      store_rows<D, 64>(o, inverse[0], inverse[1], o_rows, 1 + wg, o_map, t0, h, b);
+    }
+    if (threadIdx.x % 128 == 0) store_wait();
+  }
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------ dK and dV
+// A block owns 128 keys of one KV head and walks all queries of the group's heads that see them, 64 at a time; a
+// consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
+// dS^T = P^T (dP^T - delta), dK += dS^T Q (times scale, at the end). Read once: K, V; for each 128 keys: Q, dO and the
+// queries' statistics. Written once: dK, dV (or, when the group is split over blocks, this part's sums in fp32).
+// H200, T 8192, 32/8 heads, D 128: 1.66 ms, four products at 660 TFLOP/s (tensor pipes 70 % busy at 1.77 GHz): a
+// 64-wide product with both operands in shared memory reads it as fast as it can be read; registers allow no wider one.
+
+template <int D>
+struct BackwardKV {
+  static constexpr int BM = 64, BN = 128, stages = D == 128 ? 3 : 4;
+  static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
+  static constexpr int stats = d_o + stages * BM * D * 2, bars = stats + stages * BM * 8;
+  static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
+};
+
+template <int D, class Mask>
+__global__ void __launch_bounds__(384, 1)
+    backward_kv(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
+                const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map,
+                const float* lse2, const float* delta, Problem a, Mask mask, int splits, float* parts) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using L = BackwardKV<D>;
+  constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2;
+  uint32_t base = shared_base();
+  Ring<L::stages> ring(base + L::bars);
+  Ring<1> kv_ring(ring.full + ring.bytes);
+  if (threadIdx.x == 0) {
+    ring.init(), kv_ring.init();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  // The first keys are seen by most queries: they go first.
+  const int k_tiles = ceil_div(a.T, BN);
+  const int split = blockIdx.x % splits, head = blockIdx.x / splits % a.HKV;
+  const int k0 = blockIdx.x / splits / a.HKV % k_tiles * BN, b = blockIdx.x / splits / a.HKV / k_tiles;
+  const int heads = a.group / splits, first_head = head * a.group + split * heads;
+  const int first = mask.first_query(k0) / BM, last = ceil_div(mask.last_query(k0 + BN), BM);
+
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) {
+      uint32_t bar = kv_ring.acquire(0, 2 * BN * D * 2);
+      load_tile<BN, D>(base + L::k, k_map, bar, k0, head, b);
+      load_tile<BN, D>(base + L::v, v_map, bar, k0, head, b);
+      int n = 0;
+      for (int h = first_head; h < first_head + heads; ++h) {
+        int64_t stats = int64_t(b * a.H + h) * a.Tp;
+        for (int m = first; m < last; ++m, ++n) {
+          int slot = ring.slot(n);
+          bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
+          load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, m * BM, h, b);
+          bulk_load(base + L::stats + slot * BM * 8, lse2 + stats + m * BM, BM * 4, bar);
+          load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, m * BM, h, b);
+          bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats + m * BM, BM * 4, bar);
+        }
+      }
+    }
+  } else {
+    more_registers<240>();
+    int wg = warpgroup - 1, lane = threadIdx.x % 32;
+    uint32_t k_rows = base + L::k + wg * 64 * 128, v_rows = base + L::v + wg * 64 * 128;
+    int j0 = k0 + wg * 64, j = j0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's keys: j and j + 8
+
+    float s[BM / 2], dp[BM / 2], dk[D / 2], dv[D / 2];
+    uint32_t p[BM / 4], ds[BM / 4];
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+    pin(dk), pin(dv);
+
+    auto start_scores = [&](int n) {
+      ring.wait(n);
+      wgmma_begin();
+      multiply_nt<D, BN, BM>(s, k_rows, base + L::q + ring.slot(n) * tile);
+      wgmma_commit();
+      multiply_nt<D, BN, BM>(dp, v_rows, base + L::d_o + ring.slot(n) * tile);
+      wgmma_commit();
+    };
+    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
+    auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores and packed
+#pragma unroll
+      for (int i = 0; i < BM / 8; ++i) {
+        float2 l = load_shared2(stats(n) + i * 32);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
+      }
+      if (!mask.whole(m * BM, j0 + 64)) {
+#pragma unroll
+        for (int i = 0; i < BM / 2; ++i)
+          if (!mask.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
+      }
+      pack_rows(p, s);
+    };
+    // The second half of a step: it finds P and dP finished and nothing in flight.
+    auto accumulate_v = [&](int n) {
+      pin(p);
+      wgmma_begin();
+      multiply_nn<D, BM>(dv, p, base + L::d_o + ring.slot(n) * tile);
+      wgmma_commit();
+    };
+    auto accumulate_k = [&](int n) {
+#pragma unroll
+      for (int i = 0; i < BM / 8; ++i) {
+        float2 r = load_shared2(stats(n) + BM * 4 + i * 32);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[4 * i + e] *= dp[4 * i + e] - (e % 2 ? r.y : r.x);
+      }
+      pack_rows(ds, s);
+      pin(ds);
+      wgmma_begin();
+      multiply_nn<D, BM>(dk, ds, base + L::q + ring.slot(n) * tile);
+      wgmma_commit();
+    };
+    const int steps = (last - first) * heads;
+    kv_ring.wait(0);
+    if (steps > 0) {
+      start_scores(0);
+      wgmma_wait<1>();
+      pin(s);
+      probabilities(0, first);
+      wgmma_wait<0>();
+      pin(dp);
+#pragma unroll 1
+      for (int n = 0, m = first; n + 1 < steps; ++n) {
+        if (++m == last) m = first;  // of the next step, whose scores queue up behind this step's sums
+        accumulate_v(n);
+        accumulate_k(n);
+        wgmma_wait<1>();  // dV's product, most likely over by now: its P makes room for scores
+        pin(dv);
+        start_scores(n + 1);
+        wgmma_wait<1>();  // all but dP
+        pin(s), pin(dk);
+        ring.release(n);
+        probabilities(n + 1, m);
+        wgmma_wait<0>();
+        pin(dp);
+      }
+      accumulate_v(steps - 1);
+      accumulate_k(steps - 1);
+      wgmma_wait<0>();
+      pin(dk), pin(dv);
+    }
+    if (splits > 1) {
+      store_rows_fp32<D>(dk, a.scale, parts + split_at(a, splits, 0, split, b, head) + int64_t(j0) * D, a.T - j0);
+      store_rows_fp32<D>(dv, 1, parts + split_at(a, splits, 1, split, b, head) + int64_t(j0) * D, a.T - j0);
+      return;
+    }
+    // K's and V's rows of this warpgroup have been read for the last time: they make room for the results.
+    store_rows<D, BN>(dk, a.scale, a.scale, k_rows, 1 + wg, dk_map, j0, head, b);
+    store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
+    if (threadIdx.x % 128 == 0) store_wait();
+  }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------- dQ
+// Items as in the forward; their keys go past 128 at a time. A consumer thread owns parts of two rows. S = Q K^T,
+// P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K (times scale, at the end). Read once: Q, dO,
+// statistics; for each 128 queries and head: K, V. Written once: dQ.
+// H200, T 8192, 32/8 heads, D 128: 1.02 to 1.1 ms, three products at 750 to 810 TFLOP/s (tensor pipes 91 % busy).
+
+template <int D>
+struct BackwardQ {
+  static constexpr int BM = 128, BN = 128, stages = 2;
+  static constexpr int q = 0, d_o = q + BM * D * 2, dq = d_o + BM * D * 2, k = dq + BM * D * 2;
+  static constexpr int v = k + stages * BN * D * 2, bars = v + stages * BN * D * 2;
+  static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
+};
+
+template <int D, class Mask>
+__global__ void __launch_bounds__(384, 1)
+    backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+               const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
+               const __grid_constant__ CUtensorMap dq_map, const float* lse2, const float* delta, Problem a, Mask mask,
+               int list) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using L = BackwardQ<D>;
+  constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
+  uint32_t base = shared_base();
+  Ring<L::stages> k_ring(base + L::bars), v_ring(k_ring.full + k_ring.bytes);
+  Ring<1> q_ring(v_ring.full + v_ring.bytes);
+  const Items items(base + L::items, a, list);
+  if (threadIdx.x == 0) {
+    k_ring.init(), v_ring.init(), q_ring.init(), items.ring.init();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    fewer_registers<24>();
+    if (threadIdx.x == 0) {
+      int n = 0;  // tiles of K and V so far
+      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+        int b, q0, h;
+        items.place(item, a, &b, &q0, &h);
+        item = items.draw();  // early, so that it is there when it is wanted
+        int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
+        uint32_t bar = q_ring.acquire(round, 2 * BM * D * 2);
+        load_tile<BM, D>(base + L::q, q_map, bar, q0, h, b);
+        load_tile<BM, D>(base + L::d_o, do_map, bar, q0, h, b);
+        for (int j = last - 1; j >= first; --j, ++n) {
+          int slot = k_ring.slot(n);
+          load_tile<BN, D>(base + L::k + slot * tile, k_map, k_ring.acquire(n, tile), j * BN, h / a.group, b);
+          load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
+        }
+      }
+    }
+  } else {
+    more_registers<240>();
+    int wg = warpgroup - 1, lane = threadIdx.x % 32;
+    uint32_t q_rows = base + L::q + wg * 64 * 128, do_rows = base + L::d_o + wg * 64 * 128;
+    uint32_t dq_rows = base + L::dq + wg * 64 * 128;
+    int n0 = 0;  // tiles of K and V before this item
+    for (int round = 0, item; items.ask(round, &item); ++round) {
+      int b, q0, h;
+      items.place(item, a, &b, &q0, &h);
+      int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
+      int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
+      const int64_t stats = int64_t(b * a.H + h) * a.Tp + t;
+      const float l[2] = {lse2[stats], lse2[stats + 8]}, r[2] = {delta[stats], delta[stats + 8]};
+
+      float s[BN / 2], dp[BN / 2], dq[D / 2];
+      uint32_t ds[BN / 4];
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) dq[i] = 0;
+      pin(dq);
+
+      auto start_scores = [&](int n) {
+        k_ring.wait(n);
+        wgmma_begin();
+        multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n) * tile);
+        wgmma_commit();
+      };
+      auto start_dp = [&](int n) {
+        v_ring.wait(n);
+        wgmma_begin();
+        multiply_nt<D, BM, BN>(dp, do_rows, base + L::v + v_ring.slot(n) * tile);
+        wgmma_commit();
+      };
+      auto probabilities = [&](int j) {  // of key tile j, in place of the scores
+        if (!mask.whole(t0, (j + 1) * BN)) {
+#pragma unroll
+          for (int i = 0; i < BN / 2; ++i)
+            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
+        }
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -l[i / 2 % 2]));
+      };
+      auto pack_ds = [&] {
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) s[i] *= dp[i] - r[i / 2 % 2];
+        pack_rows(ds, s);
+        pin(ds);
+      };
+      auto accumulate = [&](int n) {
+        wgmma_begin();
+        multiply_nn<D, BN>(dq, ds, base + L::k + k_ring.slot(n) * tile);
+        wgmma_commit();
+      };
+      const int steps = last - first;
+      q_ring.wait(round);
+      if (steps > 0) {
+        start_scores(n0);
+        start_dp(n0);
+        wgmma_wait<1>();
+        pin(s);
+        probabilities(last - 1);
+        wgmma_wait<0>();
+        pin(dp);
+        v_ring.release(n0);
+#pragma unroll 1
+        for (int n = n0; n + 1 < n0 + steps; ++n) {  // finds P and dP of step n finished and nothing in flight
+          pack_ds();
+          accumulate(n);
+          start_scores(n + 1);
+          wgmma_wait<1>();  // dQ's product: dS's registers make room for dP
+          pin(dq);
+          k_ring.release(n);
+          start_dp(n + 1);
+          wgmma_wait<1>();  // the scores; dP runs beside the exponentials
+          pin(s);
+          probabilities(last - 2 - (n - n0));
+          wgmma_wait<0>();
+          pin(dp);
+          v_ring.release(n + 1);
+        }
+        pack_ds();
+        accumulate(n0 + steps - 1);
+        wgmma_wait<0>();
+        pin(dq);
+        k_ring.release(n0 + steps - 1);
+        n0 += steps;
+      }
+      q_ring.release(round);
+      if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
+      named_barrier(1 + wg, 128);
+      store_rows<D, BM>(dq, a.scale, a.scale, dq_rows, 1 + wg, dq_map, t0, h, b);
+    }
+    if (threadIdx.x % 128 == 0) store_wait();
+  }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------- launches
+
+// Every copy is a box of 64 rows x 64 columns of one head; the map knows the strides and where the sequence ends.
+inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, const Problem& a) {
+  static const auto encode = [] {
+    void* f = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
+#else
+    CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
+#endif
+    if (!f || found != cudaDriverEntryPointSuccess)
+      throw CudaError("attention: the driver has no cuTensorMapEncodeTiled; it must support CUDA 12 or newer");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
+  }();
+  CUtensorMap map;
+  cuuint64_t dims[4] = {cuuint64_t(a.D), cuuint64_t(a.T), cuuint64_t(heads), cuuint64_t(a.B)};
+  cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(a.D * 2), cuuint64_t(a.T * ld * 2)};
+  cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
+  CUresult r = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(p), dims, strides, box, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (r != CUDA_SUCCESS)
+    throw CudaError(
+        strf("attention: no tensor map for address %p, row stride %lld, B %d T %d heads %d D %d "
+             "(error %d): addresses and row strides must be multiples of 16 bytes",
+             static_cast<const void*>(p), (long long)ld, a.B, a.T, heads, a.D, int(r)));
+  return map;
+}
+
+// Persistent blocks: one an SM. Launches take the lists of items in turn; one is free again when its kernel has ended,
+// and far fewer than all can be running.
+inline int persistent_blocks(int items) {
+  int device, sms;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  return sms < items ? sms : items;
+}
+inline int next_list() {
+  static std::atomic<unsigned> launches{0};
+  return int(launches++ % 256);
+}
+
+template <int D, class Mask>
+void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v, const Problem& a,
+             const Mask& mask) {
+  auto kernel = forward_kernel<D, Mask>;
+  int items = a.B * a.H * ceil_div(a.T, Forward<D>::BM);
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward<D>::bytes));
+  kernel<<<persistent_blocks(items), 384, Forward<D>::bytes, stream>>>(
+      tensor_map(q, a.ld_q, a.H, a), tensor_map(k, a.ld_kv, a.HKV, a), tensor_map(v, a.ld_kv, a.HKV, a),
+      tensor_map(o, a.ld_o, a.H, a), lse, a, mask, next_list());
+  CUDA_CHECK_LAUNCH();
+}
+
+template <int D, class Mask>
+void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
+              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int splits,
+              float* parts) {
+  CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a), do_map = tensor_map(d_o, a.ld_o, a.H, a);
+  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a), v_map = tensor_map(v, a.ld_kv, a.HKV, a);
+  auto kv = backward_kv<D, Mask>;
+  CUDA_CHECK(cudaFuncSetAttribute(kv, cudaFuncAttributeMaxDynamicSharedMemorySize, BackwardKV<D>::bytes));
+  kv<<<a.B * a.HKV * splits * ceil_div(a.T, BackwardKV<D>::BN), 384, BackwardKV<D>::bytes, stream>>>(
+      q_map, k_map, v_map, do_map, tensor_map(dk, a.ld_dkv, a.HKV, a), tensor_map(dv, a.ld_dkv, a.HKV, a), lse2, delta,
+      a, mask, splits, parts);
+  CUDA_CHECK_LAUNCH();
+  auto dq_kernel = backward_q<D, Mask>;
+  CUDA_CHECK(cudaFuncSetAttribute(dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BackwardQ<D>::bytes));
+  dq_kernel<<<persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384, BackwardQ<D>::bytes, stream>>>(
+      q_map, k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a), lse2, delta, a, mask, next_list());
+  CUDA_CHECK_LAUNCH();
+}
+
+}  // namespace attention::sm90

@@ -1,0 +1,187 @@
+#include "nsa_attention.h"
+
+#include "cpu/attention.h"
+
+#if FSDP_CUDA
+#include "attention_simple.cuh"
+#include "attention_sm80.cuh"
+#include "attention_sm90.cuh"
+#endif
+
+static void check(const AttentionShape& a) {
+  if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))
+    throw Error(
+        strf("attention: bad shape B %lld T %lld H %lld HKV %lld D %lld scale %g: all must be positive and HKV "
+             "must divide H",
+             (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D, a.scale));
+}
+
+#if FSDP_CUDA
+namespace attention {
+
+// Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
+// past T get delta 0 and lse +inf, which makes their probabilities 0. 8 lanes take a row of one head.
+// Reads do and o once.
+template <class E>
+__global__ void __launch_bounds__(256)
+    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a) {
+  int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 8;
+  if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
+  int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
+  float sum = 0;
+  if (t < a.T) {
+    int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.D;
+    constexpr int n = 16 / sizeof(E);
+    for (int d = threadIdx.x % 8 * n; d < a.D; d += 8 * n) {
+      alignas(16) E x[n], y[n];
+      *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
+      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + at + d);
+#pragma unroll
+      for (int e = 0; e < n; ++e) sum += float(x[e]) * float(y[e]);
+    }
+  }
+  unsigned lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);
+  for (int x = 4; x; x /= 2) sum += __shfl_xor_sync(lanes, sum, x);
+  if (threadIdx.x % 8) return;
+  float l = t < a.T ? lse[int64_t(b * a.H + h) * a.T + t] : -INFINITY;
+  lse2[int64_t(b * a.H + h) * a.Tp + t] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f;
+  delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
+}
+
+// dK and dV of groups whose heads were summed in parts: the parts' sums, first part first. A thread owns 4 columns.
+__global__ void __launch_bounds__(256) sum_splits(bf16* dk, bf16* dv, const float* parts, Problem a, int splits) {
+  const int64_t n = int64_t(a.B) * a.HKV * a.T * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= 2 * n) return;
+  const int which = i >= n;
+  const int64_t at = i % n, row = at / (a.D / 4);
+  const int c = int(at % (a.D / 4)) * 4, t = int(row % a.T), head = int(row / a.T % a.HKV), b = int(row / a.T / a.HKV);
+  float4 sum = {0, 0, 0, 0};
+  for (int s = 0; s < splits; ++s) {
+    float4 x = *reinterpret_cast<const float4*>(parts + (int64_t(which) * splits + s) * n * 4 + at * 4);
+    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+  }
+  bf16* to = (which ? dv : dk) + (int64_t(b) * a.T + t) * a.ld_dkv + head * a.D + c;
+  *reinterpret_cast<uint2*>(to) = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
+}
+
+template <class E>
+static void check(const Problem& a, const AttentionShape& s) {
+  constexpr bool narrow = std::is_same_v<E, bf16>;
+  if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
+    throw Error(strf("attention: no %s kernel for head dim %d on a GPU: %s", name_of(dtype_of<E>), a.D,
+                     narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
+  if (narrow && (a.ld_q % 8 || a.ld_kv % 8 || a.ld_o % 8 || a.ld_dq % 8 || a.ld_dkv % 8))
+    throw Error("attention: row strides must be multiples of 8 elements");
+  if (s.T > 1 << 30 || s.B * s.H * s.T / 32 > 2000000000ll) throw Error("attention: too many rows for one launch");
+}
+
+}  // namespace attention
+
+namespace gpu {
+
+template <class T>
+void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
+                       const AttentionShape& shape) {
+  using namespace attention;
+  const Problem a(shape);
+  const Causal mask{a.T};
+  attention::check<T>(a, shape);
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, q, k, v, a, mask);
+    if (arch == 90) return sm90::forward<64>(stream, o, lse, q, k, v, a, mask);
+    if (a.D == 128) return sm80::forward<128>(stream, o, lse, q, k, v, a, mask);
+    return sm80::forward<64>(stream, o, lse, q, k, v, a, mask);
+  } else {
+    simple::forward(stream, o, lse, q, k, v, a, mask);
+  }
+}
+
+template <class T>
+void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
+                        const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape) {
+  using namespace attention;
+  const Problem a(shape);
+  const Causal mask{a.T};
+  attention::check<T>(a, shape);
+  const int64_t rows = int64_t(a.B) * a.H * a.Tp;
+  float *lse2 = workspace, *delta = workspace + rows;
+  prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a);
+  CUDA_CHECK_LAUNCH();
+  if constexpr (std::is_same_v<T, bf16>) {
+    const int splits = head_splits(shape);
+    float* parts = delta + rows;
+    auto run = [&](auto backward) { backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, splits, parts); };
+    if (arch == 90) a.D == 128 ? run(sm90::backward<128, Causal>) : run(sm90::backward<64, Causal>);
+    else a.D == 128 ? run(sm80::backward<128, Causal>) : run(sm80::backward<64, Causal>);
+    if (splits > 1) {
+      const int64_t n = 2 * int64_t(a.B) * a.HKV * a.T * a.D / 4;
+      sum_splits<<<unsigned((n + 255) / 256), 256, 0, stream>>>(dk, dv, parts, a, splits);
+      CUDA_CHECK_LAUNCH();
+    }
+  } else {
+    simple::backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
+  }
+}
+
+template void attention_forward(cudaStream_t, int, float*, float*, const float*, const float*, const float*,
+                                const AttentionShape&);
+template void attention_forward(cudaStream_t, int, bf16*, float*, const bf16*, const bf16*, const bf16*,
+                                const AttentionShape&);
+template void attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
+                                 const float*, const float*, const float*, float*, const AttentionShape&);
+template void attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
+                                 const bf16*, const bf16*, const float*, float*, const AttentionShape&);
+
+}  // namespace gpu
+#endif
+
+template <class T>
+void attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a) {
+  check(a);
+  if (s.off()) return;
+  if (s.on_gpu()) {
+#if FSDP_CUDA
+    if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
+    else gpu::attention_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, a);
+#endif
+    return;
+  }
+  s.enqueue([=] { cpu::attention_forward(o, lse, q, k, v, a); });
+}
+
+template <class T>
+int64_t attention_backward_workspace(const AttentionShape& a) {
+  check(a);
+  int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
+#if FSDP_CUDA
+  const int splits = attention::head_splits(a);
+  if (std::is_same_v<T, bf16> && splits > 1) numbers += 2 * splits * a.B * a.HKV * a.T * a.D;
+#endif
+  return numbers;
+}
+
+template <class T>
+void attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
+                        const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a) {
+  check(a);
+  if (s.off()) return;
+  if (s.on_gpu()) {
+#if FSDP_CUDA
+    if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
+    else
+      gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a);
+#endif
+    return;
+  }
+  (void)workspace;
+  s.enqueue([=] { cpu::attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, a); });
+}
+
+#define INSTANTIATE(T)                                                                                          \
+  template void attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&); \
+  template int64_t attention_backward_workspace<T>(const AttentionShape&);                                      \
+  template void attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
+                                   const acc_t<T>*, acc_t<T>*, const AttentionShape&);
+INSTANTIATE(float)
+INSTANTIATE(double)
+INSTANTIATE(bf16)
