@@ -1,0 +1,149 @@
+#!/bin/bash
+# What the program does with bad input: under mpirun with two ranks each mistake must give exactly one line of ours
+# (`error: ...`) that names the culprit, and end all ranks with a non-zero status within 20 seconds. And that the
+# options which do something else than training do it. The last line is for test/run: RESULT passed failed skipped.
+cd "$(dirname "$0")/.." || exit
+# shellcheck source=../setup.sh disable=SC1091
+. ./setup.sh env 2
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+passed=0
+failed=0
+skipped=0
+limit=20
+small=(--device cpu --preset tiny --seq 64 --batch 1 --steps 2)
+
+verdict() { # NAME, then what is wrong (nothing if all is well)
+  if [ -z "$2" ]; then
+    passed=$((passed + 1))
+  else
+    failed=$((failed + 1))
+    echo "FAILED: $1: $2"
+    sed 's/^/    /' "$dir/out" | head -n 20
+  fi
+}
+
+mpi() { # the rest of an mpirun command line; output in $dir/out, status in $status, seconds in $took
+  local start=$SECONDS
+  # shellcheck disable=SC2086 # a list of flags
+  timeout -k 5 $limit mpirun $MPIRUN_FLAGS "$@" >"$dir/out" 2>&1 </dev/null
+  status=$?
+  took=$((SECONDS - start))
+}
+
+judge() { # NAME WORD...: the output must be one error line that holds every word
+  local name=$1 wrong="" lines word
+  shift
+  lines=$(tr -d '\r' <"$dir/out" | grep -a '^error: ')
+  if [ "$status" = 0 ]; then wrong="exit status 0"; fi
+  if [ "$status" = 124 ] || [ "$status" = 137 ]; then wrong="still running after $took s"; fi
+  if [ "$(printf '%s' "$lines" | grep -c '')" != 1 ]; then
+    wrong="$wrong; $(printf '%s' "$lines" | grep -c '') lines begin with 'error: ', not one"
+  fi
+  for word in "$@"; do
+    [[ $lines == *"$word"* ]] || wrong="$wrong; the error does not name '$word'"
+  done
+  if grep -aqE 'terminate called|Segmentation fault|core dumped|internal error' "$dir/out"; then wrong="$wrong; it crashed"; fi
+  verdict "$name" "${wrong#; }"
+}
+
+# bad NAME 'WORD|WORD...' OPTION...: two ranks, the small run with these options besides.
+bad() {
+  local name=$1 words
+  IFS='|' read -r -a words <<<"$2"
+  shift 2
+  mpi -np 2 ./train "${small[@]}" "$@"
+  judge "$name" "${words[@]}"
+}
+
+# good NAME WORD OPTION...: one process without mpirun; exit status 0 and the word in what it prints.
+good() {
+  local name=$1 word=$2 wrong=""
+  shift 2
+  timeout -k 5 $limit ./train "$@" >"$dir/out" 2>&1 </dev/null
+  status=$?
+  [ "$status" = 0 ] || wrong="exit status $status"
+  grep -aqF -- "$word" "$dir/out" || wrong="$wrong; '$word' is not in the output"
+  verdict "$name" "${wrong#; }"
+}
+
+# --------------------------------------------------------------------------------------------------------- options
+bad "unknown option" "--dmi|--dim|--help" --dmi 64
+bad "stray argument" "stray" stray
+bad "value that is no number" "--dim abc|1048576" --dim abc
+bad "value out of range" "--beta2 1.5" --beta2 1.5
+mpi -np 2 ./train --device cpu --preset huge
+judge "unknown preset" "--preset huge" "tiny"
+bad "option without a value" "--depth" --depth
+bad "world without plan" "--world|--plan" --world 8
+bad "missing file of options" "--config $dir/none.toml" --config "$dir/none.toml"
+echo 'dmi = 3' >"$dir/bad.toml"
+bad "unknown name in a file of options" "dmi|dim" --config "$dir/bad.toml"
+bad "heads that do not divide dim" "dim|100|heads|3" --dim 100 --heads 3 --kv-heads 1
+bad "kv-heads that do not divide heads" "heads|4|kv-heads|3" --dim 64 --heads 4 --kv-heads 3
+bad "log that cannot be written" "--log $dir/none/log" --log "$dir/none/log"
+if [ "$(./train --hardware 2>/dev/null | grep -c '"gpus": *0')" = 1 ]; then
+  mpi -np 2 ./train --device gpu --preset tiny
+  judge "no GPU" "--device gpu"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: --device gpu without a GPU: there is one here"
+fi
+
+# ------------------------------------------------------------------------------------------------------------ data
+# u16 N...: numbers as two bytes each, little end first.
+# shellcheck disable=SC2059 # the format is the data
+u16() { for n in "$@"; do printf "\\x$(printf %02x $((n & 255)))\\x$(printf %02x $((n >> 8)))"; done; }
+# tokens MAGIC COUNT: 200 tokens of two bytes behind a header that says COUNT.
+tokens() {
+  printf '%s' "$1"
+  u16 2 0 0 0 "$2" 0 0 0
+  # shellcheck disable=SC2046
+  u16 $(seq 0 199)
+}
+bad "data file missing" "$dir/none.txt|No such file" --data "$dir/none.txt"
+bad "data file is a directory" "$dir|not a regular file" --data "$dir"
+: >"$dir/empty.txt"
+bad "data file empty" "$dir/empty.txt|empty" --data "$dir/empty.txt"
+echo "too short" >"$dir/short.txt"
+bad "data file shorter than a batch" "$dir/short.txt|10 tokens|65" --data "$dir/short.txt"
+tokens TOKENS99 200 >"$dir/magic.bin"
+bad "data file with a wrong magic number" "$dir/magic.bin|magic" --data "$dir/magic.bin"
+tokens TOKENS01 201 >"$dir/truncated.bin"
+bad "data file truncated" "$dir/truncated.bin|truncated|201|200" --data "$dir/truncated.bin"
+tokens TOKENS01 200 >"$dir/tokens.bin"
+bad "token outside the vocabulary" "$dir/tokens.bin|token 100|index 100|vocab" --data "$dir/tokens.bin" --vocab 100
+bad "validation file missing" "$dir/none.txt" --val-every 1 --val-data "$dir/none.txt"
+
+# ----------------------------------------------------------------------------------------------------------- ranks
+mpi -np 1 ./train "${small[@]}" : -np 1 ./train "${small[@]}" --lr 0.5
+judge "ranks that disagree on an option" "lr"
+# Rank 1 alone does not find the file that both were given; rank 0 must not wait for it.
+mkdir "$dir/a" "$dir/b"
+yes "all work and no play" | head -n 2000 >"$dir/a/text.txt"
+mpi -np 1 -wdir "$dir/a" "$PWD/train" "${small[@]}" --data text.txt : \
+  -np 1 -wdir "$dir/b" "$PWD/train" "${small[@]}" --data text.txt
+judge "an error on one rank alone" "text.txt" "No such file"
+
+# ---------------------------------------------------------------------------------------------------------- memory
+bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 262144 --depth 1000 --vocab 256
+
+# ------------------------------------------------------------------------------------------- instead of training
+good "help" "Instead of training" --help
+good "version" "MPI" --version
+good "hardware" '"gpus"' --hardware
+good "parameters" "head" --show-params --preset tiny --device cpu
+good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
+good "a run" "step" "${small[@]}" --log "$dir/log.jsonl"
+wrong=""
+touch "$dir/log.jsonl"
+[ "$(wc -l <"$dir/log.jsonl")" = 3 ] || wrong="not a header and two steps"
+for key in config commit hardware memory; do head -n 1 "$dir/log.jsonl" | grep -q "\"$key\"" || wrong="$wrong; no $key in the header"; done
+for key in step loss tokens_per_sec grad_norm lr timestamp step_ms peak_mib mfu; do
+  tail -n 1 "$dir/log.jsonl" | grep -q "\"$key\"" || wrong="$wrong; no $key in a step"
+done
+cp "$dir/log.jsonl" "$dir/out"
+verdict "the log of a run" "${wrong#; }"
+
+echo "RESULT $passed $failed $skipped"
+[ "$failed" = 0 ]
