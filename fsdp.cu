@@ -233,19 +233,21 @@ void Fsdp<T, G>::timed_wait(int kind, const Event& e) {
     s.wait(e);
     return;
   }
-  size_t i = waits_used_[kind]++;
-  if (i == waits_[kind].size()) waits_[kind].emplace_back(Event(dev_, true), Event(dev_, true));
-  s.record(waits_[kind][i].first);
+  Waits& w = waits_[timed_step_][kind];
+  size_t i = w.used++;
+  if (i == w.events.size()) w.events.emplace_back(Event(dev_, true), Event(dev_, true));
+  s.record(w.events[i].first);
   s.wait(e);
-  s.record(waits_[kind][i].second);
+  s.record(w.events[i].second);
 }
 
 template <class T, class G>
-void Fsdp<T, G>::exposed_ms(double* gathers, double* reductions) {
+void Fsdp<T, G>::exposed_ms(bool latest, double* gathers, double* reductions) {
   double sum[2] = {0, 0};
-  for (int kind = 0; kind < 2; kind++)
-    for (size_t i = 0; i < waits_used_[kind]; i++)
-      sum[kind] += elapsed_ms(waits_[kind][i].first, waits_[kind][i].second);
+  for (int kind = 0; kind < 2; kind++) {
+    Waits& w = waits_[latest ? timed_step_ : timed_step_ ^ 1][kind];
+    for (size_t i = 0; i < w.used; i++) sum[kind] += elapsed_ms(w.events[i].first, w.events[i].second);
+  }
   *gathers = sum[0], *reductions = sum[1];
 }
 

@@ -89,9 +89,14 @@ class Fsdp {
   int64_t parameters() const;
   void begin_trace() { trace_.clear(), tracing_ = true; }
   const std::vector<Issued>& trace() const { return trace_; }
-  // Of the last step that has finished; ms that the compute stream stood still. Needs FsdpOptions::timing.
-  void exposed_ms(double* gathers, double* reductions);
-  void begin_timing() { waits_used_[0] = waits_used_[1] = 0; }
+  // How long the compute stream stood still for communication, in ms, between two calls of begin_timing(). Two steps
+  // are kept: that of the latest begin_timing() and the one before, which can be read while the latest still runs.
+  // Needs FsdpOptions::timing.
+  void begin_timing() {
+    timed_step_ ^= 1;
+    for (Waits& w : waits_[timed_step_]) w.used = 0;
+  }
+  void exposed_ms(bool latest, double* gathers, double* reductions);
   // Tests delay the streams with these.
   void set_delays(double gather_ms, double reduce_ms, double optimizer_ms);
 
@@ -133,6 +138,10 @@ class Fsdp {
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;
   std::vector<Issued> trace_;
-  std::vector<std::pair<Event, Event>> waits_[2];  // gathers, reductions
-  size_t waits_used_[2] = {0, 0};
+  struct Waits {
+    std::vector<std::pair<Event, Event>> events;
+    size_t used = 0;
+  };
+  Waits waits_[2][2];  // [step][gathers, reductions]
+  int timed_step_ = 0;
 };

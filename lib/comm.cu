@@ -124,6 +124,16 @@ void abort_all_ranks(const std::string& text, int status) {
   _exit(status);
 }
 
+void or_abort(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const std::exception& e) {
+    const std::string rank = strf("rank %d", this_rank()), what = e.what();
+    const bool says_rank = what.find(rank) != std::string::npos;
+    abort_all_ranks(says_rank ? what : rank + ": " + what, 1);
+  }
+}
+
 void barrier() {
   MPI_Request request;
   MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));

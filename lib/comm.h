@@ -6,6 +6,7 @@
 // order, channel by channel. Counts are per rank and 64 bit; any world size.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -21,6 +22,9 @@ World init_mpi(int* argc, char*** argv);
 void finish_mpi();
 // Kills all ranks, with `text` as the one line said. For errors that other ranks cannot know of.
 [[noreturn]] void abort_all_ranks(const std::string& text, int status);
+
+// Runs f. What it throws, other ranks cannot know of and may be waiting for in a collective: it ends them all.
+void or_abort(const std::function<void()>& f);
 
 // Host-side collectives on all ranks, for set-up and between steps; never inside one.
 void barrier();

@@ -198,6 +198,7 @@ template void sum(Stream&, double*, const double*, double*, int64_t, bool);
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);
+template void cast(Stream&, double*, const double*, int64_t);
 template void cast(Stream&, float*, const bf16*, int64_t);
 template void cast(Stream&, float*, const double*, int64_t);
 

@@ -1,0 +1,526 @@
+// ./train: the training loop, from top to bottom. Start at main().
+//
+//   mpirun -np 4 ./train --seq 4096
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+
+#include "cblas.h"
+#include "nlohmann/json.hpp"
+
+#include "build/version.h"
+#include "lib/data.h"
+#include "lib/options.h"
+#include "lib/telemetry.h"
+#include "model.h"
+
+#if FSDP_CUDA
+#include <cublasLt.h>
+#endif
+#ifndef FSDP_NCCL
+#define FSDP_NCCL 0
+#endif
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::json;
+using ll = long long;
+
+int cores() { return int(std::max(1u, std::thread::hardware_concurrency())); }
+double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
+
+// ------------------------------------------------------------------------------------------------- what is to be run
+
+// Options with every choice made: what they leave open depends on the machine and on the number of ranks.
+struct Run {
+  Options o;
+  ModelConfig model;
+  Backend backend = Backend::cpu;
+  Dtype dtype = Dtype::f32, reduce_dtype = Dtype::f32;
+  int64_t batch = 0, grad_accum = 1, global_batch = 0;
+  int64_t steps = 0, last_step = 0, warmup = 0;
+  std::vector<std::string> notices;  // what was chosen that a user may not expect
+  int64_t tokens_per_step() const { return global_batch * model.seq; }
+};
+
+Run resolve(const Options& o, int world_size, int gpus) {
+  Run r;
+  r.o = o;
+  REQUIRE_USER(o.device != "gpu" || gpus > 0 || o.plan,
+               FSDP_CUDA
+                   ? "--device gpu: there is no GPU here that this process can use (nvidia-smi lists them); "
+                     "--device cpu runs without"
+                   : "--device gpu: this build has no GPU backend; install CUDA and rebuild, or use --device cpu");
+  r.backend = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || o.plan)) ? Backend::gpu : Backend::cpu;
+  const bool gpu = r.backend == Backend::gpu;
+  const Preset& p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
+  if (!gpu && o.device == "auto")
+    r.notices.push_back(strf("no GPU here: training preset %s in %s on the CPU", p.name,
+                             o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
+
+  auto or_preset = [](int64_t given, int64_t preset) { return given ? given : preset; };
+  ModelConfig& m = r.model;
+  m = p.model;
+  if (!o.arch.empty()) m.arch = arch_named(o.arch);
+  m.dim = or_preset(o.dim, m.dim), m.depth = or_preset(o.depth, m.depth), m.vocab = or_preset(o.vocab, m.vocab);
+  m.heads = or_preset(o.heads, m.heads), m.kv_heads = or_preset(o.kv_heads, m.kv_heads);
+  m.seq = or_preset(o.seq, m.seq), m.rope_base = o.rope_base;
+  // A width given alone keeps the preset's proportion of the MLP.
+  m.hidden = or_preset(o.hidden, o.dim ? p.model.hidden * m.dim / p.model.dim : m.hidden);
+
+  auto dtype = [&](const std::string& name, Dtype otherwise) {
+    return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
+  };
+  r.dtype = dtype(o.param_dtype, gpu ? Dtype::bf16 : Dtype::f32);
+  r.reduce_dtype = dtype(o.reduce_dtype, r.dtype);
+
+  // A preset's accumulation holds as long as nothing is said about batches.
+  const bool batch_said = o.batch || o.global_batch || o.grad_accum != 1;
+  r.grad_accum = batch_said ? o.grad_accum : p.grad_accum;
+  const int64_t places = world_size * r.grad_accum;
+  r.batch = o.batch ? o.batch : o.global_batch ? (o.global_batch + places - 1) / places : p.batch;
+  r.global_batch = o.global_batch ? o.global_batch : r.batch * places;
+  // Rows are dealt out rank by rank, so the first ranks may hold one more.
+  const int64_t most = (r.global_batch + world_size - 1) / world_size;
+  REQUIRE_USER(
+      most <= r.batch * r.grad_accum,
+      "--global-batch %lld: %d ranks x --batch %lld x --grad-accum %lld hold only %lld sequences; --grad-accum "
+      "%lld would do",
+      ll(r.global_batch), world_size, ll(r.batch), ll(r.grad_accum), ll(places * r.batch),
+      ll((most + r.batch - 1) / r.batch));
+  check_config(m, r.batch, r.backend, r.dtype);
+
+  const int64_t for_tokens = (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step();
+  r.steps = o.steps ? o.steps : o.tokens ? for_tokens : gpu ? 200 : 24;
+  r.last_step = r.steps;
+  if (o.tokens) r.last_step = std::min(r.last_step, for_tokens);
+  if (o.stop_after) r.last_step = std::min(r.last_step, o.stop_after);
+  r.warmup = o.warmup >= 0 ? o.warmup : std::min<int64_t>(100, r.steps / 10);
+  return r;
+}
+
+// Linear warm-up, then half a cosine down to min_lr_ratio at the schedule's end. step counts from 1.
+double learning_rate(const Run& r, int64_t step) {
+  if (step <= r.warmup) return r.o.lr * double(step) / double(r.warmup);
+  const double progress = double(step - r.warmup) / double(std::max<int64_t>(1, r.steps - r.warmup));
+  const double cosine = 0.5 * (1 + std::cos(3.14159265358979323846 * std::min(1.0, progress)));
+  return r.o.lr * (r.o.min_lr_ratio + (1 - r.o.min_lr_ratio) * cosine);
+}
+
+// ------------------------------------------------------------------------------------------------------ what is said
+
+std::string versions() {
+  std::string cuda = "none (CPU backend alone)";
+#if FSDP_CUDA
+  const size_t lt = cublasLtGetVersion();
+  cuda = strf("%d.%d, cuBLASLt %zu.%zu.%zu", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, lt / 10000,
+              lt / 100 % 100, lt % 100);
+#endif
+  return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", FSDP_COMMIT, cuda.c_str(), nccl_version().c_str(),
+              mpi_version().c_str());
+}
+
+json hardware(const Device* dev, int gpus) {
+  json j = {{"gpus", gpus}, {"cpus", cores()}};
+  if (dev) {
+    j["name"] = dev->name, j["memory_bytes"] = dev->total_bytes;
+  } else {
+    Device d(gpus > 0 ? Backend::gpu : Backend::cpu, 0);
+    j["name"] = d.name, j["memory_bytes"] = d.total_bytes;
+  }
+  return j;
+}
+
+std::string memory_table(const MemoryReport& m, int world_size) {
+  std::string text = strf("memory of a rank of %d, MiB %12s %14s %10s\n", world_size, "init", "before step 1", "peak");
+  for (int p = 0; p < purposes; p++)
+    text += strf("  %-26s %12.1f %14.1f %10.1f\n", name_of(Purpose(p)), mib(m.init[p]), mib(m.before_step[p]),
+                 mib(m.peak[p]));
+  text += strf("  %-26s %12.1f %14.1f %10.1f\n", "sum", mib(m.init_total), mib(m.before_step_total), mib(m.live_peak));
+  text += strf("  %-26s %38.1f   the peak: %s; largest there: %s\n", "arena", mib(m.arena), m.peak_phase.c_str(),
+               m.largest.c_str());
+  return text;
+}
+
+std::string parameters_text(const ModelConfig& c, int world_size) {
+  std::vector<Unit> units = parameter_table(c);
+  lay_out(&units, world_size);
+  std::string text = strf("%-28s %-18s %14s  %-22s %s\n", "parameter", "shape", "elements", "initial weights", "decay");
+  int64_t total = 0;
+  for (const Unit& u : units) {
+    for (const Param& p : u.params) {
+      std::string shape;
+      for (int64_t n : p.shape) shape += (shape.empty() ? "" : " x ") + std::to_string(n);
+      const std::string init = p.std > 0 ? strf("normal(%g, %.4g)", p.mean, p.std) : strf("%g", p.mean);
+      text += strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(),
+                   init.c_str(), p.decay ? "yes" : "no");
+    }
+    text += strf("  unit %-21s %-18s %14s  shard of a rank of %d: %s\n", u.name.c_str(), "", grouped(u.numel).c_str(),
+                 world_size, grouped(u.shard).c_str());
+    total += u.numel;
+  }
+  return text + strf("%s parameters\n", grouped(total).c_str());
+}
+
+json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus_used,
+            const std::string& command) {
+  json config = to_json(r.o);
+  const ModelConfig& m = r.model;
+  config.update({{"arch", name_of(m.arch)},
+                 {"dim", m.dim},
+                 {"depth", m.depth},
+                 {"heads", m.heads},
+                 {"kv_heads", m.kv_heads},
+                 {"hidden", m.hidden},
+                 {"vocab", m.vocab},
+                 {"seq", m.seq},
+                 {"batch", r.batch},
+                 {"grad_accum", r.grad_accum},
+                 {"global_batch", r.global_batch},
+                 {"steps", r.steps},
+                 {"warmup", r.warmup},
+                 {"param_dtype", name_of(r.dtype)},
+                 {"reduce_dtype", name_of(r.reduce_dtype)},
+                 {"device", r.backend == Backend::gpu ? "gpu" : "cpu"},
+                 {"parameters", parameter_count(m)},
+                 {"flops_per_token", flops_per_token(m)}});
+  json h = hardware(&dev, gpus_used);
+  h["ranks"] = world.size, h["transport"] = name_of(transport);
+  const MemoryReport mem = dev.mem.report();
+  return {{"command", command},
+          {"commit", FSDP_COMMIT},
+          {"versions", versions()},
+          {"config", config},
+          {"hardware", h},
+          {"memory",
+           {{"init_mib", mib(mem.init_total)},
+            {"before_step_mib", mib(mem.before_step_total)},
+            {"planned_peak_mib", mib(mem.live_peak)},
+            {"peak_mib", mib(dev.mem.device_reported_bytes())}}}};
+}
+
+// --------------------------------------------------------------------------------------------------------- the data
+
+// This rank's rows of a step, in the layout that the model loads. Rows are numbered over all ranks: rank r has those
+// from r * global / W on, and puts them into its micro-batches one after another; places left over are padding.
+void fill_batches(const Run& r, const World& world, const Sampler& sampler, int64_t first_sequence, int64_t rows_in_all,
+                  int64_t micro_batches, int32_t* host) {
+  const int64_t T = r.model.seq, M = r.batch * T, ints = batch_ints(r.model, r.batch);
+  const int64_t from = world.rank * rows_in_all / world.size, to = (world.rank + 1) * rows_in_all / world.size;
+  for (int64_t m = 0; m < micro_batches; m++, host += ints) {
+    for (int64_t i = 0; i < r.batch; i++) {
+      const int64_t row = from + m * r.batch + i;
+      int32_t *tokens = host + i * T, *targets = host + M + i * T;
+      if (row < to) {
+        sampler.sequence(first_sequence + row, tokens, targets);
+      } else {
+        std::fill(tokens, tokens + T, 0);
+        std::fill(targets, targets + T, -1);
+      }
+    }
+    index_batch(r.model, r.batch, host);
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- the loop
+
+struct Context {
+  Device& dev;
+  const World& world;
+  Transport transport;
+  int gpus_used;
+  Corpus *data, *val_data;
+  Telemetry* telemetry;  // rank 0's
+};
+
+// The programs whose memory is planned: one step, and one batch of a validation. The host's pointers are not read
+// unless the device's mode is run.
+template <class T, class G>
+void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, const ops::AdamW& adamw,
+                  Event& copied) {
+  dev.mem.begin("step");
+  const double scale = 1.0 / double(r.tokens_per_step());
+  for (int64_t m = 0; m < r.grad_accum; m++)
+    model.forward_backward(host + m * batch_ints(r.model, r.batch), scale, m == 0, m + 1 == r.grad_accum, copied);
+  model.step(adamw, float(r.o.clip));
+  dev.mem.end();
+}
+template <class T, class G>
+void validation_program(Device& dev, Model<T, G>& model, const int32_t* host, bool first, Event& copied) {
+  dev.mem.begin("validation");
+  model.evaluate(host, first, copied);
+  dev.mem.end();
+}
+
+template <class T, class G>
+FsdpOptions fsdp_options(const Run& r) {
+  FsdpOptions f;
+  f.reduce_dtype = r.reduce_dtype;
+  f.gather_slots = int(r.o.gather_slots), f.gradient_slots = int(r.o.gradient_slots);
+  f.seed = r.o.seed;
+  f.timing = r.o.comm_timing;
+  return f;
+}
+
+// Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak.
+template <class T, class G>
+void plan(Device& dev, const World& world, Transport transport, const Run& r) {
+  dev.mode = Mode::plan;
+  ops::keep_workspace(dev);
+  Model<T, G> model(dev, world, transport, r.model, r.batch, fsdp_options<T, G>(r), false);
+  Event copied(dev);
+  step_program(dev, model, r, nullptr, ops::AdamW(), copied);
+  if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
+}
+
+template <class T, class G>
+void train(const Context& c, const Run& r) {
+  Device& dev = c.dev;
+  const World& world = c.world;
+  const bool speaks = world.rank == 0;
+
+  // Everything that can fail for want of memory or of a file has done so before this point, on all ranks together.
+  dev.mem.rewind();
+  dev.mode = Mode::tune;
+  ops::keep_workspace(dev);
+  Model<T, G> model(dev, world, c.transport, r.model, r.batch, fsdp_options<T, G>(r), true);
+  const int64_t ints = batch_ints(r.model, r.batch);
+  // The host is one step ahead of the device: two of each, for the step that runs and the one being prepared.
+  std::vector<HostBuffer<int32_t>> batches;
+  std::vector<HostBuffer<double>> results;
+  std::vector<Event> copied, started, done, val_done;
+  for (int i = 0; i < 2; i++) {
+    batches.emplace_back(dev, ints * r.grad_accum);
+    results.emplace_back(dev, 4);  // squared norm, loss; validation's
+    copied.emplace_back(dev), val_done.emplace_back(dev);
+    started.emplace_back(dev, true), done.emplace_back(dev, true);
+  }
+  HostBuffer<int32_t> val_batch(dev, ints);
+  Event val_copied(dev);
+  step_program(dev, model, r, batches[0].get(), ops::AdamW(), copied[0]);  // times the matmuls
+  if (r.o.val_every > 0) validation_program(dev, model, val_batch.get(), true, val_copied);
+  dev.mode = Mode::run;
+  model.init_weights();
+  dev.compute().synchronize();
+
+  const Sampler sampler{c.data, r.model.seq, r.o.seed};
+  const Sampler val_sampler{c.val_data, r.model.seq, r.o.seed, false};
+  const int64_t val_rows = c.val_data ? std::min(val_sampler.windows(), r.o.val_batches * r.batch * world.size) : 0;
+  const double peak_tflops = peak_bf16_tflops(dev.name) * c.gpus_used, flops = flops_per_token(r.model);
+  if (speaks && r.backend == Backend::gpu && peak_tflops == 0)
+    c.telemetry->note(strf("unknown chip %s: no MFU is given", dev.name.c_str()));
+
+  auto report = [&](int64_t step, bool latest) {
+    const int slot = int(step % 2);
+    const bool validated = r.o.val_every > 0 && step % r.o.val_every == 0;
+    synchronize(validated ? val_done[slot] : done[slot]);
+    dev.check();
+    if (!speaks) return;
+    StepRecord s = {};
+    s.step = step;
+    s.grad_norm = std::sqrt(results[slot][0]);
+    s.loss = results[slot][1] / double(r.tokens_per_step());
+    s.val_loss = validated ? results[slot][3] / double(val_rows * r.model.seq) : std::nan("");
+    s.lr = learning_rate(r, step);
+    s.step_ms = elapsed_ms(started[slot], done[slot]);
+    s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
+    s.mfu = peak_tflops > 0 ? flops * s.tokens_per_sec / (peak_tflops * 1e12) : -1;
+    s.peak_mib = mib(dev.mem.device_reported_bytes());
+    s.exposed_gather_ms = s.exposed_reduce_ms = -1;
+    if (r.o.comm_timing) model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+    c.telemetry->step(s);
+  };
+
+  const auto begin = Clock::now();
+  int64_t step = 1;
+  for (; step <= r.last_step; step++) {
+    const int slot = int(step % 2);
+    synchronize(copied[slot]);  // two steps ago
+    fill_batches(r, world, sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, batches[slot].get());
+
+    Stream& s = dev.compute();
+    s.record(started[slot]);
+    if (r.o.comm_timing) model.fsdp.begin_timing();
+    ops::AdamW adamw = {float(learning_rate(r, step)),
+                        float(r.o.beta1),
+                        float(r.o.beta2),
+                        float(r.o.eps),
+                        float(r.o.weight_decay),
+                        step};
+    step_program(dev, model, r, batches[slot].get(), adamw, copied[slot]);
+    s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
+    s.record(done[slot]);
+
+    if (r.o.val_every > 0 && step % r.o.val_every == 0) {
+      const int64_t rows = r.batch * world.size;
+      for (int64_t at = 0; at < val_rows; at += rows) {
+        synchronize(val_copied);
+        fill_batches(r, world, val_sampler, at, std::min(rows, val_rows - at), 1, val_batch.get());
+        validation_program(dev, model, val_batch.get(), at == 0, val_copied);
+      }
+      model.finish_evaluation();
+      s.copy(results[slot].get() + 2, model.fsdp.scalars(), 2 * 8);
+      s.record(val_done[slot]);
+    }
+
+    if (step > 1) report(step - 1, false);
+    if (r.o.minutes > 0) {  // rank 0's clock counts
+      const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
+      if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
+    }
+  }
+  report(std::min(step, r.last_step), true);
+  dev.compute().synchronize();
+}
+
+// T of activations, G of whole gradients: the reduction's own dtype where that loses nothing.
+template <class F>
+void with_types(const Run& r, F f) {
+  if (r.dtype == Dtype::f32) f(float(), float());
+  else if (r.reduce_dtype == Dtype::bf16) f(bf16(), bf16());
+  else f(bf16(), float());
+}
+
+// ------------------------------------------------------------------------------------------------------------- main
+
+// --help and its kind: no MPI, no memory. Under mpirun only the first process speaks.
+int answer(const Options& o) {
+  auto number = [](std::initializer_list<const char*> names, int otherwise) {
+    for (const char* name : names)
+      if (const char* value = std::getenv(name)) return std::atoi(value);
+    return otherwise;
+  };
+  const int rank = number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0);
+  const int ranks = o.world ? int(o.world) : number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1);
+  if (rank != 0) return 0;
+  if (o.version) {
+    std::printf("%s", versions().c_str());
+  } else if (o.hardware) {
+    std::printf("%s\n", hardware(nullptr, gpu_count()).dump().c_str());
+  } else {
+    const Run r = resolve(o, ranks, gpu_count());
+    if (o.show_params) {
+      std::printf("%s", parameters_text(r.model, ranks).c_str());
+    } else {
+      Device dev(r.backend, Device::plan_only);
+      World world;
+      world.size = ranks;
+      with_types(r, [&](auto t, auto g) {
+        plan<decltype(t), decltype(g)>(dev, world, ranks > 1 ? Transport::nccl : Transport::none, r);
+      });
+      std::printf("%s: %s parameters, %s, batch %lld x %lld tokens a rank\n%s", name_of(r.model.arch),
+                  count_text(double(parameter_count(r.model))).c_str(), name_of(r.dtype), ll(r.batch), ll(r.model.seq),
+                  memory_table(dev.mem.report(), ranks).c_str());
+    }
+  }
+  return 0;
+}
+
+// From here on every rank takes part. An error that all ranks can know of is agreed on and said once; any other ends
+// all ranks from where it happened.
+void run(const Options& o, const World& world, const std::string& command) {
+  const int gpus = gpu_count();
+  std::string text = to_config(o) + "commit = " + FSDP_COMMIT;
+  std::replace(text.begin(), text.end(), '\n', ';');
+  require_same(text, "the configuration");
+
+  Run r;
+  std::unique_ptr<Corpus> data, val_data;
+  std::unique_ptr<Device> dev;
+  Transport transport = Transport::none;
+  std::string error, sharing;
+  try {
+    r = resolve(o, world.size, gpus);
+    const bool splits = o.val_every > 0 && o.val_data.empty();
+    data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
+    if (o.val_every > 0)
+      val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, 2)
+                        : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, 0);
+    const bool gpu = r.backend == Backend::gpu;
+    if (world.size > 1 && gpu && (world.local_size > gpus || !FSDP_NCCL))
+      sharing = world.local_size > gpus ? strf("%d ranks share %d GPU%s", world.local_size, gpus, gpus > 1 ? "s" : "")
+                                        : "this build has no NCCL";
+  } catch (const Error& e) { error = e.what(); }
+  error = agree(error);
+  if (!error.empty()) throw UsageError(error);
+  require_same(strf("%s, %s, %lld tokens", r.backend == Backend::gpu ? "GPU" : "CPU", data->description.c_str(),
+                    ll(data->count)),
+               "what the machine holds");
+
+  // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
+  sharing = agree(sharing);
+  const bool gpu = r.backend == Backend::gpu;
+  if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
+  if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
+  const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
+  const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
+  if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
+  ops::set_allow_tf32(o.tf32);
+
+  try {
+    dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
+                                   gpu && transport == Transport::mpi);
+    with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
+  } catch (const Error& e) { error = e.what(); }
+  error = agree(error);
+  if (!error.empty()) throw Error(error);
+
+  if (world.rank == 0) {
+    for (const std::string& notice : r.notices) std::printf("note: %s\n", notice.c_str());
+    const std::string batch =
+        strf("%lld x %lld", ll(r.global_batch), ll(r.model.seq)) + (r.grad_accum > 1 ? " accumulated" : "");
+    std::printf("%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s\n",
+                name_of(r.model.arch), count_text(double(parameter_count(r.model))).c_str(), size_t(r.model.depth + 2),
+                world.size, world.size > 1 ? "s" : "", dev->name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
+                name_of(transport));
+    std::printf("data: %s; %s tokens a step (%s), %lld steps\n", data->description.c_str(),
+                grouped(r.tokens_per_step()).c_str(), batch.c_str(), ll(r.last_step));
+    std::printf("%s", memory_table(dev->mem.report(), world.size).c_str());
+    std::fflush(stdout);
+  }
+  std::unique_ptr<Telemetry> telemetry;
+  try {
+    dev->mem.commit();
+    if (world.rank == 0)
+      telemetry = std::make_unique<Telemetry>(o.log, header(r, *dev, world, transport, gpus_used, command), r.last_step,
+                                              o.log_every);
+  } catch (const Error& e) { error = e.what(); }
+  error = agree(error);
+  if (!error.empty()) throw Error(error);
+
+  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get()};
+  or_abort([&] { with_types(r, [&](auto t, auto g) { train<decltype(t), decltype(g)>(context, r); }); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options o;
+  std::string text, error, command = "mpirun -np ";
+  try {
+    if (!parse_options(argc, argv, &o, &text)) {
+      std::printf("%s", text.c_str());
+      return 0;
+    }
+    if (o.version || o.hardware || o.show_params || o.plan) return answer(o);
+  } catch (const Error& e) { error = e.what(); }
+  World world;
+  int status = 0;
+  try {
+    world = init_mpi(&argc, &argv);
+    command += std::to_string(world.size);
+    for (int i = 0; i < argc; i++) command += std::string(" ") + argv[i];
+    error = agree(error);
+    if (!error.empty()) throw UsageError(error);
+    run(o, world, command);
+  } catch (const Error& e) {  // agreed on: the same on all ranks
+    status = dynamic_cast<const UsageError*>(&e) ? 2 : 1;
+    if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
+  } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
+  finish_mpi();
+  return status;
+}
