@@ -35,6 +35,11 @@ const Preset& preset_named(const std::string& name) {
 
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype) {
   auto ll = [](int64_t n) { return static_cast<long long>(n); };
+  if (c.attends()) {
+    REQUIRE_USER(c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld", ll(c.dim), ll(c.heads));
+    REQUIRE_USER(c.heads % c.kv_heads == 0, "--heads %lld is not divisible by --kv-heads %lld", ll(c.heads),
+                 ll(c.kv_heads));
+  }
   REQUIRE_USER(c.dim % 8 == 0, "--dim %lld is not a multiple of 8, which vector loads need", ll(c.dim));
   REQUIRE_USER(c.hidden % 8 == 0, "--hidden %lld is not a multiple of 8, which vector loads need", ll(c.hidden));
   REQUIRE_USER(batch * c.seq < int64_t(1) << 31, "--batch %lld x --seq %lld is more than 2^31 - 1 tokens a micro-batch",
@@ -44,9 +49,6 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
                "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; --vocab %lld leaves the rest unused",
                ll(c.vocab), ll((c.vocab + 7) / 8 * 8));
   if (!c.attends()) return;
-  REQUIRE_USER(c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld", ll(c.dim), ll(c.heads));
-  REQUIRE_USER(c.heads % c.kv_heads == 0, "--heads %lld is not divisible by --kv-heads %lld", ll(c.heads),
-               ll(c.kv_heads));
   const int64_t D = c.head_dim();
   REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
                ll(c.heads));

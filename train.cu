@@ -95,7 +95,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
   check_config(m, r.batch, r.backend, r.dtype);
 
   const int64_t for_tokens = (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step();
-  r.steps = o.steps ? o.steps : o.tokens ? for_tokens : gpu ? 200 : 24;
+  r.steps = o.steps ? o.steps : o.tokens ? for_tokens : gpu ? 200 : 32;
   r.last_step = r.steps;
   if (o.tokens) r.last_step = std::min(r.last_step, for_tokens);
   if (o.stop_after) r.last_step = std::min(r.last_step, o.stop_after);

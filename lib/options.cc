@@ -47,7 +47,7 @@ const std::vector<Spec>& specs() {
        &Options::preset,
        {0, 0, "", presets},
        "a shape that fills in every size not given here",
-       "tiny on a CPU, rope on a GPU"},
+       "tiny on a CPU, m7c on a GPU"},
       {"Model",
        "arch",
        "NAME",
