@@ -6,6 +6,7 @@
 #   NCCL=0          leave NCCL out: collectives then go over MPI through host memory
 #   ARCH="90a 80"   GPU architectures (by itself: this machine's GPUs; without a GPU 8.0 and 9.0a)
 #   CUDA_HOME, NCCL_HOME, MPICXX, CXX, CPU_ARCH, CPPFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS; DEBUG=1 adds -g -lineinfo
+#   COMMIT          what --version and results say, for a source tree without git
 #   RANKS, ARGS     for `make run`: how many ranks, more options of ./train
 
 SHELL := /bin/bash
@@ -203,7 +204,7 @@ all: train bench
 tests: build/test_unit $(if $(rank_objects),build/test_ranks)
 
 train: build/train.o $(parts)
-bench: build/bench.o $(filter-out build/model.o build/fsdp.o build/nsa_attention.o,$(parts))
+bench: build/bench.o $(filter-out build/model.o build/fsdp.o,$(parts))
 build/test_unit: build/test/main.o $(unit_objects) $(parts)
 build/test_ranks: build/test/main_mpi.o $(rank_objects) $(parts)
 build/test_unit build/test_ranks: link_libs += $(if $(filter has_catch2_v3,$(catch)),-lCatch2)
@@ -229,7 +230,7 @@ write_if_changed = mkdir -p build && printf '%s\n' '$(1)' | cmp -s - $@ || print
 build/flags: force
 	@$(call write_if_changed,$(cxx_compile) $(nvcc_compile) $(link_libs))
 build/version.h: force
-	@commit=$$(git describe --always --dirty 2>/dev/null || echo unknown); \
+	@commit=$${COMMIT:-$$(git describe --always --dirty 2>/dev/null || echo unknown)}; \
 	$(call write_if_changed,#define FSDP_COMMIT "'$$commit'")
 
 -include $(objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d

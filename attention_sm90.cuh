@@ -7,7 +7,7 @@
 // Nothing but inputs passes through shared memory. The accumulator of one product, rounded to bf16, is in place as the
 // left operand of the next (P V; dS K; P^T dO; dS^T Q). For dK and dV that takes scores transposed, K Q^T, which is why
 // the backward is two kernels, one that stays with its keys and one that stays with its queries. Together they do seven
-// products where one fused kernel does five, but share nothing, need no atomics, and every sum has one order.
+// products where one fused kernel does five, but share no sums, add nothing atomically, and every sum has one order.
 //
 // Tiles in shared memory: R rows x D as D/64 panels of R x 64, a row of a panel being 128 bytes, its eight 16-byte
 // pieces permuted by the row number (the 128-byte swizzle that TMA writes and wgmma reads). A panel row is a column
@@ -317,10 +317,11 @@ struct Items {
 
 // ---------------------------------------------------------------------------------------------------------- forward
 // A persistent block takes items of 128 queries of one head, one after another, so that loading the next and storing
-// the last hide behind products. A consumer thread owns parts of two rows. Q is read once; K and V once for each 128
-// queries and head, from L2 mostly; o and lse are written once. Scores of the next key tile are in flight while the
-// previous one's P V is, and the softmax runs beside both. H200, T 8192, 32/8 heads, D 128: 0.79 to 0.86 ms, 640 to 695
-// TFLOP/s (tensor pipes 76 % busy at 1.7 GHz).
+// the last hide behind products. Every item must see a tile of keys (causal ones see at least their own). A consumer
+// thread owns parts of two rows. Q is read once; K and V once for each 128 queries and head, from L2 mostly; o and lse
+// are written once. Scores of the next key tile are in flight while the previous one's P V is, and the softmax runs
+// beside both. H200, T 8192, 32/8 heads, D 128: 0.79 to 0.86 ms, 640 to 695 TFLOP/s (tensor pipes 76 % busy at 1.7
+// GHz).
 
 template <int D>
 struct Forward {
@@ -468,6 +469,8 @@ __global__ void __launch_bounds__(384, 1)
     }
     if (threadIdx.x % 128 == 0) store_wait();
   }
+#else
+  __trap();  // code for another architecture, which has sm80's kernels
 #endif
 }
 
@@ -626,6 +629,8 @@ __global__ void __launch_bounds__(384, 1)
     store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
     if (threadIdx.x % 128 == 0) store_wait();
   }
+#else
+  __trap();  // code for another architecture, which has sm80's kernels
 #endif
 }
 
@@ -775,6 +780,8 @@ __global__ void __launch_bounds__(384, 1)
     }
     if (threadIdx.x % 128 == 0) store_wait();
   }
+#else
+  __trap();  // code for another architecture, which has sm80's kernels
 #endif
 }
 
@@ -809,8 +816,8 @@ inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, const Proble
   return map;
 }
 
-// Persistent blocks: one an SM. Launches take the lists of items in turn; one is free again when its kernel has ended,
-// and far fewer than all can be running.
+// Persistent blocks: one an SM. Launches take the lists of items in turn: two that are 256 launches apart share one and
+// must not run side by side. Those of one stream never do.
 inline int persistent_blocks(int items) {
   int device, sms;
   CUDA_CHECK(cudaGetDevice(&device));

@@ -46,15 +46,7 @@ struct Problem {
 
 inline __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Too few keys to fill a GPU: dK and dV are then summed over parts of a group's heads in separate blocks, each part's
-// sums go to memory in fp32, and sum_splits adds them in order. The number of parts depends on the shape alone.
-inline int head_splits(const AttentionShape& a) {
-  const int64_t group = a.H / a.HKV, blocks = a.B * a.HKV * ((a.T + 127) / 128);
-  for (int64_t s = 1; s < group; ++s)
-    if (group % s == 0 && blocks * s >= 256) return int(s);
-  return int(group);
-}
-// A part's place in the workspace; which: 0 dK, 1 dV. Rows of D, (B, HKV, T, D).
+// Where a part of a group's heads (head_splits) puts its sums in the workspace; which: 0 dK, 1 dV. (B, HKV, T, D).
 inline __host__ __device__ int64_t split_at(const Problem& a, int splits, int which, int split, int b, int head) {
   return (((int64_t(which) * splits + split) * a.B + b) * a.HKV + head) * a.T * a.D;
 }

@@ -1,16 +1,19 @@
-// Sweeps: how time and memory of a step go with depth, sequence length, width or the number of ranks.
+// Sweeps: how time and memory of a step go with depth, sequence length, width or the number of ranks. And the time of
+// the attention kernels alone.
 //
 //   ./bench --sweep depth            on the reference shape `rope` (on a CPU, on `tiny`), with the ranks at hand
 //   ./bench --sweep width --ranks 2 --values 1024,2048 -- --param-dtype fp32
+//   ./bench --attention              on GPU 0, in this process
 //
-// Typed without mpirun. Each row is a run of its own, `mpirun -np W ./train ...` in fresh processes, so that no memory
-// is left from the row before and a row that fails is only a row that says so. What is read is the JSON that ./train
-// logs. At the end stands a Markdown table; each row goes into results/ with the command, commit and hardware it came
-// from.
+// Typed without mpirun. Each row of a sweep is a run of its own, `mpirun -np W ./train ...` in fresh processes, so that
+// no memory is left from the row before and a row that fails is only a row that says so. What is read is the JSON that
+// ./train logs. At the end stands a Markdown table; each row goes into results/ with the command, commit and hardware
+// it came from.
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -30,7 +33,9 @@
 
 #include "build/version.h"
 #include "lib/device.h"
+#include "lib/ops.h"
 #include "lib/telemetry.h"
+#include "nsa_attention.h"
 
 namespace {
 
@@ -42,8 +47,9 @@ struct Settings {
   std::vector<int64_t> values;
   int64_t steps = 0, ranks = 0, timeout = 900;
   int64_t first = 0, last = 0;  // the window, steps counted from 1
-  bool peer = false, gpu = false;
-  Words extra;  // for ./train, after --
+  bool peer = false, attention = false, gpu = false;
+  Words extra;          // for ./train, after --
+  std::string command;  // as typed
 };
 
 struct Row {
@@ -294,6 +300,12 @@ Row peer_row(const Settings& s, const Row& ours) {
   return row;
 }
 
+void append_row(const Settings& s, const json& j) {
+  std::ofstream out(s.out, std::ios::app);
+  out << j.dump() << "\n";
+  REQUIRE_USER(out.flush(), "--out %s cannot be written", s.out.c_str());
+}
+
 void write_row(const Settings& s, const Row& row, const json& hardware) {
   json j = {{"date", now_iso8601()},
             {"sweep", s.sweep},
@@ -307,12 +319,37 @@ void write_row(const Settings& s, const Row& row, const json& hardware) {
   if (row.header.contains("config")) j["config"] = row.header["config"];
   if (row.error.empty()) j["result"] = row.result;
   else j["error"] = row.error;
-  std::ofstream out(s.out, std::ios::app);
-  out << j.dump() << "\n";
-  REQUIRE_USER(out.flush(), "--out %s cannot be written", s.out.c_str());
+  append_row(s, j);
 }
 
 // ----------------------------------------------------------------------------------------------------------- table
+
+// The first row is the head.
+void print_markdown(std::vector<Words> table) {
+  for (Words& cells : table)
+    for (std::string& cell : cells) std::replace(cell.begin(), cell.end(), '|', '/');
+  std::vector<size_t> width(table[0].size());
+  for (const Words& cells : table)
+    for (size_t i = 0; i < cells.size(); ++i) width[i] = std::max(width[i], cells[i].size());
+  // Numbers to the right, words to the left.
+  auto left = [&](size_t i) {
+    const std::string& name = table[0][i];
+    return name == "who" || name == "note" || name == "shape" || name == "kernel";
+  };
+  for (size_t r = 0; r < table.size(); ++r) {
+    std::string line = "|";
+    for (size_t i = 0; i < table[r].size(); ++i) {
+      const std::string space(width[i] - table[r][i].size(), ' ');
+      line += " " + (left(i) ? table[r][i] + space : space + table[r][i]) + " |";
+    }
+    std::printf("%s\n", line.c_str());
+    if (r > 0) continue;
+    line = "|";
+    for (size_t i = 0; i < width.size(); ++i)
+      line += " " + std::string(width[i] - !left(i), '-') + (left(i) ? " |" : ": |");
+    std::printf("%s\n", line.c_str());
+  }
+}
 
 void print_table(const Settings& s, const std::vector<Row>& rows) {
   auto any = [&](auto test) { return std::any_of(rows.begin(), rows.end(), test); };
@@ -343,31 +380,10 @@ void print_table(const Settings& s, const std::vector<Row>& rows) {
     if (exposed)
       cell("exposed_gather_ms",
            [&](double x) { return strf("%.1f + %.1f", x, row.result.value("exposed_reduce_ms", 0.0)); });
-    if (notes) {
-      std::string note = row.error;
-      std::replace(note.begin(), note.end(), '|', '/');
-      cells.push_back(note);
-    }
+    if (notes) cells.push_back(row.error);
     table.push_back(cells);
   }
-  std::vector<size_t> width(table[0].size());
-  for (const Words& cells : table)
-    for (size_t i = 0; i < cells.size(); ++i) width[i] = std::max(width[i], cells[i].size());
-  // Numbers to the right, words to the left.
-  auto left = [&](size_t i) { return table[0][i] == "who" || table[0][i] == "note"; };
-  for (size_t r = 0; r < table.size(); ++r) {
-    std::string line = "|";
-    for (size_t i = 0; i < table[r].size(); ++i) {
-      const std::string space(width[i] - table[r][i].size(), ' ');
-      line += " " + (left(i) ? table[r][i] + space : space + table[r][i]) + " |";
-    }
-    std::printf("%s\n", line.c_str());
-    if (r > 0) continue;
-    line = "|";
-    for (size_t i = 0; i < width.size(); ++i)
-      line += " " + std::string(width[i] - !left(i), '-') + (left(i) ? " |" : ": |");
-    std::printf("%s\n", line.c_str());
-  }
+  print_markdown(table);
 }
 
 // -------------------------------------------------------------------------------------------------------- settings
@@ -387,26 +403,38 @@ Settings parse(int argc, char** argv) {
   Settings s;
   const auto end = std::find(argv, argv + argc, std::string("--"));
   if (end != argv + argc) s.extra.assign(end + 1, argv + argc);
-  CLI::App app("Time and memory of a training step, over a sweep. Options of ./train follow after --");
-  app.add_option("--sweep", s.sweep, "what to vary: depth, seq, width or world")
-      ->required()
-      ->check(CLI::IsMember({"depth", "seq", "width", "world"}));
+  s.command = join(Words(argv, argv + argc));
+  CLI::App app(
+      "Time and memory of a training step, over a sweep; options of ./train follow after --. Or the time of the "
+      "attention kernels alone");
+  auto* sweep = app.add_option("--sweep", s.sweep, "what to vary: depth, seq, width or world")
+                    ->check(CLI::IsMember({"depth", "seq", "width", "world"}));
+  app.add_flag("--attention", s.attention, "time the attention kernels on GPU 0")->excludes(sweep);
   app.add_option("--values", s.values, "the values, with commas (default: a list that suits the machine)")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber);
-  app.add_option("--ranks", s.ranks, "ranks (default: a rank a GPU; on a CPU 2)")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--preset", s.preset, "shape to vary (default: rope on GPUs, tiny on a CPU)");
-  app.add_option("--steps", s.steps, "steps a row (default: 30; on a CPU 6)")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)");
-  app.add_option("--timeout", s.timeout, "seconds a row (default: 900)")->check(CLI::Range(1, 1 << 20));
-  app.add_option("--out", s.out, "JSON lines are added to this file (default: results/SWEEP-DATE.jsonl)");
-  app.add_flag("--peer", s.peer, "after each row the same shape in PyTorch (peers/torch_fsdp.py)");
+      ->check(CLI::PositiveNumber)
+      ->needs(sweep);
+  app.add_option("--ranks", s.ranks, "ranks (default: a rank a GPU; on a CPU 2)")
+      ->check(CLI::Range(1, 1 << 20))
+      ->needs(sweep);
+  app.add_option("--preset", s.preset, "shape to vary (default: rope on GPUs, tiny on a CPU)")->needs(sweep);
+  app.add_option("--steps", s.steps, "steps a row (default: 30; on a CPU 6)")
+      ->check(CLI::Range(1, 1 << 20))
+      ->needs(sweep);
+  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")
+      ->needs(sweep);
+  app.add_option("--timeout", s.timeout, "seconds a row (default: 900)")->check(CLI::Range(1, 1 << 20))->needs(sweep);
+  app.add_option("--out", s.out,
+                 "JSON lines are added to this file (default: results/SWEEP-DATE.jsonl, results/attention.jsonl)");
+  app.add_flag("--peer", s.peer, "after each row the same shape in PyTorch (peers/torch_fsdp.py)")->needs(sweep);
   try {
     app.parse(int(end - argv), argv);
   } catch (const CLI::CallForHelp&) {
     std::printf("%s", app.help().c_str());
     std::exit(0);
   } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
+  REQUIRE_USER(s.attention || !s.sweep.empty(), "--sweep or --attention is needed; see ./bench --help");
+  REQUIRE_USER(!s.attention || s.extra.empty(), "--attention runs no ./train: nothing may follow after --");
   return s;
 }
 
@@ -447,8 +475,7 @@ void complete(const json& hardware, Settings* s) {
   }
 }
 
-int sweep(int argc, char** argv) {
-  Settings s = parse(argc, argv);
+int sweep(Settings s) {
   mkdir("build", 0777), mkdir("build/bench", 0777), mkdir("results", 0777);
   const json hardware = ask_hardware();
   complete(hardware, &s);
@@ -477,12 +504,153 @@ int sweep(int argc, char** argv) {
   return std::any_of(rows.begin(), rows.end(), [](const Row& r) { return r.error.empty(); }) ? 0 : 1;
 }
 
+// ------------------------------------------------------------------------------------------------------- attention
+
+#if FSDP_CUDA
+// Owns GPU memory; it goes back with it.
+struct GpuArrays {
+  std::vector<void*> owned;
+  GpuArrays() = default;
+  GpuArrays(const GpuArrays&) = delete;
+  ~GpuArrays() {
+    for (void* p : owned) cudaFree(p);
+  }
+  template <class T>
+  T* make(int64_t n) {
+    void* p = nullptr;
+    CUDA_CHECK(cudaMalloc(&p, size_t(n) * sizeof(T)));
+    owned.push_back(p);
+    return static_cast<T*>(p);
+  }
+};
+
+// Milliseconds of 20 calls after 3 that do not count, one behind the other: a call's time is from the end of the one
+// before to its own.
+template <class F>
+std::vector<double> time_calls(Device& dev, F call) {
+  Stream& s = dev.compute();
+  std::vector<Event> ends;
+  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, true);
+  for (int i = 0; i < 3; ++i) call();
+  for (Event& end : ends) {
+    if (&end != &ends[0]) call();
+    s.record(end);
+  }
+  std::vector<double> ms;
+  for (size_t i = 1; i < ends.size(); ++i) ms.push_back(elapsed_ms(ends[i - 1], ends[i]));
+  return ms;
+}
+
+// One shape by the kernels of `arch`: q, k and v are columns of one buffer, as in a model, and normal numbers.
+json time_attention_shape(Device& dev, int arch, AttentionShape a) {
+  const int64_t rows = a.B * a.T, k_at = a.H * a.D, v_at = k_at + a.HKV * a.D, ld = v_at + a.HKV * a.D;
+  a.ld_q = a.ld_kv = a.ld_dq = a.ld_dkv = ld, a.ld_o = a.H * a.D;
+  Stream& s = dev.compute();
+  GpuArrays arrays;
+  auto *qkv = arrays.make<bf16>(rows * ld), *dqkv = arrays.make<bf16>(rows * ld);
+  auto *o = arrays.make<bf16>(rows * a.ld_o), *d_o = arrays.make<bf16>(rows * a.ld_o);
+  auto *lse = arrays.make<float>(a.B * a.H * a.T), *work = arrays.make<float>(attention_backward_workspace<bf16>(a));
+  {
+    GpuArrays fp32;
+    auto* x = fp32.make<float>(rows * ld);
+    ops::init_normal(s, x, 1, 1, 0, rows * ld, 0, 1);
+    ops::cast<bf16, float>(s, qkv, x, rows * ld);
+    ops::init_normal(s, x, 1, 2, 0, rows * a.ld_o, 0, 1);
+    ops::cast<bf16, float>(s, d_o, x, rows * a.ld_o);
+    s.synchronize();
+  }
+  auto forward = [&] { gpu::attention_forward<bf16>(s.cuda(), arch, o, lse, qkv, qkv + k_at, qkv + v_at, a); };
+  auto both = [&] {
+    forward();
+    gpu::attention_backward<bf16>(s.cuda(), arch, dqkv, dqkv + k_at, dqkv + v_at, d_o, qkv, qkv + k_at, qkv + v_at, o,
+                                  lse, work, a);
+  };
+  // Two products forward and five backward; half of the scores of causal attention are counted.
+  const double flops = 4.0 * double(a.B * a.H) * double(a.T) * double(a.T) * double(a.D) / 2;
+  json result;
+  auto add = [&](const std::string& name, const std::vector<double>& ms, double work_done) {
+    result[name + "_ms"] = median(ms);
+    result[name + "_ms_min"] = *std::min_element(ms.begin(), ms.end());
+    result[name + "_ms_max"] = *std::max_element(ms.begin(), ms.end());
+    result[name + "_tflops"] = work_done / median(ms) / 1e9;
+  };
+  add("forward", time_calls(dev, forward), flops);
+  add("forward_backward", time_calls(dev, both), 3.5 * flops);
+  return result;
+}
+#endif
+
+int time_attention(Settings s) {
+#if FSDP_CUDA
+  REQUIRE_USER(gpu_count() > 0, "--attention: no GPU here");
+  Device dev(Backend::gpu, 0);
+  dev.mode = Mode::run;
+  const int cc = dev.compute_capability;
+  REQUIRE_USER(cc >= 80, "--attention: %s has compute capability %d.%d; the kernels need 8.0", dev.name.c_str(),
+               cc / 10, cc % 10);
+  int runtime = 0, driver = 0;
+  CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
+  CUDA_CHECK(cudaDriverGetVersion(&driver));
+  const json hardware = {{"gpus", gpu_count()},
+                         {"name", dev.name},
+                         {"compute_capability", cc},
+                         {"cuda_runtime", runtime},
+                         {"cuda_driver", driver}};
+  struct Kernels {
+    int arch;
+    const char* name;
+  };
+  std::vector<Kernels> kernels = {{80, "sm_80 (mma.sync)"}};
+  if (cc == 90) kernels.insert(kernels.begin(), {90, "sm_90a (wgmma)"});
+  mkdir("results", 0777);
+  if (s.out.empty()) s.out = "results/attention.jsonl";
+  std::printf("causal attention in bf16, medians of 20 calls; %s; %s\n\n", dev.name.c_str(), s.out.c_str());
+  std::vector<Words> table = {{"shape", "kernel", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s", "note"}};
+  bool any = false;
+  const int64_t shapes[][5] = {{1, 8192, 32, 8, 128},  {1, 4096, 32, 8, 128}, {8, 4096, 32, 8, 128},
+                               {1, 32768, 32, 8, 128}, {1, 2048, 12, 2, 64},  {16, 2048, 12, 2, 64},
+                               {1, 8192, 32, 8, 64}};  // B, T, H, HKV, D
+  for (const auto& [B, T, H, HKV, D] : shapes)
+    for (const Kernels& k : kernels) {
+      json row = {{"date", now_iso8601()}, {"attention", {{"B", B}, {"T", T}, {"H", H}, {"HKV", HKV}, {"D", D}}},
+                  {"kernel", k.name},      {"command", s.command},
+                  {"commit", FSDP_COMMIT}, {"hardware", hardware}};
+      Words cells = {strf("B%lld T%lld %lld/%lld D%lld", static_cast<long long>(B), static_cast<long long>(T),
+                          static_cast<long long>(H), static_cast<long long>(HKV), static_cast<long long>(D)),
+                     k.name};
+      try {
+        const json r = time_attention_shape(dev, k.arch, {B, T, H, HKV, D, 0, 0, 0, 0, 0, 1 / std::sqrt(double(D))});
+        for (const char* name : {"forward", "forward_backward"}) {
+          cells.push_back(strf("%.3f", r[std::string(name) + "_ms"].get<double>()));
+          cells.push_back(strf("%.0f", r[std::string(name) + "_tflops"].get<double>()));
+        }
+        cells.push_back("");
+        row["result"] = r, any = true;
+      } catch (const OutOfMemory&) {  // on a small GPU: the other shapes may fit
+        cudaGetLastError();           // has been told
+        row["error"] = "out of memory";
+        cells.insert(cells.end(), {"-", "-", "-", "-", "out of memory"});
+      }
+      append_row(s, row);
+      table.push_back(cells);
+    }
+  if (std::all_of(table.begin() + 1, table.end(), [](const Words& cells) { return cells.back().empty(); }))
+    for (Words& cells : table) cells.pop_back();
+  print_markdown(table);
+  return any ? 0 : 1;
+#else
+  (void)s;
+  throw UsageError("--attention: this build has no GPU backend: rebuild with CUDA");
+#endif
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) std::signal(signal, stop_child_and_exit);
   try {
-    return sweep(argc, argv);
+    const Settings s = parse(argc, argv);
+    return s.attention ? time_attention(s) : sweep(s);
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());
     return 2;

@@ -85,7 +85,10 @@ class Fsdp {
   double* scalars() const { return scalars_; }
 
   const std::vector<Unit>& units() const { return units_; }
+  // This rank's shard of a unit: weights and AdamW's moments, unit(u).shard numbers each.
   float* master(int u) const { return state_[size_t(u)].master; }
+  float* first_moment(int u) const { return state_[size_t(u)].m; }
+  float* second_moment(int u) const { return state_[size_t(u)].v; }
   int64_t parameters() const;
   void begin_trace() { trace_.clear(), tracing_ = true; }
   const std::vector<Issued>& trace() const { return trace_; }

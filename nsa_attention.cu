@@ -1,5 +1,7 @@
 #include "nsa_attention.h"
 
+#include <initializer_list>
+
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
@@ -14,6 +16,16 @@ static void check(const AttentionShape& a) {
         strf("attention: bad shape B %lld T %lld H %lld HKV %lld D %lld scale %g: all must be positive and HKV "
              "must divide H",
              (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D, a.scale));
+}
+
+// Too few keys to fill a GPU: dK and dV are then summed over parts of a group's heads in separate blocks, each part's
+// sums go to memory in fp32, and sum_splits adds them in order. The number of parts depends on the shape alone, and is
+// known in a build without CUDA too, so that every build plans the same memory.
+static int head_splits(const AttentionShape& a) {
+  const int64_t group = a.H / a.HKV, blocks = a.B * a.HKV * ((a.T + 127) / 128);
+  for (int64_t s = 1; s < group; ++s)
+    if (group % s == 0 && blocks * s >= 256) return int(s);
+  return int(group);
 }
 
 #if FSDP_CUDA
@@ -65,13 +77,15 @@ __global__ void __launch_bounds__(256) sum_splits(bf16* dk, bf16* dv, const floa
 }
 
 template <class E>
-static void check(const Problem& a, const AttentionShape& s) {
+static void check(const Problem& a, const AttentionShape& s, std::initializer_list<const void*> addresses) {
   constexpr bool narrow = std::is_same_v<E, bf16>;
   if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
     throw Error(strf("attention: no %s kernel for head dim %d on a GPU: %s", name_of(dtype_of<E>), a.D,
                      narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
-  if (narrow && (a.ld_q % 8 || a.ld_kv % 8 || a.ld_o % 8 || a.ld_dq % 8 || a.ld_dkv % 8))
-    throw Error("attention: row strides must be multiples of 8 elements");
+  bool aligned = true;  // for copies of 16 bytes
+  for (int64_t ld : {a.ld_q, a.ld_kv, a.ld_o, a.ld_dq, a.ld_dkv}) aligned = aligned && ld * sizeof(E) % 16 == 0;
+  for (const void* p : addresses) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  if (!aligned) throw Error("attention: addresses and row strides must be multiples of 16 bytes on a GPU");
   if (s.T > 1 << 30 || s.B * s.H * s.T / 32 > 2000000000ll) throw Error("attention: too many rows for one launch");
 }
 
@@ -85,7 +99,7 @@ void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T*
   using namespace attention;
   const Problem a(shape);
   const Causal mask{a.T};
-  attention::check<T>(a, shape);
+  attention::check<T>(a, shape, {o, q, k, v});
   if constexpr (std::is_same_v<T, bf16>) {
     if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, q, k, v, a, mask);
     if (arch == 90) return sm90::forward<64>(stream, o, lse, q, k, v, a, mask);
@@ -102,7 +116,7 @@ void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, cons
   using namespace attention;
   const Problem a(shape);
   const Causal mask{a.T};
-  attention::check<T>(a, shape);
+  attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
   prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a);
@@ -153,10 +167,8 @@ template <class T>
 int64_t attention_backward_workspace(const AttentionShape& a) {
   check(a);
   int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
-#if FSDP_CUDA
-  const int splits = attention::head_splits(a);
+  const int splits = head_splits(a);
   if (std::is_same_v<T, bf16> && splits > 1) numbers += 2 * splits * a.B * a.HKV * a.T * a.D;
-#endif
   return numbers;
 }
 

@@ -7,9 +7,9 @@
 //
 // Exact softmax in one pass over tiles: FlashAttention-2 (Dao 2023, arXiv 2307.08691), Alg. 1 and 2. The backward
 // writes dq, dk and dv without atomics: the sums have one order, so two runs agree bit for bit.
-// bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer), addresses and row strides
-// multiples of 16 bytes; float on a GPU: any D <= 128 that 8 divides, simple kernels; CPU: any D, float, bf16 and
-// double. Anything else throws Error.
+// bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer); float on a GPU: any D <= 128
+// that 8 divides, simple kernels; both: addresses (but lse's) and row strides multiples of 16 bytes. CPU: any D, float,
+// bf16 and double. Anything else throws Error.
 #pragma once
 
 #include "lib/device.h"

@@ -57,7 +57,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
                    : "--device gpu: this build has no GPU backend; install CUDA and rebuild, or use --device cpu");
   r.backend = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || o.plan)) ? Backend::gpu : Backend::cpu;
   const bool gpu = r.backend == Backend::gpu;
-  const Preset& p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
+  const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
   if (!gpu && o.device == "auto")
     r.notices.push_back(strf("no GPU here: training preset %s in %s on the CPU", p.name,
                              o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));

@@ -5,8 +5,9 @@
 //   dv[j] = sum_t p[t][j] do[t]                 dp[t][j] = do[t] . v[j],  delta[t] = do[t] . o[t]
 //   ds[t][j] = p[t][j] (dp[t][j] - delta[t])    dq[t] = scale sum_j ds[t][j] k[j],  dk[j] = scale sum_t ds[t][j] q[t]
 //
-// One thread; tiles of 64 queries against 256 keys, only so that the compiler can keep sums in vector registers and
-// tiles in cache. Every sum runs in the order of its index (dk and dv: heads of the group, then queries).
+// One thread; tiles of 64 queries against 256 keys (the forward's softmax: 64 queries against all they see), only so
+// that the compiler can keep sums in vector registers and tiles in cache. Every sum runs in the order of its index (dk
+// and dv: heads of the group, then queries).
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ namespace attention_detail {
 constexpr int BM = 64, BN = 256;
 
 // c (m x n) += a (m x k) b (k x n). Element (i,p) of a is a[i * ai + p * ap]; rows of b and c are contiguous.
-// Blocks of 4 x 32 stay in registers over the whole sum.
+// Blocks of 4 rows by 128 bytes of columns stay in registers over the whole sum.
 template <class A>
 void multiply_add(A* c, int64_t ldc, const A* a, int64_t ai, int64_t ap, const A* b, int64_t ldb, int m, int n, int k) {
   constexpr int U = 4, W = 128 / sizeof(A);

@@ -148,7 +148,7 @@ void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t fi
 void fill(Stream& s, float* w, float value, int64_t n) { RUN(false, fill, w, value, n); }
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n) {
-  RUN((is_double<To> || is_double<From>), cast, to, from, n);
+  RUN(is_double<From>, cast, to, from, n);
 }
 template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate) {

@@ -1,0 +1,634 @@
+// nsa_attention.h: the CPU twins against the definition (softmax and finite differences in double), then every GPU
+// kernel against the double twin, with the bf16 twin's own error as the measure. GPU cases have the tag [gpu]; those
+// with [small] too are for compute-sanitizer.
+#include "test/catch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "lib/philox.h"
+#include "nsa_attention.h"
+
+using Doubles = std::vector<double>;
+
+namespace {
+
+// Rows of `used` columns in a buffer with more columns than that, and with a row to spare before the first and after
+// the last. All bytes are 0xff at first, which is a NaN in every type: what nobody may touch must stay so, and what was
+// read from there shows in the results.
+template <class T>
+struct Columns {
+  int64_t rows, used, ld;
+  std::vector<T> v;
+  Columns(int64_t rows, int64_t used, int64_t spare) : rows(rows), used(used), ld(used + spare), v((rows + 2) * ld) {
+    std::memset(static_cast<void*>(v.data()), 0xff, v.size() * sizeof(T));
+  }
+  T* p() { return v.data() + ld; }
+  const T* p() const { return v.data() + ld; }
+  T& at(int64_t row, int64_t c) { return p()[row * ld + c]; }
+  bool untouched_outside() const {
+    bool clean = true;
+    for (int64_t i = 0; i < int64_t(v.size()); ++i) {
+      if (i >= ld && i < (rows + 1) * ld && i % ld < used) continue;
+      const auto* bytes = reinterpret_cast<const unsigned char*>(&v[i]);
+      for (size_t b = 0; b < sizeof(T); ++b) clean = clean && bytes[b] == 0xff;
+    }
+    return clean;
+  }
+};
+
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+AttentionShape shape(int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) {
+  return {B, T, H, HKV, D, 0, 0, 0, 0, 0, 1 / std::sqrt(double(D))};
+}
+
+// The arrays of one call, every row stride another one: k and v are columns of one buffer, and so are their gradients.
+// Inputs are normal numbers rounded to bf16, so that every type computes the same function.
+template <class T>
+struct Tensors {
+  AttentionShape a;
+  Columns<T> q, kv, d_o, o, dq, dkv;
+  Columns<acc_t<T>> lse;
+  explicit Tensors(const AttentionShape& s, uint64_t seed = 1)
+      : a(s),
+        q(s.B * s.T, s.H * s.D, 8),
+        kv(s.B * s.T, 2 * s.HKV * s.D, 16),
+        d_o(s.B * s.T, s.H * s.D, 24),
+        o(s.B * s.T, s.H * s.D, 24),
+        dq(s.B * s.T, s.H * s.D, 32),
+        dkv(s.B * s.T, 2 * s.HKV * s.D, 40),
+        lse(1, s.B * s.H * s.T, 5) {
+    a.ld_q = q.ld, a.ld_kv = kv.ld, a.ld_o = o.ld, a.ld_dq = dq.ld, a.ld_dkv = dkv.ld;
+    fill(q, seed, 1), fill(kv, seed, 2), fill(d_o, seed, 3);
+  }
+  static void fill(Columns<T>& x, uint64_t seed, uint32_t tensor) {
+    for (int64_t i = 0; i < x.rows * x.used; ++i)
+      x.at(i / x.used, i % x.used) = T(float(bf16(philox_normals(seed, tensor, uint64_t(i / 4)).x[i % 4])));
+  }
+  const T* k() const { return kv.p(); }
+  const T* v() const { return kv.p() + a.HKV * a.D; }
+  T* dk() { return dkv.p(); }
+  T* dv() { return dkv.p() + a.HKV * a.D; }
+  bool untouched_outside() const {
+    return o.untouched_outside() && dq.untouched_outside() && dkv.untouched_outside() && lse.untouched_outside();
+  }
+};
+
+template <class T>
+bool same_results(const Tensors<T>& x, const Tensors<T>& y) {
+  return same_bits(x.o.v, y.o.v) && same_bits(x.lse.v, y.lse.v) && same_bits(x.dq.v, y.dq.v) &&
+         same_bits(x.dkv.v, y.dkv.v);
+}
+template <class T>
+bool same_inputs(const Tensors<T>& x, const Tensors<T>& y) {
+  return same_bits(x.q.v, y.q.v) && same_bits(x.kv.v, y.kv.v) && same_bits(x.d_o.v, y.d_o.v);
+}
+
+template <class T>
+void twin_forward(Tensors<T>& x) {
+  Stream& s = test_device(Backend::cpu).compute();
+  attention_forward<T>(s, x.o.p(), x.lse.p(), x.q.p(), x.k(), x.v(), x.a);
+  s.synchronize();
+}
+template <class T>
+void twin(Tensors<T>& x) {
+  twin_forward(x);
+  Stream& s = test_device(Backend::cpu).compute();
+  std::vector<acc_t<T>> work(attention_backward_workspace<T>(x.a));
+  attention_backward<T>(s, x.dq.p(), x.dk(), x.dv(), x.d_o.p(), x.q.p(), x.k(), x.v(), x.o.p(), x.lse.p(), work.data(),
+                        x.a);
+  s.synchronize();
+}
+double loss(Tensors<double>& x) {  // whose gradient by o is d_o
+  twin_forward(x);
+  double sum = 0;
+  for (int64_t r = 0; r < x.o.rows; ++r)
+    sum += std::inner_product(&x.o.at(r, 0), &x.o.at(r, 0) + x.o.used, &x.d_o.at(r, 0), 0.0);
+  return sum;
+}
+
+// The norm of the difference over the norm of the reference; where that is nearly nothing, over a hundredth a number.
+template <class T>
+double error(const Columns<T>& x, const Columns<double>& ref, int64_t from, int64_t to) {
+  double difference = 0, norm = 0;
+  for (int64_t r = 0; r < ref.rows; ++r)
+    for (int64_t c = from; c < to; ++c) {
+      const double want = ref.p()[r * ref.ld + c], d = double(x.p()[r * x.ld + c]) - want;
+      difference += d * d, norm += want * want;
+    }
+  return std::sqrt(difference / std::max(norm, 1e-4 * double(ref.rows * (to - from))));
+}
+struct Errors {
+  double o, lse, dq, dk, dv;  // lse: the largest difference; NaN is kept
+};
+template <class T>
+Errors errors(const Tensors<T>& x, const Tensors<double>& ref) {
+  double worst = 0;
+  for (int64_t i = 0; i < ref.lse.used; ++i) {
+    const double d = std::abs(double(x.lse.p()[i]) - ref.lse.p()[i]);
+    if (!(d <= worst)) worst = d;
+  }
+  const int64_t q = x.a.H * x.a.D, k = x.a.HKV * x.a.D;
+  return {error(x.o, ref.o, 0, q), worst, error(x.dq, ref.dq, 0, q), error(x.dkv, ref.dkv, 0, k),
+          error(x.dkv, ref.dkv, k, 2 * k)};
+}
+
+std::string text(const AttentionShape& a) {
+  return strf("B %lld T %lld H %lld HKV %lld D %lld", (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV,
+              (long long)a.D);
+}
+
+const std::vector<AttentionShape>& cpu_shapes() {  // odd ones, and such that cross the twin's tiles of 64 and 256
+  static const std::vector<AttentionShape> list = {shape(1, 1, 1, 1, 1),  shape(2, 5, 3, 3, 3),   shape(1, 7, 4, 2, 5),
+                                                   shape(2, 6, 3, 1, 4),  shape(1, 9, 8, 2, 2),   shape(2, 64, 2, 1, 8),
+                                                   shape(1, 65, 3, 1, 7), shape(2, 300, 4, 2, 33)};
+  return list;
+}
+
+// What f() throws as Error, or "".
+template <class F>
+std::string error_of(F f) {
+  try {
+    f();
+  } catch (const Error& e) { return e.what(); }
+  return "";
+}
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+// --------------------------------------------------------------------------------------------------------- CPU twins
+
+TEST_CASE("attention is a causal softmax", "[attention]") {
+  for (AttentionShape a : cpu_shapes())
+    for (double scale : {a.scale, 10.0}) {  // the second: scores of hundreds, of which exp alone would overflow
+      a.scale = scale;
+      INFO(text(a) << " scale " << scale);
+      Tensors<double> x(a);
+      twin_forward(x);
+      double worst = 0, worst_lse = 0;
+      for (int64_t b = 0; b < a.B; ++b)
+        for (int64_t h = 0; h < a.H; ++h)
+          for (int64_t t = 0; t < a.T; ++t) {
+            const int64_t row = b * a.T + t, head = h / (a.H / a.HKV);
+            Doubles p(t + 1), want(a.D);
+            for (int64_t j = 0; j <= t; ++j)
+              for (int64_t d = 0; d < a.D; ++d)
+                p[j] += scale * x.q.at(row, h * a.D + d) * x.kv.at(b * a.T + j, head * a.D + d);
+            const double top = *std::max_element(p.begin(), p.end());
+            double sum = 0;
+            for (double& s : p) sum += s = std::exp(s - top);
+            for (int64_t j = 0; j <= t; ++j)
+              for (int64_t d = 0; d < a.D; ++d) want[d] += p[j] / sum * x.kv.at(b * a.T + j, (a.HKV + head) * a.D + d);
+            for (int64_t d = 0; d < a.D; ++d) {
+              const double e = std::abs(x.o.at(row, h * a.D + d) - want[d]);
+              if (!(e <= worst)) worst = e;
+            }
+            const double e = std::abs(x.lse.p()[(b * a.H + h) * a.T + t] - (top + std::log(sum)));
+            if (!(e <= worst_lse)) worst_lse = e;
+          }
+      CHECK(worst <= 1e-12);
+      CHECK(worst_lse <= 1e-12 * std::max(1.0, scale));
+      CHECK(x.untouched_outside());
+    }
+}
+
+TEST_CASE("attention's gradients are central differences", "[attention]") {
+  for (AttentionShape a : cpu_shapes()) {
+    if (a.D == 4) a.scale = 0.7;
+    INFO(text(a));
+    Tensors<double> x(a, 5);
+    twin(x);
+    CHECK(x.untouched_outside());
+    const Columns<double> dq = x.dq, dkv = x.dkv;
+    struct Pair {
+      Columns<double>& input;
+      const Columns<double>& gradient;
+    };
+    for (const Pair& p : {Pair{x.q, dq}, Pair{x.kv, dkv}}) {
+      const double h = 1e-5;
+      double worst = 0, largest = 1e-3;
+      const auto slope_at = [&](const Doubles& direction) {
+        const Columns<double> kept = p.input;
+        double f[2];
+        for (int side : {0, 1}) {
+          for (int64_t i = 0; i < int64_t(direction.size()); ++i) {
+            const int64_t r = i / kept.used, c = i % kept.used;
+            p.input.at(r, c) = kept.p()[r * kept.ld + c] + (side ? h : -h) * direction[i];
+          }
+          f[side] = loss(x);
+        }
+        p.input = kept;
+        return (f[1] - f[0]) / (2 * h);
+      };
+      Doubles direction(p.input.rows * p.input.used);
+      if (direction.size() < 200) {  // every number by itself
+        for (size_t i = 0; i < direction.size(); ++i) {
+          direction[i] = 1;
+          const double g = p.gradient.p()[int64_t(i) / p.input.used * p.gradient.ld + int64_t(i) % p.input.used];
+          worst = std::max(worst, std::abs(slope_at(direction) - g)), largest = std::max(largest, std::abs(g));
+          direction[i] = 0;
+        }
+      } else {  // all at once, in a few random directions
+        for (uint64_t seed : {1, 2, 3}) {
+          double slope = 0, norm = 0;
+          for (size_t i = 0; i < direction.size(); ++i) {
+            const double g = p.gradient.p()[int64_t(i) / p.input.used * p.gradient.ld + int64_t(i) % p.input.used];
+            direction[i] = double(philox_normals(seed, 9, i / 4).x[i % 4]);
+            slope += direction[i] * g, norm += g * g;
+          }
+          worst = std::max(worst, std::abs(slope_at(direction) - slope)), largest = std::max(largest, std::sqrt(norm));
+        }
+      }
+      CHECK(worst <= 1e-7 * largest);
+    }
+  }
+}
+
+TEST_CASE("float and bf16 attention are the double one, rounded", "[attention]") {
+  std::vector<AttentionShape> list = cpu_shapes();
+  list.push_back(shape(1, 513, 6, 2, 64));
+  for (const AttentionShape& a : list) {
+    INFO(text(a));
+    Tensors<double> d(a);
+    Tensors<float> f(a);
+    Tensors<bf16> b(a);
+    twin(d), twin(f), twin(b);
+    CHECK(f.untouched_outside());
+    CHECK(b.untouched_outside());
+    const Errors e = errors(f, d), w = errors(b, d);
+    for (double x : {e.o, e.lse, e.dq, e.dk, e.dv}) CHECK(x <= 5e-6);
+    CHECK(w.lse <= 5e-6);  // the inputs are the same and the scores are float
+    for (double x : {w.o, w.dq, w.dk, w.dv}) CHECK(x <= 5e-3);
+  }
+}
+
+TEST_CASE("attention to a single key", "[attention]") {
+  const AttentionShape a = shape(2, 1, 4, 2, 3);
+  Tensors<double> x(a);
+  twin(x);
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t h = 0; h < a.H; ++h)
+      for (int64_t d = 0; d < a.D; ++d) {
+        const int64_t head = h / 2, in_v = (a.HKV + head) * a.D + d;
+        CHECK(x.o.at(b, h * a.D + d) == Approx(x.kv.at(b, in_v)));
+        CHECK(std::abs(x.dq.at(b, h * a.D + d)) < 1e-12);
+        CHECK(std::abs(x.dkv.at(b, head * a.D + d)) < 1e-12);
+        const double sum = x.d_o.at(b, 2 * head * a.D + d) + x.d_o.at(b, (2 * head + 1) * a.D + d);
+        CHECK(x.dkv.at(b, in_v) == Approx(sum));
+      }
+}
+
+namespace {
+
+// Changes keys and values from position `cut` on, and the outputs' gradients before it: outputs, lse and dq before it
+// must keep their bits, and so must dk and dv from it on; all others change.
+template <class T, class Run>
+void check_causality(const AttentionShape& a, int64_t cut, Run run) {
+  INFO(text(a) << " " << name_of(dtype_of<T>) << " cut " << cut);
+  Tensors<T> x(a), later(a), earlier(a);
+  const Tensors<T> other(a, 2);
+  const auto swap_rows = [&](Columns<T>& to, const Columns<T>& from, int64_t first, int64_t last) {
+    for (int64_t b = 0; b < a.B; ++b)
+      std::memcpy(static_cast<void*>(&to.at(b * a.T + first, 0)), from.p() + (b * a.T + first) * from.ld,
+                  size_t(last - first) * from.ld * sizeof(T));
+  };
+  swap_rows(later.kv, other.kv, cut, a.T);
+  swap_rows(earlier.d_o, other.d_o, 0, cut);
+  run(x), run(later), run(earlier);
+  const auto same_rows = [&](Columns<T>& one, Columns<T>& two, int64_t first, int64_t last) {
+    int64_t same = 0;
+    for (int64_t b = 0; b < a.B; ++b)
+      for (int64_t t = first; t < last; ++t)
+        same += std::memcmp(&one.at(b * a.T + t, 0), &two.at(b * a.T + t, 0), one.used * sizeof(T)) == 0;
+    return same;
+  };
+  CHECK(same_rows(x.o, later.o, 0, cut) == a.B * cut);
+  CHECK(same_rows(x.dq, later.dq, 0, cut) == a.B * cut);
+  CHECK(same_rows(x.dkv, earlier.dkv, cut, a.T) == a.B * (a.T - cut));
+  CHECK(same_rows(x.o, later.o, cut, a.T) == 0);
+  CHECK(same_rows(x.dkv, earlier.dkv, 0, cut) == 0);
+  int64_t broken = 0;
+  for (int64_t i = 0; i < x.lse.used; ++i) broken += (x.lse.p()[i] == later.lse.p()[i]) != (i % a.T < cut);
+  CHECK(broken == 0);
+}
+
+}  // namespace
+
+TEST_CASE("attention does not see the future", "[attention]") {
+  for (int64_t cut : {1, 63, 64, 65, 200, 256, 270}) {
+    check_causality<double>(shape(2, 271, 2, 1, 5), cut, twin<double>);
+    check_causality<float>(shape(1, 271, 3, 1, 32), cut, twin<float>);
+    check_causality<bf16>(shape(1, 271, 2, 2, 32), cut, twin<bf16>);
+  }
+}
+
+namespace {
+template <class T>
+bool twin_repeats(const AttentionShape& a) {
+  Tensors<T> x(a), y(a);
+  twin(x), twin(y);
+  return same_results(x, y) && same_inputs(x, Tensors<T>(a));
+}
+}  // namespace
+
+TEST_CASE("attention repeats its bits", "[attention]") {
+  for (const AttentionShape& a : cpu_shapes()) {
+    INFO(text(a));
+    CHECK(twin_repeats<float>(a));
+    CHECK(twin_repeats<bf16>(a));
+    CHECK(twin_repeats<double>(a));
+  }
+}
+
+TEST_CASE("attention refuses bad shapes and is off when it should be", "[attention]") {
+  Device& dev = test_device(Backend::cpu);
+  Stream& s = dev.compute();
+  Tensors<float> x(shape(1, 4, 4, 2, 3));
+  std::vector<float> work(attention_backward_workspace<float>(x.a));
+  const auto forward = [&](const AttentionShape& a) {
+    attention_forward<float>(s, x.o.p(), x.lse.p(), x.q.p(), x.k(), x.v(), a);
+  };
+  const auto backward = [&](const AttentionShape& a) {
+    attention_backward<float>(s, x.dq.p(), x.dk(), x.dv(), x.d_o.p(), x.q.p(), x.k(), x.v(), x.o.p(), x.lse.p(),
+                              work.data(), a);
+  };
+  const auto change = [&](int64_t AttentionShape::*member, int64_t value) {
+    AttentionShape a = x.a;
+    a.*member = value;
+    return a;
+  };
+  AttentionShape no_scale = x.a;
+  no_scale.scale = 0;
+  const std::vector<std::pair<AttentionShape, std::string>> bad = {
+      {change(&AttentionShape::HKV, 3), "H 4 HKV 3"}, {change(&AttentionShape::HKV, 0), "HKV 0"},
+      {change(&AttentionShape::B, 0), "B 0"},         {change(&AttentionShape::T, -1), "T -1"},
+      {change(&AttentionShape::D, 0), "D 0"},         {no_scale, "scale 0"}};
+  for (const auto& [a, part] : bad) {
+    INFO(part);
+    CHECK(has(error_of([&, &b = a] { forward(b); }), part));
+    CHECK(has(error_of([&, &b = a] { backward(b); }), part));
+    CHECK(has(error_of([&, &b = a] { attention_backward_workspace<float>(b); }), part));
+  }
+  dev.mode = Mode::plan;  // enqueues nothing
+  forward(x.a), backward(x.a);
+  dev.mode = Mode::run;
+  s.synchronize();
+  CHECK(same_results(x, Tensors<float>(shape(1, 4, 4, 2, 3))));
+}
+
+// --------------------------------------------------------------------------------------------------------------- GPU
+
+#define NEEDS_GPU() \
+  if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
+
+#if FSDP_CUDA
+namespace {
+
+// Copies of a call's arrays on the GPU. Owns them; down() brings all back, inputs too.
+class OnGpu {
+ public:
+  explicit OnGpu(Stream& s) : s_(s) {}
+  OnGpu(const OnGpu&) = delete;
+  ~OnGpu() {
+    for (auto& c : copies_) cudaFree(c.device);
+  }
+  template <class T>
+  T* up(std::vector<T>& v) {
+    void* p = nullptr;
+    const int64_t bytes = int64_t(v.size() * sizeof(T));
+    CUDA_CHECK(cudaMalloc(&p, size_t(bytes)));
+    copies_.push_back({p, v.data(), bytes});
+    s_.copy(p, v.data(), bytes);
+    s_.synchronize();
+    return static_cast<T*>(p);
+  }
+  void down() {
+    for (auto& c : copies_) s_.copy(c.host, c.device, c.bytes);
+    s_.synchronize();
+  }
+
+ private:
+  struct Copy {
+    void *device, *host;
+    int64_t bytes;
+  };
+  Stream& s_;
+  std::vector<Copy> copies_;
+};
+
+// A call's arrays on the GPU, and the calls: arch's kernels, or for arch 0 those that the stream's device gets.
+template <class T>
+struct GpuCall {
+  Stream& s;
+  AttentionShape a;
+  OnGpu gpu{s};
+  static constexpr int64_t kept = 64;  // floats before and after the workspace that must stay
+  std::vector<float> work;
+  T *q, *k, *v, *d_o, *o, *dq, *dk, *dv;
+  float *lse, *workspace;
+  GpuCall(Stream& s, Tensors<T>& x) : s(s), a(x.a), work(attention_backward_workspace<T>(x.a) + 2 * kept) {
+    std::memset(work.data(), 0xff, work.size() * sizeof(float));
+    q = gpu.up(x.q.v) + x.q.ld, k = gpu.up(x.kv.v) + x.kv.ld, v = k + a.HKV * a.D;
+    d_o = gpu.up(x.d_o.v) + x.d_o.ld, o = gpu.up(x.o.v) + x.o.ld, dq = gpu.up(x.dq.v) + x.dq.ld;
+    dk = gpu.up(x.dkv.v) + x.dkv.ld, dv = dk + a.HKV * a.D;
+    lse = gpu.up(x.lse.v) + x.lse.ld, workspace = gpu.up(work) + kept;
+  }
+  void run(int arch) {
+    if (arch == 0) {
+      attention_forward<T>(s, o, lse, q, k, v, a);
+      attention_backward<T>(s, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a);
+    } else {
+      gpu::attention_forward<T>(s.cuda(), arch, o, lse, q, k, v, a);
+      gpu::attention_backward<T>(s.cuda(), arch, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a);
+    }
+  }
+  bool workspace_kept() const {  // after down()
+    bool clean = true;
+    for (int64_t i = 0; i < kept; ++i)
+      for (const float* p : {&work[i], &work[work.size() - 1 - i]}) {
+        uint32_t bits;
+        std::memcpy(&bits, p, 4);
+        clean = clean && bits == 0xffffffffu;
+      }
+    return clean;
+  }
+};
+
+Stream& gpu_stream() { return test_device(Backend::gpu).compute(); }
+
+template <class T>
+void run_gpu(Tensors<T>& x, int arch) {
+  GpuCall<T> call(gpu_stream(), x);
+  call.run(arch);
+  call.gpu.down();
+  CHECK(call.workspace_kept());
+}
+
+// The bf16 kernels that this device runs, by compute capability.
+std::vector<int> archs() {
+  const int cc = test_device(Backend::gpu).compute_capability;
+  return cc == 90 ? std::vector<int>{90, 80} : cc >= 80 ? std::vector<int>{80} : std::vector<int>{};
+}
+
+// Twice on the GPU: the same bits, nothing written outside, and as near to the double twin as that type can be: bf16
+// within twice the error of its twin, which rounds outputs alone; float to float. The floors are for gradients that are
+// zero (a single key), where error() divides what rounding leaves by a hundredth.
+template <class T>
+void check_kernel(const Tensors<double>& ref, const Errors& twin, const AttentionShape& a, int arch) {
+  constexpr bool narrow = std::is_same_v<T, bf16>;
+  INFO(text(a) << " " << name_of(dtype_of<T>) << " kernels of sm_" << arch);
+  Tensors<T> x(a), y(a);
+  run_gpu(x, arch), run_gpu(y, arch);
+  CHECK(same_results(x, y));
+  CHECK(same_inputs(x, Tensors<T>(a)));
+  CHECK(x.untouched_outside());
+  const Errors e = errors(x, ref);
+  const double factor = narrow ? 2 : 0, floor = narrow ? 1e-4 : 5e-5;
+  CHECK(e.lse <= 1e-4);
+  CHECK(e.o <= factor * twin.o + floor);
+  CHECK(e.dq <= factor * twin.dq + floor);
+  CHECK(e.dk <= factor * twin.dk + floor);
+  CHECK(e.dv <= factor * twin.dv + floor);
+}
+
+// Every kernel at these shapes; the float ones at short sequences only, for they are slow.
+void check_kernels(const std::vector<AttentionShape>& shapes) {
+  for (const AttentionShape& a : shapes) {
+    Tensors<double> ref(a);
+    twin(ref);
+    if (a.D == 64 || a.D == 128) {
+      Tensors<bf16> narrow(a);
+      twin(narrow);
+      for (int arch : archs()) check_kernel<bf16>(ref, errors(narrow, ref), a, arch);
+    }
+    if (a.T < 300) check_kernel<float>(ref, {}, a, test_device(Backend::gpu).compute_capability);
+  }
+}
+
+}  // namespace
+#endif
+
+TEST_CASE("GPU: attention, a few small shapes", "[attention][gpu][small]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  check_kernels({shape(1, 130, 2, 1, 128), shape(2, 65, 2, 2, 64), shape(1, 33, 3, 1, 40)});
+#endif
+}
+
+TEST_CASE("GPU: attention around the edges of tiles", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  std::vector<AttentionShape> list;
+  for (int64_t D : {64, 128})
+    for (int64_t T : {1, 15, 63, 64, 65, 127, 128, 129, 200, 257}) list.push_back(shape(2, T, 4, 2, D));
+  check_kernels(list);
+#endif
+}
+
+TEST_CASE("GPU: attention in groups", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  std::vector<AttentionShape> list;
+  for (int64_t group : {1, 2, 4, 6, 8, 16})
+    list.push_back(shape(1, 200, group, 1, 64)), list.push_back(shape(2, 193, 2 * group, 2, 128));
+  list.push_back(shape(64, 129, 4, 2, 64));  // enough keys to fill a GPU: the group stays together
+  check_kernels(list);
+#endif
+}
+
+TEST_CASE("GPU: attention over longer sequences", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  check_kernels(
+      {shape(1, 1000, 6, 1, 64), shape(2, 1000, 4, 2, 128), shape(1, 2049, 2, 1, 64), shape(1, 2049, 4, 1, 128)});
+#endif
+}
+
+TEST_CASE("GPU: float attention with any head", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (int64_t D : {8, 16, 24, 32, 40, 72, 96, 120, 128}) check_kernels({shape(2, 70, 3, 1, D)});
+#endif
+}
+
+TEST_CASE("GPU: attention does not see the future", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (int64_t cut : {1, 64, 100, 128, 250})
+    for (int64_t D : {64, 128}) {
+      for (int arch : archs())
+        check_causality<bf16>(shape(2, 260, 2, 1, D), cut, [&](Tensors<bf16>& x) { run_gpu(x, arch); });
+      check_causality<float>(shape(2, 260, 2, 1, D), cut, [&](Tensors<float>& x) { run_gpu(x, 0); });
+    }
+#endif
+}
+
+TEST_CASE("GPU: attention of two streams at once", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  // More launches than there are lists of items for persistent blocks, some of which run side by side.
+  const AttentionShape a = shape(2, 700, 6, 2, 64);
+  Device& dev = test_device(Backend::gpu);
+  for (int arch : archs()) {
+    INFO("kernels of sm_" << arch);
+    Tensors<bf16> once(a), x(a), y(a);
+    run_gpu(once, arch);
+    GpuCall<bf16> one(dev.compute(), x), two(dev.gather(), y);
+    for (int i = 0; i < 200; ++i) {
+      one.run(arch), two.run(arch);
+      if (i % 20 == 19) one.s.synchronize(), two.s.synchronize();  // those side by side must have different lists
+    }
+    one.gpu.down(), two.gpu.down();
+    CHECK(same_results(once, x));
+    CHECK(same_results(once, y));
+  }
+#endif
+}
+
+TEST_CASE("GPU: attention through a stream takes the device's kernels", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const AttentionShape a = shape(2, 150, 4, 2, 128);
+  Tensors<bf16> direct(a), x(a);
+  if (!archs().empty()) {
+    run_gpu(direct, archs().front()), run_gpu(x, 0);
+    CHECK(same_results(direct, x));
+  }
+  Tensors<float> f(a), g(a);
+  run_gpu(f, test_device(Backend::gpu).compute_capability), run_gpu(g, 0);
+  CHECK(same_results(f, g));
+#endif
+}
+
+TEST_CASE("GPU: attention refuses what has no kernel", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  Stream& s = gpu_stream();
+  const auto forward = [&](auto* p, const AttentionShape& a, int64_t shift = 0) {
+    using T = std::remove_pointer_t<decltype(p)>;
+    return error_of([&] { attention_forward<T>(s, p, nullptr, p, p + shift, p, a); });
+  };
+  AttentionShape a = shape(1, 4, 2, 1, 96);
+  a.ld_q = a.ld_kv = a.ld_o = 192;
+  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dim 96"));
+  a.D = 136;
+  CHECK(has(forward(static_cast<float*>(nullptr), a), "head dim 136"));
+  a.D = 64;
+  alignas(16) bf16 narrow[16];
+  alignas(16) float wide[16];
+  CHECK(has(forward(narrow, a, 1), "16 bytes"));
+  CHECK(has(forward(wide, a, 1), "16 bytes"));
+  a.ld_kv = 68;
+  CHECK(has(forward(narrow, a), "16 bytes"));
+  a.ld_kv = 66;
+  CHECK(has(forward(wide, a), "16 bytes"));
+  CHECK(has(forward(static_cast<double*>(nullptr), a), "fp64"));
+#endif
+}

@@ -1,0 +1,499 @@
+// Sharding, on the whole model: what W ranks do together is what one rank does alone. Run at 1, 2, 3 and 4 ranks; the
+// one-rank run that they are compared with is made by rank 0 in a world of its own.
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "model.h"
+#include "test/catch.h"
+
+namespace {
+
+ModelConfig small(Arch arch, int64_t vocab) {
+  ModelConfig c;
+  c.arch = arch;
+  c.dim = 32, c.depth = 3, c.heads = 4, c.kv_heads = 2, c.hidden = 48, c.vocab = vocab, c.seq = 8;
+  return c;
+}
+const Arch all_archs[] = {Arch::simple, Arch::rope, Arch::llama, Arch::mlp};
+
+struct Setup {
+  ModelConfig model;
+  int64_t rows = 12;  // of the global batch; those that do not divide leave padding
+  int64_t micro_batches = 1;
+  int64_t steps = 10;
+  FsdpOptions fsdp;
+  double lr = 3e-3;
+  double delay_ms = 0;
+  bool poison = false;
+  Backend backend = Backend::cpu;
+  bool share_gpu = false;
+};
+
+struct Outcome {
+  std::vector<double> losses, norms;
+  std::vector<Issued> trace;                // of the last step
+  std::vector<std::vector<float>> weights;  // whole units, as gathered after init
+  MemoryReport memory;
+  int64_t reported = 0;
+};
+
+int32_t token_at(int64_t step, int64_t row, int64_t at, int64_t vocab) {
+  uint64_t x = uint64_t(step * 1000003 + row) * 0x9E3779B97F4A7C15ull + uint64_t(at) * 0xD1B54A32D192ED03ull;
+  x ^= x >> 29, x *= 0xBF58476D1CE4E5B9ull, x ^= x >> 32;
+  // Half of the tokens repeat the one before: something to learn.
+  return at > 0 && x % 2 ? token_at(step, row, at - 1, vocab) : int32_t((x >> 8) % uint64_t(vocab));
+}
+
+template <class T, class G>
+Outcome train(const Setup& s, const World& world) {
+  const bool gpu = s.backend == Backend::gpu;
+  const Transport transport = world.size == 1       ? Transport::none
+                              : gpu && !s.share_gpu ? Transport::nccl
+                                                    : Transport::mpi;
+  const int ordinal = gpu && !s.share_gpu ? world.local_rank % gpus() : 0;
+  Device dev(s.backend, ordinal, world.size, gpu && transport == Transport::mpi);
+  const int64_t per_rank = (s.rows + world.size - 1) / world.size;
+  const int64_t batch = (per_rank + s.micro_batches - 1) / s.micro_batches;
+  const int64_t ints = batch_ints(s.model, batch), seq = s.model.seq, M = batch * seq;
+  const double scale = 1.0 / double(s.rows * seq);
+  auto step = [&](Model<T, G>& m, const int32_t* host, int64_t n, Event& copied) {
+    dev.mem.begin("step");
+    for (int64_t i = 0; i < s.micro_batches; ++i)
+      m.forward_backward(host + i * ints, scale, i == 0, i + 1 == s.micro_batches, copied);
+    m.step({float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n}, 1.0f);
+    dev.mem.end();
+  };
+  {
+    ops::keep_workspace(dev);
+    Model<T, G> m(dev, world, transport, s.model, batch, s.fsdp, false);
+    Event copied(dev);
+    step(m, nullptr, 1, copied);
+  }
+  dev.mem.commit();
+  dev.mem.rewind();
+  dev.mode = Mode::run;
+  ops::keep_workspace(dev);
+  Model<T, G> model(dev, world, transport, s.model, batch, s.fsdp, true);
+  model.init_weights();
+  model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
+  HostBuffer<int32_t> host(dev, ints * s.micro_batches);
+  HostBuffer<double> result(dev, 2);
+  Event copied(dev);
+
+  Outcome out;
+  for (size_t u = 0; u < model.fsdp.units().size(); ++u) {
+    const Unit& unit = model.fsdp.units()[u];
+    HostBuffer<char> whole(dev, unit.numel * int64_t(sizeof(T)));
+    dev.compute().copy(whole.get(), model.fsdp.use(int(u)), unit.numel * int64_t(sizeof(T)));
+    model.fsdp.release(int(u));
+    dev.compute().synchronize();
+    out.weights.emplace_back();
+    for (int64_t i = 0; i < unit.numel; ++i)
+      out.weights.back().push_back(float(reinterpret_cast<const T*>(whole.get())[i]));
+  }
+  const int64_t from = world.rank * s.rows / world.size, to = (world.rank + 1) * s.rows / world.size;
+  for (int64_t n = 1; n <= s.steps; ++n) {
+    for (int64_t m = 0; m < s.micro_batches; ++m) {
+      int32_t* at = host.get() + m * ints;
+      for (int64_t i = 0; i < M; ++i) {
+        const int64_t row = from + m * batch + i / seq;
+        at[i] = row < to ? token_at(n, row, i % seq, s.model.vocab) : 0;
+        at[M + i] = row < to ? token_at(n, row, i % seq + 1, s.model.vocab) : -1;
+      }
+      index_batch(s.model, batch, at);
+    }
+    if (s.poison) dev.compute().synchronize(), dev.mem.poison();
+    model.fsdp.begin_trace();
+    step(model, host.get(), n, copied);
+    dev.compute().copy(result.get(), model.fsdp.scalars(), 16);
+    dev.compute().synchronize();
+    out.norms.push_back(std::sqrt(result[0]));
+    out.losses.push_back(result[1] * scale);
+  }
+  out.trace = model.fsdp.trace();
+  out.memory = dev.mem.report();
+  out.reported = dev.mem.device_reported_bytes();
+  return out;
+}
+
+// Rank 0 alone; the others get an empty outcome.
+template <class T, class G>
+Outcome alone(const Setup& s) {
+  return test_world().rank == 0 ? train<T, G>(s, World()) : Outcome();
+}
+
+double furthest(const std::vector<double>& x, const std::vector<double>& y) {
+  double worst = x.size() == y.size() ? 0 : INFINITY;
+  for (size_t i = 0; i < std::min(x.size(), y.size()); ++i) {
+    const double d = std::abs(x[i] - y[i]) / std::abs(y[i]);
+    if (!(d <= worst)) worst = d;
+  }
+  return worst;
+}
+
+bool same(const Outcome& a, const Outcome& b) { return a.losses == b.losses && a.norms == b.norms; }
+
+std::string text_of(const std::vector<Issued>& trace) {
+  std::string text;
+  for (const Issued& i : trace) {
+    static const char* names[] = {"gather", "reduce", "sum", "step"};
+    text += (text.empty() ? "" : " ") + std::string(names[i.kind]);
+    if (i.unit >= 0) text += std::to_string(i.unit);
+  }
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("the collectives of a step, in order", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::rope, 4 * world.size + 1);  // units: 0 the embedding, 1 to 3 the blocks, 4 the head
+  s.steps = 2;
+  auto trace = [&](int slots, int64_t micro_batches) {
+    s.fsdp.gather_slots = slots, s.micro_batches = micro_batches;
+    return text_of(train<float, float>(s, world).trace);
+  };
+  // Two slots: the next unit is gathered before the current one computes, and the last block is still there when the
+  // backward pass begins.
+  CHECK(trace(2, 1) ==
+        "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
+  // The next micro-batch finds the embedding on its way and the first block in its slot.
+  CHECK(trace(2, 2) ==
+        "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 gather0 reduce1 reduce0 "
+        "gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
+  // One: nothing is gathered ahead, and the last block must be gathered again.
+  CHECK(trace(1, 1) ==
+        "gather0 gather1 gather2 gather3 gather4 reduce4 gather3 reduce3 gather2 reduce2 gather1 reduce1 reduce0 sum "
+        "step");
+  // A slot for every unit: nothing is gathered twice.
+  CHECK(trace(5, 1) == "gather0 gather1 gather2 gather3 gather4 reduce4 reduce3 reduce2 reduce1 reduce0 sum step");
+  CHECK(trace(5, 2) ==
+        "gather0 gather1 gather2 gather3 gather4 reduce4 reduce3 reduce2 reduce1 reduce0 "
+        "reduce4 reduce3 reduce2 reduce1 reduce0 sum step");
+  // Bytes: the whole padded unit each time.
+  std::vector<Unit> units = parameter_table(s.model);
+  lay_out(&units, world.size);
+  s.fsdp.gather_slots = 2, s.micro_batches = 1;
+  for (const Issued& i : train<float, float>(s, world).trace)
+    if (i.unit >= 0) CHECK(i.bytes == units[size_t(i.unit)].padded * 4);
+}
+
+TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[fsdp]") {
+  for (int ranks : {1, 2, 3, 4, 5, 7, 8, 13, 64})
+    for (Arch arch : all_archs) {
+      std::vector<Unit> units = parameter_table(small(arch, 4 * ranks + 1));
+      lay_out(&units, ranks);
+      for (const Unit& u : units) {
+        CHECK(u.padded == u.shard * ranks);
+        CHECK(u.padded >= u.numel);
+        CHECK(u.padded - u.numel < ranks * shard_align);
+        CHECK(u.shard % shard_align == 0);
+        int64_t at = 0;
+        for (const Param& p : u.params) {
+          CHECK(p.offset == at);
+          CHECK(p.decay == (p.shape.size() > 1));
+          CHECK((p.offset < u.decayed) == p.decay);
+          at += p.numel;
+        }
+        CHECK(at == u.numel);
+      }
+    }
+}
+
+TEST_CASE("the reference model has the parameters and FLOPs that it should", "[fsdp]") {
+  CHECK(parameter_count(preset_named("simple").model) == 973234176);
+  CHECK(parameter_count(preset_named("llama-8b").model) == 8030261248);
+  const Preset& p = preset_named("simple");
+  CHECK(flops_per_token(p.model) * double(p.batch * p.model.seq) == Approx(178.12e12).epsilon(1e-4));
+}
+
+TEST_CASE("initial weights do not depend on the number of ranks", "[fsdp]") {
+  for (Arch arch : all_archs) {
+    Setup s;
+    s.model = small(arch, 4 * test_world().size + 1), s.steps = 0;
+    const Outcome sharded = train<float, float>(s, test_world()), one = alone<float, float>(s);
+    if (test_world().rank == 0) CHECK(sharded.weights == one.weights);
+    s.fsdp.seed = 1;
+    const Outcome other = train<float, float>(s, test_world());
+    CHECK(other.weights != sharded.weights);
+    // As the table says: mean and deviation of every matrix.
+    std::vector<Unit> units = parameter_table(s.model);
+    lay_out(&units, test_world().size);
+    for (size_t u = 0; u < units.size(); ++u)
+      for (const Param& p : units[u].params) {
+        double sum = 0, square = 0;
+        for (int64_t i = 0; i < p.numel; ++i) {
+          const double x = sharded.weights[u][size_t(p.offset + i)];
+          sum += x, square += x * x;
+        }
+        const double n = double(p.numel), mean = sum / n, std = std::sqrt(std::max(0.0, square / n - mean * mean));
+        CHECK(std::abs(mean - p.mean) <= 5 * p.std / std::sqrt(n) + 1e-6);
+        if (p.decay) CHECK(std == Approx(p.std).epsilon(0.2));
+      }
+  }
+}
+
+TEST_CASE("W ranks train as one rank does", "[fsdp]") {
+  for (Arch arch : all_archs) {
+    INFO(name_of(arch));
+    Setup s;
+    s.model = small(arch, 4 * test_world().size + 1);
+    const Outcome sharded = train<float, float>(s, test_world()), again = train<float, float>(s, test_world());
+    CHECK(same(sharded, again));  // bit for bit
+    CHECK(sharded.losses.back() < sharded.losses.front() - 0.05);
+    const Outcome one = alone<float, float>(s);
+    if (test_world().rank != 0) continue;
+    CHECK(furthest(sharded.losses, one.losses) < 2e-5);
+    CHECK(furthest(sharded.norms, one.norms) < 2e-3);
+  }
+}
+
+TEST_CASE("in bf16, and with gradients reduced in either dtype", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::rope, 4 * test_world().size + 1);
+  for (Dtype reduce : {Dtype::bf16, Dtype::f32}) {
+    INFO(name_of(reduce));
+    s.fsdp.reduce_dtype = reduce;
+    const bool narrow = reduce == Dtype::bf16;
+    const auto run = [&](const World& w) { return narrow ? train<bf16, bf16>(s, w) : train<bf16, float>(s, w); };
+    const Outcome sharded = run(test_world()), again = run(test_world());
+    CHECK(same(sharded, again));
+    CHECK(sharded.losses.back() < sharded.losses.front() - 0.05);
+    if (test_world().rank == 0) CHECK(furthest(sharded.losses, run(World()).losses) < 1e-2);
+  }
+  // fp32 gradients may be reduced in bf16.
+  s.fsdp.reduce_dtype = Dtype::bf16;
+  const Outcome narrow = train<float, float>(s, test_world());
+  s.fsdp.reduce_dtype = Dtype::f32;
+  const Outcome wide = train<float, float>(s, test_world());
+  CHECK(furthest(narrow.losses, wide.losses) < 1e-2);
+  CHECK(narrow.norms != wide.norms);
+}
+
+TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
+  for (Arch arch : {Arch::rope, Arch::mlp}) {
+    Setup s;
+    s.model = small(arch, 4 * test_world().size + 1);
+    const Outcome whole = train<float, float>(s, test_world());
+    s.micro_batches = 3;
+    CHECK(furthest(train<float, float>(s, test_world()).losses, whole.losses) < 2e-5);
+  }
+}
+
+TEST_CASE("a batch that the ranks do not divide is padded with nothing", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::simple, 4 * test_world().size + 1);
+  s.rows = 7, s.micro_batches = 2;
+  const Outcome sharded = train<float, float>(s, test_world());
+  s.micro_batches = 1;
+  const Outcome one = alone<float, float>(s);
+  if (test_world().rank == 0) CHECK(furthest(sharded.losses, one.losses) < 2e-5);
+}
+
+TEST_CASE("delays before gathers, reductions and the optimizer change nothing", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::rope, 4 * test_world().size + 1);
+  s.steps = 2;
+  s.micro_batches = 2;
+  const Outcome plain = train<float, float>(s, test_world());
+  s.delay_ms = test_world().rank % 2 ? 30 : 100;  // not in step with each other
+  CHECK(same(train<float, float>(s, test_world()), plain));
+}
+
+TEST_CASE("the number of slots changes no bit", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::llama, 4 * test_world().size + 1);
+  s.steps = 3, s.micro_batches = 2;
+  const Outcome plain = train<float, float>(s, test_world());
+  for (int slots : {1, 3, 5}) {
+    s.fsdp.gather_slots = slots, s.fsdp.gradient_slots = slots;
+    CHECK(same(train<float, float>(s, test_world()), plain));
+  }
+}
+
+TEST_CASE("nothing is read that the step has not written", "[fsdp]") {
+  for (Arch arch : all_archs) {
+    Setup s;
+    s.model = small(arch, 4 * test_world().size + 1);
+    s.steps = 3;
+    const Outcome plain = train<float, float>(s, test_world());
+    s.poison = true;
+    CHECK(same(train<float, float>(s, test_world()), plain));
+  }
+}
+
+TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::rope, 4 * world.size + 1);
+  s.steps = 1;
+  const Outcome out = train<float, float>(s, world);
+  CHECK(out.reported == out.memory.arena);
+  CHECK(out.memory.live_peak <= out.memory.arena);
+  std::vector<Unit> units = parameter_table(s.model);
+  lay_out(&units, world.size);
+  int64_t shards = 0, largest = 0;
+  for (const Unit& u : units) shards += u.shard, largest = std::max(largest, u.padded);
+  auto about = [](int64_t bytes, int64_t want, int64_t buffers) {
+    return bytes >= want && bytes - want < buffers * 4096;
+  };
+  const int64_t n = int64_t(units.size());
+  CHECK(about(out.memory.init[int(Purpose::master)], shards * 4, n));
+  CHECK(about(out.memory.before_step[int(Purpose::moments)], shards * 8, 2 * n));
+  CHECK(about(out.memory.peak[int(Purpose::gather_slots)], largest * 4 * 2, 2));
+  CHECK(about(out.memory.peak[int(Purpose::gradient_slots)], largest * 4 * 2, 2));
+}
+
+TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
+  // One rank, in double. The gradient is read where AdamW leaves it: with beta1 = 0 the first moment is the gradient.
+  if (test_world().size != 1) return;
+  for (Arch arch : all_archs) {
+    INFO(name_of(arch));
+    ModelConfig c = small(arch, 11);
+    c.depth = 2, c.seq = 5;
+    const int64_t batch = 2, M = batch * c.seq;
+    Device dev(Backend::cpu, 0);
+    auto step = [&](Model<double, double>& m, const int32_t* host, Event& copied) {
+      dev.mem.begin("step");
+      m.forward_backward(host, 1.0 / double(M), true, true, copied);
+      m.step({0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1}, 0.0f);
+      dev.mem.end();
+    };
+    FsdpOptions options;
+    options.reduce_dtype = Dtype::f64;
+    Event copied(dev);
+    {
+      Model<double, double> m(dev, World(), Transport::none, c, batch, options, false);
+      step(m, nullptr, copied);
+    }
+    dev.mem.commit();
+    dev.mem.rewind();
+    dev.mode = Mode::run;
+    Model<double, double> model(dev, World(), Transport::none, c, batch, options, true);
+    model.init_weights();
+    HostBuffer<int32_t> host(dev, batch_ints(c, batch));
+    for (int64_t i = 0; i < M; ++i) {
+      host[i] = token_at(1, i / c.seq, i % c.seq, c.vocab);
+      host[M + i] = i == 3 ? -1 : token_at(1, i / c.seq, i % c.seq + 1, c.vocab);
+    }
+    index_batch(c, batch, host.get());
+    auto loss = [&] {
+      step(model, host.get(), copied);
+      dev.compute().synchronize();
+      return model.fsdp.scalars()[1] / double(M);
+    };
+    dev.compute().synchronize();
+    // Biases away from zero and gains away from one, so that nothing cancels by chance.
+    for (size_t u = 0; u < model.fsdp.units().size(); ++u)
+      for (const Param& p : model.fsdp.units()[u].params)
+        if (!p.decay)
+          for (int64_t i = 0; i < p.numel; ++i)
+            model.fsdp.master(int(u))[p.offset + i] += float(0.1 * std::sin(double(i + p.id)));
+    loss();
+    double square = 0;
+    std::vector<std::vector<float>> gradient;
+    for (size_t u = 0; u < model.fsdp.units().size(); ++u) {
+      const float* g = model.fsdp.first_moment(int(u));
+      gradient.emplace_back(g, g + model.fsdp.units()[u].numel);
+      for (float x : gradient.back()) square += double(x) * double(x);
+    }
+    CHECK(std::sqrt(model.fsdp.scalars()[0]) == Approx(std::sqrt(square)).epsilon(1e-6));
+    for (size_t u = 0; u < model.fsdp.units().size(); ++u)
+      for (const Param& p : model.fsdp.units()[u].params) {
+        INFO(p.name);
+        double size = 0;
+        for (int64_t i = 0; i < p.numel; ++i)
+          size = std::max(size, std::abs(double(gradient[u][size_t(p.offset + i)])));
+        CHECK(size > 1e-5);
+        for (int64_t k = 0; k < 4; ++k) {
+          const int64_t i = p.offset + (k * 7919 + 13) % p.numel;
+          float& w = model.fsdp.master(int(u))[i];
+          const float was = w, h = 0x1p-9f;
+          w = was + h;
+          const double above = loss(), high = double(w);
+          w = was - h;
+          const double below = loss(), low = double(w);
+          w = was;
+          CHECK(std::abs((above - below) / (high - low) - double(gradient[u][size_t(i)])) < 1e-3 * size);
+        }
+      }
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------- GPU
+
+namespace {
+ModelConfig small_on_gpu(Arch arch) {
+  ModelConfig c;
+  c.arch = arch;
+  c.dim = 128, c.depth = 3, c.heads = 2, c.kv_heads = 1, c.hidden = 320, c.vocab = 264, c.seq = 72;
+  return c;
+}
+bool one_gpu_a_rank() { return gpus() >= test_world().size; }
+}  // namespace
+
+TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  for (Arch arch : all_archs) {
+    INFO(name_of(arch));
+    Setup s;
+    s.model = small_on_gpu(arch), s.lr = 1e-3, s.steps = 5;
+    s.backend = Backend::gpu;
+    const Outcome on_gpu = train<float, float>(s, test_world()), again = train<float, float>(s, test_world());
+    CHECK(same(on_gpu, again));
+    s.backend = Backend::cpu;
+    const Outcome on_cpu = train<float, float>(s, test_world());
+    CHECK(on_gpu.weights == on_cpu.weights);
+    CHECK(furthest(on_gpu.losses, on_cpu.losses) < 1e-4);
+    s.backend = Backend::gpu;
+    const Outcome narrow = train<bf16, float>(s, test_world());
+    CHECK(furthest(narrow.losses, on_cpu.losses) < 2e-2);
+  }
+}
+
+TEST_CASE("GPU: sharded over NCCL as on one GPU", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  for (Arch arch : all_archs)
+    for (Dtype reduce : {Dtype::bf16, Dtype::f32}) {
+      INFO(name_of(arch) << ", reduced in " << name_of(reduce));
+      Setup s;
+      s.model = small_on_gpu(arch), s.lr = 1e-3;
+      s.backend = Backend::gpu, s.fsdp.reduce_dtype = reduce, s.micro_batches = 2;
+      const auto run = [&](const World& w) {
+        return reduce == Dtype::bf16 ? train<bf16, bf16>(s, w) : train<bf16, float>(s, w);
+      };
+      const Outcome sharded = run(test_world()), again = run(test_world());
+      CHECK(same(sharded, again));
+      CHECK(sharded.losses.back() < sharded.losses.front());
+      CHECK(sharded.reported >= sharded.memory.arena);
+      CHECK(sharded.reported - sharded.memory.arena <= 2 << 20);
+      s.poison = true;
+      CHECK(same(run(test_world()), sharded));
+      s.poison = false;
+      if (test_world().rank == 0) CHECK(furthest(sharded.losses, run(World()).losses) < 1e-2);
+    }
+}
+
+TEST_CASE("GPU: delays change nothing", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  Setup s;
+  s.model = small_on_gpu(Arch::rope), s.backend = Backend::gpu, s.steps = 2, s.fsdp.reduce_dtype = Dtype::bf16;
+  const Outcome plain = train<bf16, bf16>(s, test_world());
+  s.delay_ms = test_world().rank % 2 ? 30 : 100;
+  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+}
+
+TEST_CASE("GPU: ranks that share one GPU train as one rank does", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  Setup s;
+  s.model = small_on_gpu(Arch::rope), s.backend = Backend::gpu, s.share_gpu = true, s.lr = 1e-3, s.steps = 5;
+  const Outcome shared = train<float, float>(s, test_world()), again = train<float, float>(s, test_world());
+  CHECK(same(shared, again));
+  const Outcome one = alone<float, float>(s);
+  if (test_world().rank == 0) CHECK(furthest(shared.losses, one.losses) < 1e-4);
+}
