@@ -159,10 +159,10 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       c_(config),
       M_(batch * config.seq),
       norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms) {
-  // A head's chunk: logits of 256 MiB at most, in whole tiles, all chunks alike but the last.
-  const int64_t most = std::max<int64_t>((int64_t(256) << 20) / (c_.vocab * int64_t(sizeof(T))), 128);
-  const int64_t chunks = (M_ + most - 1) / most;
-  chunk_ = std::min(M_, ((M_ + chunks - 1) / chunks + 127) / 128 * 128);
+  // Chunks of the head: in whole tiles where they are large, all alike but the last.
+  const int64_t most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * int64_t(sizeof(T))), 1);
+  const int64_t chunks = (M_ + most - 1) / most, tile = most < 128 ? 1 : 128;
+  chunk_ = std::min(M_, ((M_ + chunks - 1) / chunks + tile - 1) / tile * tile);
   const Unit& block = fsdp.units()[1];
   auto place = [&](const char* name) -> int64_t {
     for (const Param& p : block.params)

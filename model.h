@@ -28,6 +28,7 @@ struct ModelConfig {
   Arch arch = Arch::rope;
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000;
+  int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
 };

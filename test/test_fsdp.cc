@@ -26,6 +26,7 @@ struct Setup {
   double lr = 3e-3;
   double delay_ms = 0;
   bool poison = false;
+  bool silent = false;  // every target is padding
   Backend backend = Backend::cpu;
   bool share_gpu = false;
 };
@@ -34,6 +35,7 @@ struct Outcome {
   std::vector<double> losses, norms;
   std::vector<Issued> trace;                // of the last step
   std::vector<std::vector<float>> weights;  // whole units, as gathered after init
+  std::vector<std::vector<float>> shards;   // this rank's weights after the last step
   MemoryReport memory;
   int64_t reported = 0;
 };
@@ -99,7 +101,7 @@ Outcome train(const Setup& s, const World& world) {
       for (int64_t i = 0; i < M; ++i) {
         const int64_t row = from + m * batch + i / seq;
         at[i] = row < to ? token_at(n, row, i % seq, s.model.vocab) : 0;
-        at[M + i] = row < to ? token_at(n, row, i % seq + 1, s.model.vocab) : -1;
+        at[M + i] = row < to && !s.silent ? token_at(n, row, i % seq + 1, s.model.vocab) : -1;
       }
       index_batch(s.model, batch, at);
     }
@@ -110,6 +112,10 @@ Outcome train(const Setup& s, const World& world) {
     dev.compute().synchronize();
     out.norms.push_back(std::sqrt(result[0]));
     out.losses.push_back(result[1] * scale);
+  }
+  for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
+    const float* w = model.fsdp.master(int(u));
+    out.shards.emplace_back(w, w + model.fsdp.units()[u].shard);
   }
   out.trace = model.fsdp.trace();
   out.memory = dev.mem.report();
@@ -142,6 +148,118 @@ std::string text_of(const std::vector<Issued>& trace) {
     if (i.unit >= 0) text += std::to_string(i.unit);
   }
   return text;
+}
+
+// The loss straight from the definitions, a number at a time: no chunks, no fusion, nothing of the program's but its
+// weights. One rank's.
+double loss_by_definition(const ModelConfig& c, int64_t batch, const int32_t* host, const Fsdp<double, double>& fsdp) {
+  using Vector = std::vector<double>;
+  using Rows = std::vector<Vector>;
+  auto weight = [&](int u, const char* name, int64_t i) -> double {
+    const Unit& unit = fsdp.units()[size_t(u)];
+    for (const Param& p : unit.params)
+      if (p.name == unit.name + "." + name) return fsdp.master(u)[p.offset + i];
+    return 0;  // a bias that this architecture has not
+  };
+  auto times = [&](int u, const char* name, const Vector& x, int64_t rows) {
+    Vector y(static_cast<size_t>(rows));
+    for (int64_t i = 0; i < rows; ++i)
+      for (size_t j = 0; j < x.size(); ++j) y[size_t(i)] += weight(u, name, i * int64_t(x.size()) + int64_t(j)) * x[j];
+    return y;
+  };
+  const bool layer = c.arch == Arch::simple || c.arch == Arch::mlp,
+             rotates = c.arch == Arch::rope || c.arch == Arch::llama;
+  auto norm = [&](int u, const std::string& name, const Vector& x) {
+    double mean = 0, square = 0;
+    for (double v : x) mean += layer ? v / double(x.size()) : 0;
+    for (double v : x) square += (v - mean) * (v - mean) / double(x.size());
+    Vector y(x.size());
+    for (size_t i = 0; i < x.size(); ++i)
+      y[i] = (x[i] - mean) / std::sqrt(square + 1e-5) * weight(u, name.c_str(), int64_t(i)) +
+             weight(u, (name + ".bias").c_str(), int64_t(i));
+    return y;
+  };
+  auto gelu = [](double x) {
+    return 0.5 * x * (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+  };
+  auto mlp = [&](int u, const Vector& x) {
+    Vector h = times(u, "mlp.up", x, c.hidden);
+    if (c.arch == Arch::llama) {
+      const Vector gate = times(u, "mlp.gate", x, c.hidden);
+      for (size_t i = 0; i < h.size(); ++i) h[i] *= gate[i] / (1 + std::exp(-gate[i]));
+    } else {
+      for (size_t i = 0; i < h.size(); ++i) h[i] = gelu(h[i] + weight(u, "mlp.up.bias", int64_t(i)));
+    }
+    Vector y = times(u, "mlp.down", h, c.dim);
+    for (size_t i = 0; i < y.size(); ++i) y[i] += weight(u, "mlp.down.bias", int64_t(i));
+    return y;
+  };
+  auto rotate = [&](Vector& x, int64_t t) {
+    const size_t D = size_t(c.head_dim());
+    for (size_t head = 0; rotates && head < x.size(); head += D)
+      for (size_t i = 0; i < D / 2; ++i) {
+        const double angle = double(t) * std::pow(c.rope_base, -2.0 * double(i) / double(D));
+        const double a = x[head + i], b = x[head + i + D / 2];
+        x[head + i] = a * std::cos(angle) - b * std::sin(angle);
+        x[head + i + D / 2] = b * std::cos(angle) + a * std::sin(angle);
+      }
+  };
+  double loss = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    Rows x;
+    for (int64_t t = 0; t < c.seq; ++t) {
+      x.emplace_back(static_cast<size_t>(c.dim));
+      for (int64_t i = 0; i < c.dim; ++i) {
+        const double angle = double(t) * std::pow(10000.0, -double(i / 2 * 2) / double(c.dim));
+        x.back()[size_t(i)] = weight(0, "weight", host[b * c.seq + t] * c.dim + i) + (c.arch != Arch::simple ? 0
+                                                                                      : i % 2 ? std::cos(angle)
+                                                                                              : std::sin(angle));
+      }
+    }
+    for (int u = 1; u <= int(c.depth); ++u) {
+      const size_t D = c.attends() ? size_t(c.head_dim()) : 0;
+      Rows q, k, v;
+      for (int64_t t = 0; c.attends() && t < c.seq; ++t) {
+        const Vector n = norm(u, "norm1", x[size_t(t)]);
+        q.push_back(times(u, "attention.q", n, c.dim));
+        k.push_back(times(u, "attention.k", n, c.kv_heads * int64_t(D)));
+        v.push_back(times(u, "attention.v", n, c.kv_heads * int64_t(D)));
+        rotate(q.back(), t), rotate(k.back(), t);
+      }
+      for (size_t t = 0; t < x.size(); ++t) {
+        Vector o(static_cast<size_t>(c.dim));
+        for (size_t h = 0; c.attends() && h < size_t(c.heads); ++h) {
+          const size_t kv = h / size_t(c.heads / c.kv_heads) * D;
+          Vector p;
+          double sum = 0;
+          for (size_t j = 0; j <= t; ++j) {
+            double dot = 0;
+            for (size_t d = 0; d < D; ++d) dot += q[t][h * D + d] * k[j][kv + d];
+            p.push_back(std::exp(dot / std::sqrt(double(D))));
+            sum += p.back();
+          }
+          for (size_t j = 0; j <= t; ++j)
+            for (size_t d = 0; d < D; ++d) o[h * D + d] += p[j] / sum * v[j][kv + d];
+        }
+        if (c.attends()) {
+          const Vector y = times(u, "attention.o", o, c.dim);
+          for (size_t i = 0; i < y.size(); ++i) x[t][i] += y[i];
+        }
+        const Vector y = mlp(u, c.attends() ? norm(u, "norm2", x[t]) : x[t]);
+        for (size_t i = 0; i < y.size(); ++i) x[t][i] += y[i];
+      }
+    }
+    for (int64_t t = 0; t < c.seq; ++t) {
+      const int32_t target = host[batch * c.seq + b * c.seq + t];
+      if (target < 0) continue;
+      const int u = int(c.depth) + 1;
+      const Vector logits = times(u, "weight", norm(u, "norm", x[size_t(t)]), c.vocab);
+      double sum = 0;
+      for (double z : logits) sum += std::exp(z);
+      loss += std::log(sum) - logits[size_t(target)];
+    }
+  }
+  return loss / double(batch * c.seq);
 }
 
 }  // namespace
@@ -282,6 +400,41 @@ TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
   }
 }
 
+TEST_CASE("the head's chunks add up to the whole", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::rope, 4 * test_world().size + 1);
+  s.steps = 4;
+  const Outcome whole = train<float, float>(s, test_world());
+  s.fsdp.reduce_dtype = Dtype::bf16;
+  const Outcome narrow = train<bf16, bf16>(s, test_world());
+  // Seven rows at a time, which do not divide the batch either.
+  s.model.logits_bytes = 7 * s.model.vocab * 2;
+  CHECK(furthest(train<bf16, bf16>(s, test_world()).losses, narrow.losses) < 2e-3);
+  s.fsdp.reduce_dtype = Dtype::f32, s.model.logits_bytes *= 2;
+  CHECK(furthest(train<float, float>(s, test_world()).losses, whole.losses) < 2e-5);
+}
+
+TEST_CASE("weights decay, and of them matrices alone", "[fsdp]") {
+  // Without a gradient nothing else moves: all targets are padding.
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::simple, 4 * world.size + 1);
+  s.steps = 1, s.lr = 0.5, s.silent = true;
+  const Outcome out = train<float, float>(s, world);
+  CHECK(out.losses[0] == 0);
+  CHECK(out.norms[0] == 0);
+  std::vector<Unit> units = parameter_table(s.model);
+  lay_out(&units, world.size);
+  for (size_t u = 0; u < units.size(); ++u)
+    for (int64_t i = 0; i < units[u].shard; ++i) {
+      const int64_t at = world.rank * units[u].shard + i;
+      if (at >= units[u].numel) CHECK(out.shards[u][size_t(i)] == 0);
+      else
+        CHECK(out.shards[u][size_t(i)] ==
+              Approx(out.weights[u][size_t(at)] * (at < units[u].decayed ? 1 - 0.5 * 0.1 : 1.0)).margin(1e-7));
+    }
+}
+
 TEST_CASE("a batch that the ranks do not divide is padded with nothing", "[fsdp]") {
   Setup s;
   s.model = small(Arch::simple, 4 * test_world().size + 1);
@@ -355,10 +508,11 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
     c.depth = 2, c.seq = 5;
     const int64_t batch = 2, M = batch * c.seq;
     Device dev(Backend::cpu, 0);
+    float clip = 0;
     auto step = [&](Model<double, double>& m, const int32_t* host, Event& copied) {
       dev.mem.begin("step");
       m.forward_backward(host, 1.0 / double(M), true, true, copied);
-      m.step({0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1}, 0.0f);
+      m.step({0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1}, clip);
       dev.mem.end();
     };
     FsdpOptions options;
@@ -400,6 +554,14 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
       for (float x : gradient.back()) square += double(x) * double(x);
     }
     CHECK(std::sqrt(model.fsdp.scalars()[0]) == Approx(std::sqrt(square)).epsilon(1e-6));
+    CHECK(loss() == Approx(loss_by_definition(c, batch, host.get(), model.fsdp)).epsilon(1e-9));
+    // Clipped to a tenth of its norm.
+    clip = float(0.1 * std::sqrt(square));
+    loss();
+    for (size_t u = 0; u < model.fsdp.units().size(); ++u)
+      for (int64_t i = 0; i < model.fsdp.units()[u].numel; ++i)
+        if (std::abs(model.fsdp.first_moment(int(u))[i] - 0.1 * gradient[u][size_t(i)]) > 1e-6) FAIL("not clipped");
+    clip = 0;
     for (size_t u = 0; u < model.fsdp.units().size(); ++u)
       for (const Param& p : model.fsdp.units()[u].params) {
         INFO(p.name);
