@@ -201,7 +201,12 @@ struct Channel::Impl {
 
 Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
                  int64_t max_bytes, bool open)
-    : dev_(dev), stream_(stream), world_(world), transport_(transport), impl_(std::make_unique<Impl>()) {
+    : dev_(dev),
+      stream_(stream),
+      world_(world),
+      transport_(transport),
+      max_bytes_(max_bytes),
+      impl_(std::make_unique<Impl>()) {
   ASSERT((transport == Transport::none) == (world.size == 1));
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
@@ -246,6 +251,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
+  ASSERT(!impl_->host || part * world_.size <= max_bytes_);
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
     NCCL_CHECK(ncclAllGather(static_cast<char*>(buf) + world_.rank * part, buf, size_t(count), nccl_type(t),
@@ -270,6 +276,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
+  ASSERT(transport_ != Transport::mpi || part * world_.size <= max_bytes_);
   char* mine = static_cast<char*>(buf) + world_.rank * part;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
@@ -302,6 +309,7 @@ void Channel::all_reduce(double* buf, int64_t n) {
     return;
   }
 #endif
+  ASSERT(!impl_->host || n * 8 <= max_bytes_);
   double* host = impl_->host ? reinterpret_cast<double*>(impl_->host->get()) : buf;
   if (impl_->host) stream_.copy(host, buf, n * 8);
   stream_.host([host, n, ranks = world_.size, mpi = impl_->mpi] {
@@ -323,6 +331,7 @@ void Channel::broadcast(void* buf, int64_t bytes, int root) {
     return;
   }
 #endif
+  ASSERT(!impl_->host || bytes <= max_bytes_);
   char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
   if (impl_->host) stream_.copy(host, buf, bytes);
   stream_.host([host, bytes, root, mpi = impl_->mpi] {

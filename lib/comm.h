@@ -68,5 +68,6 @@ class Channel {
   Stream& stream_;
   World world_;
   Transport transport_;
+  int64_t max_bytes_;
   std::unique_ptr<Impl> impl_;
 };

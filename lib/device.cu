@@ -217,6 +217,7 @@ float elapsed_ms(Event& from, Event& to) {
     return ms;
   }
 #endif
+  synchronize(from);
   synchronize(to);
   ASSERT(from.s_->flag && to.s_->flag);
   return std::chrono::duration<float, std::milli>(to.s_->flag->when - from.s_->flag->when).count();
@@ -519,6 +520,7 @@ void Memory::begin(const std::string& program) {
     programs_.back().name = program;
   }
   ASSERT(committed() || !programs_[size_t(current_)].recorded);
+  phase_ = program;
   cursor_ = 0;
 }
 
@@ -582,7 +584,8 @@ void Memory::pack_all() const {
   int64_t most = 0;
   for (Program& p : programs_) {
     std::vector<Life> lives;
-    for (const Buf& b : p.bufs) lives.push_back({b.bytes, b.born, b.dead});
+    // A buffer of no bytes gets an address of its own too, since give() tells buffers by their addresses.
+    for (const Buf& b : p.bufs) lives.push_back({std::max<int64_t>(b.bytes, 1), b.born, b.dead});
     std::vector<int64_t> offsets;
     most = std::max(most, pack(lives, align, &offsets));
     for (size_t i = 0; i < offsets.size(); i++) p.bufs[i].offset = offsets[i];
@@ -631,15 +634,17 @@ void Memory::commit() {
   ASSERT(!committed() && current_ < 0);
   int64_t want = arena_bytes();
   ASSERT(dev_.backend == Backend::cpu || dev_.ordinal != Device::plan_only);
+  // All sharers' arenas against what was free at the start: by now some may have taken theirs.
   int64_t free = dev_.free_bytes;
+  bool fits = want * dev_.sharers <= free;
 #if FSDP_CUDA
   if (dev_.backend == Backend::gpu) {
     size_t f = 0, t = 0;
     CUDA_CHECK(cudaMemGetInfo(&f, &t));
-    free = int64_t(f);
+    if (want > int64_t(f)) fits = false, free = int64_t(f);
   }
 #endif
-  if (want * dev_.sharers > free) {
+  if (!fits) {
     MemoryReport r = report();
     std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
     throw OutOfMemory(
@@ -675,6 +680,7 @@ void Memory::poison() {
 #if FSDP_CUDA
   if (dev_.backend == Backend::gpu) {
     CUDA_CHECK(cudaMemset(base_ + kept_bytes_, 0xff, size_t(bytes)));
+    CUDA_CHECK(cudaDeviceSynchronize());  // the streams do not wait for the default stream
     return;
   }
 #endif

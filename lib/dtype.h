@@ -1,4 +1,5 @@
-// Number formats. bf16 is storage only: it is widened to float for every sum and rounded to nearest even on the way back.
+// Number formats. bf16 is storage only: it is widened to float for every sum and rounded to nearest even on the way
+// back.
 #pragma once
 
 #include <cstdint>

@@ -23,8 +23,8 @@ void set_allow_tf32(bool on);
 // y (M,N) = x (M,K) w^T, w (N,K), + bias (N) if not null, + residual (M,N) if not null (may equal y).
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
-// h (M,N) = x w^T + bias, g = gelu(h): one call, so that the GPU can fuse it (bf16, tuned) where that gives the same h,
-// a g that differs by rounding alone, and 3 % of the time.
+// h (M,N) = x w^T + bias, g = gelu(h): one call, so that the GPU can fuse it (bf16, tuned, short K) where that gives
+// the same h and a g that differs by rounding alone.
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K);
 // dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.

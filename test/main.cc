@@ -121,7 +121,7 @@ void skip_test(const char* why) {
 Device& test_device(Backend backend) {
   auto& device = devices[backend == Backend::gpu];
   if (!device) {
-    device = std::make_unique<Device>(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, false);
+    device = std::make_unique<Device>(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0);
     device->mode = Mode::run;
   }
   return *device;

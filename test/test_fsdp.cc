@@ -323,7 +323,7 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
 TEST_CASE("the reference model has the parameters and FLOPs that it should", "[fsdp]") {
   CHECK(parameter_count(preset_named("simple").model) == 973234176);
   CHECK(parameter_count(preset_named("llama-8b").model) == 8030261248);
-  const Preset& p = preset_named("simple");
+  const Preset p = preset_named("simple");
   CHECK(flops_per_token(p.model) * double(p.batch * p.model.seq) == Approx(178.12e12).epsilon(1e-4));
 }
 
@@ -608,7 +608,12 @@ TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
     CHECK(same(on_gpu, again));
     s.backend = Backend::cpu;
     const Outcome on_cpu = train<float, float>(s, test_world());
-    CHECK(on_gpu.weights == on_cpu.weights);
+    // The generator's bits are the same, its logarithm and cosine are each machine's own.
+    double apart = 0;
+    for (size_t u = 0; u < on_cpu.weights.size(); ++u)
+      for (size_t i = 0; i < on_cpu.weights[u].size(); ++i)
+        apart = std::max(apart, double(std::abs(on_gpu.weights[u][i] - on_cpu.weights[u][i])));
+    CHECK(apart < 1e-5);
     CHECK(furthest(on_gpu.losses, on_cpu.losses) < 1e-4);
     s.backend = Backend::gpu;
     const Outcome narrow = train<bf16, float>(s, test_world());

@@ -1,0 +1,493 @@
+// lib/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can compute
+// what every other rank holds (value() below), so each checks its results by itself. Between two collectives nothing
+// here throws: a rank that left early would leave the others waiting.
+#include "test/catch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Number i of a rank's data: 24 random bits and a random exponent, so that sums round, and another order or another
+// rounding of the sum shows.
+uint64_t mix(uint64_t x) {  // splitmix64 (Steele et al. 2014)
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+template <class T>
+T value(uint64_t seed, int rank, int64_t i) {
+  const uint64_t x = mix(mix(seed * 1000 + uint64_t(rank)) + uint64_t(i));
+  const double v = std::ldexp(double(x >> 40) * 0x1p-23 - 1, int(x & 15) - 8);
+  if constexpr (std::is_same_v<T, double>) return v + std::ldexp(double(x >> 8 & 0xffffffffu), -60);
+  else return T(float(v));
+}
+// The sum over ranks, in rank order, in fp32 for bf16; rounded once at the end.
+template <class T>
+T sum_in_order(uint64_t seed, int ranks, int64_t i) {
+  acc_t<T> sum = acc_t<T>(value<T>(seed, 0, i));
+  for (int r = 1; r < ranks; ++r) sum += acc_t<T>(value<T>(seed, r, i));
+  return T(sum);
+}
+
+constexpr int64_t largest_count = 100003;  // a prime: no power of two divides a part
+constexpr int64_t counts[] = {0, 1, 7, 64, 1000, largest_count};
+constexpr int64_t guard = 64;  // bytes behind a buffer that nobody may touch
+constexpr char untouched = 0x5a;
+
+// Two channels, as training has them, over planned buffers of a device of their own.
+struct Rig {
+  const World world = test_world();
+  const Transport transport;
+  const int64_t bytes;  // of each buffer
+  Device dev;
+  std::unique_ptr<Channel> gathers, reductions;
+  char *one = nullptr, *two = nullptr;
+  HostBuffer<char> host;
+
+  explicit Rig(Backend backend, Transport over = Transport::mpi)
+      : transport(world.size == 1 ? Transport::none : over),
+        bytes(largest_count * 8 * world.size),
+        dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0,
+            backend == Backend::gpu ? (world.local_size + gpus() - 1) / gpus() : world.local_size,
+            backend == Backend::gpu && transport == Transport::mpi),
+        host(dev, bytes + guard) {
+    lay_out(false);
+    dev.mem.commit();
+    lay_out(true);
+    dev.mode = Mode::run;
+  }
+  // Both streams are done before either channel goes.
+  ~Rig() {
+    try {
+      dev.compute().synchronize();
+      dev.gather().synchronize();
+      dev.reduce().synchronize();
+    } catch (const Error& e) { std::fprintf(stderr, "rank %d: %s\n", world.rank, e.what()); }
+  }
+  void lay_out(bool open) {
+    one = dev.mem.keep<char>(bytes + guard, "one", Purpose::gather_slots);
+    two = dev.mem.keep<char>(bytes + guard, "two", Purpose::gradient_slots);
+    gathers.reset();
+    gathers = std::make_unique<Channel>(dev, dev.gather(), world, transport, "gather", bytes, open);
+    reductions.reset();
+    reductions = std::make_unique<Channel>(dev, dev.reduce(), world, transport, "reduce", bytes, open);
+  }
+  bool exact() const { return transport != Transport::nccl; }  // sums in rank order
+  // A stream's work has an error to tell only here; it is kept for the CHECK, not thrown.
+  std::string finish(Stream& s) {
+    try {
+      s.synchronize();
+      return "";
+    } catch (const Error& e) { return e.what(); }
+  }
+  // data -> buf, with a guard behind it; the collective; buf -> data. Whether all went well.
+  template <class T>
+  bool around(Channel& channel, char* buf, std::vector<T>& data, const std::function<void(T*)>& collective) {
+    const int64_t n = int64_t(data.size() * sizeof(T));
+    if (n) std::memcpy(host.get(), data.data(), size_t(n));
+    std::memset(host.get() + n, untouched, size_t(guard));
+    Stream& s = channel.stream();
+    s.copy(buf, host.get(), n + guard);
+    collective(reinterpret_cast<T*>(buf));
+    s.copy(host.get(), buf, n + guard);
+    const std::string error = finish(s);
+    CHECK(error == "");
+    if (n) std::memcpy(data.data(), host.get(), size_t(n));
+    return error.empty() && std::count(host.get() + n, host.get() + n + guard, untouched) == guard;
+  }
+};
+
+template <class T>
+bool same(const T& a, const T& b) {
+  return std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+template <class T>
+T nan() {
+  T v;
+  std::memset(static_cast<void*>(&v), 0xff, sizeof v);
+  return v;
+}
+
+// In place: a rank sets its own part alone.
+template <class T>
+void check_all_gather(Rig& rig, int64_t count, uint64_t seed) {
+  const int ranks = rig.world.size, rank = rig.world.rank;
+  std::vector<T> data(size_t(count * ranks), nan<T>());
+  for (int64_t i = 0; i < count; ++i) data[size_t(rank * count + i)] = value<T>(seed, rank, i);
+  CHECK(rig.around<T>(*rig.gathers, rig.one, data, [&](T* buf) { rig.gathers->all_gather(buf, count, dtype_of<T>); }));
+  int64_t wrong = 0;
+  for (int r = 0; r < ranks; ++r)
+    for (int64_t i = 0; i < count; ++i) wrong += !same(data[size_t(r * count + i)], value<T>(seed, r, i));
+  CAPTURE(name_of(dtype_of<T>), count, ranks);
+  CHECK(wrong == 0);
+}
+
+// How far a sum may be from the one in rank order: nothing, or what adding in another order can make.
+template <class T>
+double allowed(const Rig& rig, uint64_t seed, int64_t i) {
+  if (rig.exact()) return 0;
+  const double eps = sizeof(T) == 2 ? 0x1p-8 : sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
+  double size = 0;
+  for (int r = 0; r < rig.world.size; ++r) size += std::abs(double(value<T>(seed, r, i)));
+  return eps * rig.world.size * size;
+}
+
+template <class T>
+std::vector<T> check_reduce_scatter(Rig& rig, int64_t count, uint64_t seed) {
+  const int ranks = rig.world.size, rank = rig.world.rank;
+  std::vector<T> data(static_cast<size_t>(count * ranks));
+  for (int64_t i = 0; i < count * ranks; ++i) data[size_t(i)] = value<T>(seed, rank, i);
+  CHECK(rig.around<T>(*rig.reductions, rig.two, data,
+                      [&](T* buf) { rig.reductions->reduce_scatter(buf, count, dtype_of<T>); }));
+  int64_t wrong = 0;
+  for (int64_t i = rank * count; i < (rank + 1) * count; ++i) {
+    const T sum = sum_in_order<T>(seed, ranks, i);
+    wrong +=
+        !same(data[size_t(i)], sum) && !(std::abs(double(data[size_t(i)]) - double(sum)) <= allowed<T>(rig, seed, i));
+  }
+  CAPTURE(name_of(dtype_of<T>), count, ranks);
+  CHECK(wrong == 0);
+  return std::vector<T>(data.begin() + rank * count, data.begin() + (rank + 1) * count);  // the rest is undefined
+}
+
+void check_all_reduce(Rig& rig, int64_t n, uint64_t seed) {
+  std::vector<double> data(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) data[size_t(i)] = value<double>(seed, rig.world.rank, i);
+  CHECK(rig.around<double>(*rig.reductions, rig.two, data, [&](double* buf) { rig.reductions->all_reduce(buf, n); }));
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double sum = sum_in_order<double>(seed, rig.world.size, i);
+    wrong += !same(data[size_t(i)], sum) && !(std::abs(data[size_t(i)] - sum) <= allowed<double>(rig, seed, i));
+  }
+  CAPTURE(n, rig.world.size);
+  CHECK(wrong == 0);
+}
+
+void check_broadcast(Rig& rig, int64_t bytes, int root, uint64_t seed) {
+  std::vector<char> data(static_cast<size_t>(bytes));
+  for (int64_t i = 0; i < bytes; ++i) data[size_t(i)] = char(mix(seed + uint64_t(rig.world.rank * bytes + i)));
+  CHECK(rig.around<char>(*rig.gathers, rig.one, data, [&](char* buf) { rig.gathers->broadcast(buf, bytes, root); }));
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < bytes; ++i) wrong += data[size_t(i)] != char(mix(seed + uint64_t(root * bytes + i)));
+  CAPTURE(bytes, root, rig.world.size);
+  CHECK(wrong == 0);
+}
+
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+// Sums do not depend on who comes late.
+template <class T>
+void check_repeats(Rig& rig, int64_t count) {
+  const std::vector<T> once = check_reduce_scatter<T>(rig, count, 77);
+  for (int late = 0; late < rig.world.size; ++late) {
+    rig.reductions->delay_ms = rig.world.rank == late ? 5 : 0;
+    CHECK(same_bits(once, check_reduce_scatter<T>(rig, count, 77)));
+  }
+  rig.reductions->delay_ms = 0;
+}
+
+template <class T>
+void check_collectives_of(Rig& rig) {
+  uint64_t seed = 1;
+  for (int64_t count : counts) {
+    check_all_gather<T>(rig, count, seed++);
+    check_reduce_scatter<T>(rig, count, seed++);
+  }
+  for (int64_t count : {int64_t(7), int64_t(3000)}) check_repeats<T>(rig, count);
+}
+
+void check_collectives(Rig& rig) {
+  check_collectives_of<float>(rig);
+  check_collectives_of<bf16>(rig);
+  check_collectives_of<double>(rig);
+  uint64_t seed = 100;
+  for (int64_t n : counts) check_all_reduce(rig, n, seed++);
+  for (int64_t bytes : {int64_t(0), int64_t(1), int64_t(7), int64_t(4096), largest_count})
+    for (int root = 0; root < rig.world.size; ++root) check_broadcast(rig, bytes, root, seed++);
+}
+
+// Gathers on one channel, reductions on the other, all in flight at once, with ranks and channels late in turns.
+// any_order: each rank enqueues the two channels' calls in an order of its own.
+void check_two_channels(Rig& rig, bool any_order) {
+  constexpr int rounds = 12;
+  constexpr int64_t count = 1000;
+  const int ranks = rig.world.size, rank = rig.world.rank;
+  const int64_t slot = count * ranks;
+  HostBuffer<char> from(rig.dev, 2 * rounds * slot * 4), to(rig.dev, 2 * rounds * slot * 4);
+  const auto at = [&](HostBuffer<char>& h, int which, int round) {
+    return reinterpret_cast<float*>(h.get()) + (which * rounds + round) * slot;
+  };
+  for (int round = 0; round < rounds; ++round)
+    for (int64_t i = 0; i < slot; ++i) {
+      at(from, 0, round)[i] = i / count == rank ? value<float>(uint64_t(500 + round), rank, i) : nan<float>();
+      at(from, 1, round)[i] = value<float>(uint64_t(600 + round), rank, i);
+    }
+  const auto issue = [&](int which, int round) {
+    Channel& channel = which == 0 ? *rig.gathers : *rig.reductions;
+    const uint64_t dice = mix(uint64_t(rank * 1000 + which * 100 + round));
+    channel.delay_ms = dice % 3 == 0 ? double(dice % 7) : 0;
+    float* buf = reinterpret_cast<float*>(which == 0 ? rig.one : rig.two) + round * slot;
+    channel.stream().copy(buf, at(from, which, round), slot * 4);
+    if (which == 0) channel.all_gather(buf, count, Dtype::f32);
+    else channel.reduce_scatter(buf, count, Dtype::f32);
+    channel.stream().copy(at(to, which, round), buf, slot * 4);
+    channel.delay_ms = 0;
+  };
+  int next[2] = {0, 0};
+  for (uint64_t i = 0; next[0] < rounds || next[1] < rounds; ++i) {
+    int which = int(mix(i * 100 + (any_order ? uint64_t(rank) : 0)) % 2);
+    if (next[which] == rounds) which = 1 - which;
+    issue(which, next[which]++);
+  }
+  CHECK(rig.finish(rig.gathers->stream()) == "");
+  CHECK(rig.finish(rig.reductions->stream()) == "");
+  int64_t wrong = 0;
+  for (int round = 0; round < rounds; ++round)
+    for (int64_t i = 0; i < slot; ++i) {
+      wrong += !same(at(to, 0, round)[i], value<float>(uint64_t(500 + round), int(i / count), i));
+      if (i / count != rank) continue;
+      const float sum = sum_in_order<float>(uint64_t(600 + round), ranks, i), got = at(to, 1, round)[i];
+      wrong += !same(got, sum) && !(std::abs(double(got) - sum) <= allowed<float>(rig, uint64_t(600 + round), i));
+    }
+  CHECK(wrong == 0);
+}
+
+// While planning and tuning a collective does nothing: it may be called by one rank alone.
+void check_off(Rig& rig) {
+  for (Mode mode : {Mode::plan, Mode::tune}) {
+    rig.dev.mode = mode;
+    if (rig.world.rank == 0) {
+      rig.gathers->all_gather(rig.one, 10, Dtype::f32);
+      rig.reductions->reduce_scatter(rig.two, 10, Dtype::bf16);
+      rig.reductions->all_reduce(reinterpret_cast<double*>(rig.two), 10);
+      rig.gathers->broadcast(rig.one, 10, 0);
+    }
+    CHECK(rig.finish(rig.dev.gather()) == "");
+    CHECK(rig.finish(rig.dev.reduce()) == "");
+  }
+  rig.dev.mode = Mode::run;
+  check_all_gather<float>(rig, 10, 900);  // and nothing is left over
+  check_reduce_scatter<float>(rig, 10, 901);
+}
+
+// Why this cannot run on GPUs, the same on all ranks; empty if it can.
+std::string no_gpu_here() { return agree(have_gpu() ? "" : "no GPU"); }
+std::string no_nccl_here() {
+  const World& w = test_world();
+  return agree(!have_gpu()                ? "no GPU"
+               : nccl_version() == "none" ? "a build without NCCL"
+               : gpus() < w.local_size    ? strf("%d ranks, %d GPUs: NCCL needs one a rank", w.local_size, gpus())
+                                          : "");
+}
+
+}  // namespace
+
+// -------------------------------------------------------------------------------------------------------- collectives
+
+TEST_CASE("collectives over MPI", "[comm]") {
+  Rig rig(Backend::cpu);
+  check_collectives(rig);
+}
+
+TEST_CASE("a bf16 sum is the fp32 sum, rounded once", "[comm]") {
+  // Numbers where every other way to add shows: rank 0 brings a large one, the others bring halves of its last place.
+  Rig rig(Backend::cpu);
+  const int ranks = rig.world.size, rank = rig.world.rank;
+  constexpr int64_t count = 100;
+  std::vector<bf16> data(static_cast<size_t>(count * ranks), bf16(rank == 0 ? 256.0f : 1.0f));  // places of 2
+  rig.around<bf16>(*rig.reductions, rig.two, data,
+                   [&](bf16* buf) { rig.reductions->reduce_scatter(buf, count, Dtype::bf16); });
+  // Rounded at each step the sum would stay 256: every 1 is a tie, which goes to even.
+  const float sum = float(bf16(256.0f + float(ranks - 1)));
+  if (ranks > 2) CHECK(sum > 256);
+  int64_t wrong = 0;
+  for (int64_t i = rank * count; i < (rank + 1) * count; ++i) wrong += float(data[size_t(i)]) != sum;
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("two channels do not disturb each other", "[comm]") {
+  Rig rig(Backend::cpu);
+  check_two_channels(rig, true);
+}
+
+TEST_CASE("a late gather does not hold reductions up", "[comm]") {
+  Rig rig(Backend::cpu);
+  const World& w = rig.world;
+  // The last rank comes to its gather only when its reductions are done; on all ranks the gather is enqueued first. The
+  // limit turns what would hang into a failed test.
+  constexpr int64_t count = 1000;
+  std::promise<void> reduced;
+  bool in_time = true;
+  if (w.rank == w.size - 1)
+    rig.gathers->stream().host([&, open = reduced.get_future().share()] {
+      in_time = open.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+    });
+  rig.gathers->all_gather(rig.one, count, Dtype::f32);
+  for (int i = 0; i < 5; ++i) rig.reductions->reduce_scatter(rig.two, count, Dtype::f32);
+  CHECK(rig.finish(rig.reductions->stream()) == "");
+  reduced.set_value();
+  CHECK(rig.finish(rig.gathers->stream()) == "");
+  CHECK(in_time);
+}
+
+TEST_CASE("collectives return at once", "[comm]") {
+  Rig rig(Backend::cpu);
+  // A channel's delay holds its stream up, once a collective, and not the host.
+  rig.gathers->delay_ms = rig.reductions->delay_ms = 50;
+  Event from(rig.dev, true), gathered(rig.dev, true), reduced(rig.dev, true);
+  Stream &gather = rig.gathers->stream(), &reduce = rig.reductions->stream();
+  const auto start = std::chrono::steady_clock::now();
+  gather.record(from);
+  rig.gathers->all_gather(rig.one, 10, Dtype::f32);
+  rig.gathers->broadcast(rig.one, 10, 0);
+  gather.record(gathered);
+  reduce.wait(from);
+  rig.reductions->reduce_scatter(rig.two, 10, Dtype::f32);
+  rig.reductions->all_reduce(reinterpret_cast<double*>(rig.two), 10);
+  reduce.record(reduced);
+  CHECK(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() < 50);
+  CHECK(rig.finish(gather) == "");
+  CHECK(rig.finish(reduce) == "");
+  CHECK(elapsed_ms(from, gathered) >= 99.9f);
+  CHECK(elapsed_ms(from, reduced) >= 99.9f);
+}
+
+TEST_CASE("planning and tuning talk to nobody", "[comm]") {
+  Rig rig(Backend::cpu);
+  check_off(rig);
+}
+
+TEST_CASE("a planned world opens nothing", "[comm]") {
+  // As for `--plan --world 8` by one rank: what it keeps is in the plan, and nobody else is needed.
+  World world;
+  world.rank = 3, world.size = 8;
+  if (test_world().rank == 0) {
+    Device dev(Backend::cpu, 0);
+    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", 123456, false);
+    CHECK(dev.mem.report().before_step[int(Purpose::workspace)] >= 123456);
+    channel.all_gather(nullptr, 10, Dtype::f32);
+    channel.reduce_scatter(nullptr, 10, Dtype::f32);
+    CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, false), Error);
+  }
+}
+
+TEST_CASE("GPU: collectives over NCCL", "[comm][gpu]") {
+  if (const std::string why = no_nccl_here(); !why.empty()) SKIP_TEST(why.c_str());
+  Rig rig(Backend::gpu, Transport::nccl);
+  check_collectives(rig);
+  check_two_channels(rig, false);  // one order: kernels of two communicators must not wait for each other
+  check_off(rig);
+}
+
+TEST_CASE("GPU: collectives over MPI through host memory", "[comm][gpu]") {
+  if (const std::string why = no_gpu_here(); !why.empty()) SKIP_TEST(why.c_str());
+  Rig rig(Backend::gpu, Transport::mpi);  // ranks share GPUs where there are fewer
+  check_collectives(rig);
+  check_two_channels(rig, false);  // they share a stream: one order
+  check_off(rig);
+}
+
+// ------------------------------------------------------------------------------------------- agreements between ranks
+
+TEST_CASE("broadcast_text gives all ranks the root's text", "[comm]") {
+  const World& w = test_world();
+  std::string long_text(100001, ' ');
+  for (size_t i = 0; i < long_text.size(); ++i) long_text[i] = char(mix(i));
+  const std::string texts[] = {"", "x", "two\nlines", std::string("a zero \0 inside", 15), long_text};
+  for (const std::string& text : texts)
+    for (int root = 0; root < w.size; ++root) {
+      const std::string mine = w.rank == root ? text : std::string(size_t(w.rank * 7), 'o');
+      CHECK(broadcast_text(mine, root) == text);
+    }
+  CHECK(broadcast_text(strf("rank %d", w.rank)) == "rank 0");
+}
+
+TEST_CASE("agree tells all ranks the lowest rank's error", "[comm]") {
+  const World& w = test_world();
+  CHECK(agree("") == "");
+  const auto error_of = [](int rank) { return strf("rank %d: ", rank) + std::string(size_t(1000 / (rank + 1)), 'e'); };
+  for (int mask = 0; mask < 64; ++mask) {  // every set of ranks that have one
+    const auto fails = [&](int rank) { return mask >> rank % 6 & 1; };
+    std::string lowest;
+    for (int r = w.size - 1; r >= 0; --r)
+      if (fails(r)) lowest = error_of(r);
+    CHECK(agree(fails(w.rank) ? error_of(w.rank) : "") == lowest);
+  }
+}
+
+TEST_CASE("require_same throws on all ranks when one differs", "[comm]") {
+  const World& w = test_world();
+  const auto said = [](const std::string& text) -> std::string {
+    try {
+      require_same(text, "the learning rate");
+    } catch (const UsageError& e) { return e.what(); } catch (...) {
+      return "(an error of another kind)";
+    }
+    return "";
+  };
+  CHECK(said("1e-3") == "");
+  CHECK(said("") == "");
+  for (int odd = 0; odd < w.size; ++odd) {
+    for (const char* other : {"2e-3", "1e-3 ", ""}) {
+      const std::string text = said(w.rank == odd ? other : "1e-3");
+      if (w.size == 1) {
+        CHECK(text == "");
+        continue;
+      }
+      CHECK(has(text, "the learning rate"));
+      CHECK(has(text, strf("rank %d", odd == 0 ? 1 : odd)));  // who departs from rank 0
+      CHECK(has(text, odd == 0 ? "rank 0: " + std::string(other) : std::string("rank 0: 1e-3")));
+      CHECK(has(text, odd == 0 ? "rank 1: 1e-3" : strf("rank %d: %s", odd, other)));
+      CHECK(broadcast_text(text) == text);  // the same everywhere
+    }
+  }
+  CHECK(said("again the same") == "");  // and the ranks are still together
+}
+
+TEST_CASE("nobody passes a barrier before all have come", "[comm]") {
+  const World& w = test_world();
+  // One clock for all ranks of a host, and none between hosts.
+  const bool one_host = agree(w.local_size == w.size ? "" : "several hosts").empty();
+  const auto now = [] {
+    return int64_t(
+        std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+            .count());
+  };
+  barrier();
+  for (int late = 0; late < w.size; ++late) {
+    if (w.rank == late) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    const int64_t came = now();
+    barrier();
+    const int64_t passed = now();
+    const int64_t last = std::stoll(broadcast_text(std::to_string(came), late));
+    if (one_host) CHECK(passed >= last);
+  }
+}
+
+TEST_CASE("ranks know who they are", "[comm]") {
+  const World& w = test_world();
+  CHECK(w.size >= 1);
+  CHECK(w.rank >= 0);
+  CHECK(w.rank < w.size);
+  CHECK(this_rank() == w.rank);
+  CHECK(w.local_rank >= 0);
+  CHECK(w.local_rank < w.local_size);
+  CHECK(w.local_size <= w.size);
+  for (int r = 0; r < w.size; ++r) CHECK(broadcast_text(std::to_string(w.rank), r) == std::to_string(r));
+  CHECK(!mpi_version().empty());
+}
