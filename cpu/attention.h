@@ -126,7 +126,7 @@ void attention_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, 
 
 template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
-                        const acc_t<T>* lse, const AttentionShape& a) {
+                        const acc_t<T>* lse, const AttentionShape& a, Gate<T> gate = {}) {
   using namespace attention_detail;
   using A = acc_t<T>;
   const int64_t T_ = a.T, D = a.D, group = a.H / a.HKV;
@@ -151,6 +151,12 @@ void attention_backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* 
             const T* oi = o + (b * T_ + t0 + i) * a.ld_o + h * D;
             delta[i] = 0;
             for (int64_t d = 0; d < D; ++d) delta[i] += dos[i * D + d] * A(oi[d]);
+            if (!gate.gate) continue;
+            const int64_t at = (b * T_ + t0 + i) * gate.ld + h;
+            const A g = A(1) / (A(1) + std::exp(-A(gate.gate[at])));
+            gate.dgate[at] = T(g * (A(1) - g) * delta[i]);
+            delta[i] *= g;
+            for (int64_t d = 0; d < D; ++d) dos[i * D + d] *= g;
           }
           for (int j0 = 0; j0 < n; j0 += BN) {
             const int w = std::min(BN, n - j0);

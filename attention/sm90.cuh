@@ -18,7 +18,7 @@
 
 #include <atomic>
 
-#include "attention_tiles.cuh"
+#include "attention/tiles.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "Hopper kernels need -gencode arch=compute_90a,code=sm_90a (sm_90 without the a has no wgmma)"

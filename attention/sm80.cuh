@@ -9,7 +9,7 @@
 // bank twice.
 #pragma once
 
-#include "attention_tiles.cuh"
+#include "attention/tiles.cuh"
 
 namespace attention::sm80 {
 

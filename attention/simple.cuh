@@ -5,7 +5,7 @@
 // each lane takes every 32nd column and sums.
 #pragma once
 
-#include "attention_tiles.cuh"
+#include "attention/tiles.cuh"
 
 namespace attention::simple {
 

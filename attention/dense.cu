@@ -5,12 +5,13 @@
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
-#include "attention_simple.cuh"
-#include "attention_sm80.cuh"
-#include "attention_sm90.cuh"
+#include "attention/simple.cuh"
+#include "attention/sm80.cuh"
+#include "attention/sm90.cuh"
 #endif
 
 static void check(const AttentionShape& a) {
+  if (a.sees != Sees::causal) throw Error("attention: this rule of sight has no kernel yet");
   if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))
     throw Error(
         strf("attention: bad shape B %lld T %lld H %lld HKV %lld D %lld scale %g: all must be positive and HKV "
@@ -32,11 +33,12 @@ static int head_splits(const AttentionShape& a) {
 namespace attention {
 
 // Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
-// past T get delta 0 and lse +inf, which makes their probabilities 0. 8 lanes take a row of one head.
-// Reads do and o once.
+// past T get delta 0 and lse +inf, which makes their probabilities 0. A gate g multiplies do: taken off lse as its
+// logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them. 8 lanes take a
+// row of one head. Reads do and o once.
 template <class E>
 __global__ void __launch_bounds__(256)
-    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a) {
+    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate) {
   int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 8;
   if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
   int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
@@ -55,8 +57,14 @@ __global__ void __launch_bounds__(256)
   unsigned lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);
   for (int x = 4; x; x /= 2) sum += __shfl_xor_sync(lanes, sum, x);
   if (threadIdx.x % 8) return;
-  float l = t < a.T ? lse[int64_t(b * a.H + h) * a.T + t] : -INFINITY;
-  lse2[int64_t(b * a.H + h) * a.Tp + t] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f;
+  float l = t < a.T ? lse[int64_t(b * a.H + h) * a.T + t] : -INFINITY, log2_gate = 0;
+  if (gate.gate && t < a.T) {
+    const int64_t at = (int64_t(b) * a.T + t) * gate.ld + h;
+    const float e = __expf(-fabsf(float(gate.gate[at]))), g = (float(gate.gate[at]) < 0 ? e : 1.f) / (1 + e);
+    gate.dgate[at] = E(g * (1 - g) * sum);
+    log2_gate = log2f(g);
+  }
+  lse2[int64_t(b * a.H + h) * a.Tp + t] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate;
   delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
 }
 
@@ -112,14 +120,15 @@ void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T*
 
 template <class T>
 void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
-                        const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape) {
+                        const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape,
+                        Gate<T> gate) {
   using namespace attention;
   const Problem a(shape);
   const Causal mask{a.T};
   attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
-  prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a);
+  prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate);
   CUDA_CHECK_LAUNCH();
   if constexpr (std::is_same_v<T, bf16>) {
     const int splits = head_splits(shape);
@@ -142,9 +151,9 @@ template void attention_forward(cudaStream_t, int, float*, float*, const float*,
 template void attention_forward(cudaStream_t, int, bf16*, float*, const bf16*, const bf16*, const bf16*,
                                 const AttentionShape&);
 template void attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
-                                 const float*, const float*, const float*, float*, const AttentionShape&);
+                                 const float*, const float*, const float*, float*, const AttentionShape&, Gate<float>);
 template void attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
-                                 const bf16*, const bf16*, const float*, float*, const AttentionShape&);
+                                 const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>);
 
 }  // namespace gpu
 #endif
@@ -174,26 +183,27 @@ int64_t attention_backward_workspace(const AttentionShape& a) {
 
 template <class T>
 void attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
-                        const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a) {
+                        const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate) {
   check(a);
   if (s.off()) return;
   if (s.on_gpu()) {
 #if FSDP_CUDA
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
     else
-      gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a);
+      gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a,
+                              gate);
 #endif
     return;
   }
   (void)workspace;
-  s.enqueue([=] { cpu::attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, a); });
+  s.enqueue([=] { cpu::attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, a, gate); });
 }
 
 #define INSTANTIATE(T)                                                                                          \
   template void attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&); \
   template int64_t attention_backward_workspace<T>(const AttentionShape&);                                      \
   template void attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
-                                   const acc_t<T>*, acc_t<T>*, const AttentionShape&);
+                                   const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)
