@@ -199,10 +199,9 @@ json header(const Run& r, const Device& dev, const World& world, Transport trans
           {"memory",
            {{"init_mib", mib(mem.init_total)},
             {"before_step_mib", mib(mem.before_step_total)},
-            {"planned_peak_mib", mib(mem.live_peak)},
-            {"peak_mib", mib(mem.arena)},
-            // What the device had less after the arena was taken; other processes' doings are in it too.
-            {"device_reported_mib", mib(dev.mem.device_reported_bytes())}}}};
+            {"planned_peak_mib", mib(mem.arena)},
+            {"live_peak_mib", mib(mem.live_peak)},
+            {"peak_mib", mib(dev.mem.device_reported_bytes())}}}};
 }
 
 // --------------------------------------------------------------------------------------------------------- the data
@@ -331,7 +330,7 @@ void train(const Context& c, const Run& r) {
     s.step_ms = elapsed_ms(started[slot], done[slot]);
     s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
     s.mfu = peak_tflops > 0 ? flops * s.tokens_per_sec / (peak_tflops * 1e12) : -1;
-    s.peak_mib = mib(dev.mem.arena_bytes());
+    s.peak_mib = mib(dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
     if (r.o.comm_timing) model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
     c.telemetry->step(s);

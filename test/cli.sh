@@ -145,5 +145,14 @@ done
 cp "$dir/log.jsonl" "$dir/out"
 verdict "the log of a run" "${wrong#; }"
 
+# --------------------------------------------------------------------------------------------------------- the notes
+# NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
+wrong=""
+: >"$dir/out"
+while IFS='|' read -r name file line; do
+  sed -n "${line}p" "$file" 2>/dev/null | grep -qF -- "$name" || wrong="$wrong; $name is not at $file:$line"
+done < <(grep -o '\[`[^`]*`\]([^)#]*#L[0-9]*)' NOTES.md | sed 's/^\[`\([^`]*\)`\](\([^#]*\)#L\([0-9]*\))$/\1|\2|\3/')
+verdict "the lines that NOTES.md leads to" "${wrong#; }"
+
 echo "RESULT $passed $failed $skipped"
 [ "$failed" = 0 ]
