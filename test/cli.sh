@@ -1,5 +1,5 @@
 #!/bin/bash
-# What the program does with bad input: under mpirun with two ranks each mistake must give exactly one line of ours
+# What the programs do with bad input: under mpirun with two ranks each mistake must give exactly one line of ours
 # (`error: ...`) that names the culprit, and end all ranks with a non-zero status within 20 seconds. And that the
 # options which do something else than training do it. The last line is for test/run: RESULT passed failed skipped.
 cd "$(dirname "$0")/.." || exit
@@ -124,6 +124,10 @@ yes "all work and no play" | head -n 2000 >"$dir/a/text.txt"
 mpi -np 1 -wdir "$dir/a" "$PWD/train" "${small[@]}" --data text.txt : \
   -np 1 -wdir "$dir/b" "$PWD/train" "${small[@]}" --data text.txt
 judge "an error on one rank alone" "text.txt" "No such file"
+
+# What no other rank can know of: rank 1 throws while the others wait for it in a collective.
+mpi -np 3 build/test_ranks "[.throws]"
+judge "a rank that throws while others wait" "rank 1" "out of luck"
 
 # ---------------------------------------------------------------------------------------------------------- memory
 bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 262144 --depth 1000 --vocab 256

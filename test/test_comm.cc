@@ -491,3 +491,17 @@ TEST_CASE("ranks know who they are", "[comm]") {
   for (int r = 0; r < w.size; ++r) CHECK(broadcast_text(std::to_string(w.rank), r) == std::to_string(r));
   CHECK(!mpi_version().empty());
 }
+
+// Hidden, because it ends the program: test/cli.sh runs it and looks at what is left.
+TEST_CASE("a rank throws while the others wait in a collective", "[.throws]") {
+  const World& world = test_world();
+  or_abort([&] {
+    Device dev(Backend::cpu, 0, world.size);
+    std::vector<float> data(size_t(64 * world.size));
+    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", int64_t(data.size() * 4), true);
+    dev.mode = Mode::run;
+    if (world.rank == 1) throw Error("out of luck");
+    channel.all_gather(data.data(), 64, Dtype::f32);
+    dev.gather().synchronize();
+  });
+}
