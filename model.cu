@@ -359,10 +359,10 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   G* dw = fsdp.gradient(u);
   auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
   auto to = [&](int64_t place) { return place < 0 ? nullptr : dw + place; };
-  auto bias_grad = [&](int64_t place, const T* dy, int64_t N) {
+  auto bias_grad = [&](int64_t place, const T* dy, int64_t N, int64_t ld) {
     if (place < 0) return;
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, N), "partial sums");
-    ops::bias_grad<T, G>(s, to(place), dy, partials, M, N);
+    ops::bias_grad<T, G>(s, to(place), dy, partials, M, N, ld);
   };
   auto norm_backward = [&](int64_t weight, int64_t bias, const T* dy, const T* x, const A* stats) {
     Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
@@ -377,12 +377,12 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
     else ops::gelu_backward<T>(s, dg, v.h, M * F);
     Buffer<T>&g = llama ? dg : v.h, &dh = llama ? v.h : dg;
     ops::matmul_wgrad<T, G>(s, to(at_.down), dx, g, M, C, F, false);
-    bias_grad(at_.down_bias, dx, C);
+    bias_grad(at_.down_bias, dx, C, C);
     g.reset();
     Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
     ops::norm_apply<T>(s, norm_, n, v.stats2, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
     ops::matmul_wgrad<T, G>(s, to(at_.up), dh, n, M, UP, C, false);
-    bias_grad(at_.up_bias, dh, F);
+    bias_grad(at_.up_bias, dh, F, F);
     ops::matmul_dgrad<T>(s, n, dh, at(at_.up), M, UP, C, false);
     dh.reset();
     norm_backward(at_.norm2, at_.norm2_bias, n, v.x2, v.stats2);

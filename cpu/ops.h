@@ -133,11 +133,17 @@ void matmul_wgrad(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t 
 }
 
 template <class T, class G>
-void bias_grad(G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N) {
+void bias_grad(G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld) {
   std::fill(partials, partials + N, acc_t<T>(0));
   for (int64_t m = 0; m < M; ++m)
-    for (int64_t n = 0; n < N; ++n) partials[n] += acc_t<T>(dy[m * N + n]);
+    for (int64_t n = 0; n < N; ++n) partials[n] += acc_t<T>(dy[m * ld + n]);
   for (int64_t n = 0; n < N; ++n) db[n] = G(partials[n]);
+}
+
+template <class T>
+void add_bias(T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) x[m * ld + n] = T(acc_t<T>(x[m * ld + n]) + acc_t<T>(bias[n]));
 }
 
 // -------------------------------------------------------------------------------------------------------------- norms

@@ -45,6 +45,27 @@ void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n) {
 }
 
 template <class T>
+struct AddBias {
+  T* x;
+  const T* bias;
+  int64_t N, ld;
+  template <int n>
+  __device__ void at(int64_t i) const {
+    float v[n], b[n];
+    load(v, x + i / N * ld + i % N);
+    load(b, bias + i % N);
+#pragma unroll
+    for (int j = 0; j < n; ++j) v[j] += b[j];
+    store(x + i / N * ld + i % N, v);
+  }
+};
+template <class T>
+void add_bias(cudaStream_t stream, T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  each<width<T>>(stream, AddBias<T>{x, bias, N, ld}, M * N,
+                 aligned(x, bias) && N % width<T> == 0 && ld % width<T> == 0);
+}
+
+template <class T>
 struct GeluBackward {
   T *dg_dh, *h_g;
   template <int N>

@@ -15,7 +15,8 @@ namespace gpu {
 
 // A block owns 32 vectors of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector.
 template <class T, int N>
-__global__ void __launch_bounds__(256) column_sums_kernel(float* partials, const T* dy, int64_t M, int64_t C) {
+__global__ void __launch_bounds__(256)
+    column_sums_kernel(float* partials, const T* dy, int64_t M, int64_t C, int64_t ld) {
   __shared__ float sums[8][warp][N];
   const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N;
   const int64_t rows = ceil_div(M, gridDim.y), begin = rows * blockIdx.y, end = begin + rows < M ? begin + rows : M;
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(256) column_sums_kernel(float* partials, const
 #pragma unroll 4
     for (int64_t m = begin + threadIdx.y; m < end; m += 8) {
       float v[N];
-      load(v, dy + m * C + c);
+      load(v, dy + m * ld + c);
 #pragma unroll
       for (int j = 0; j < N; ++j) total[j] += v[j];
     }
@@ -41,13 +42,13 @@ __global__ void __launch_bounds__(256) column_sums_kernel(float* partials, const
 }
 
 template <class T, class G>
-void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C) {
+void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C, int64_t ld) {
   constexpr int N = width<T>;
-  const bool vectors = C % N == 0 && aligned(dy);
+  const bool vectors = C % N == 0 && ld % N == 0 && aligned(dy);
   const int runs = int(ops::bias_grad_partials(M, C) / C);
   const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs), threads(warp, 8);
-  if (vectors) column_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dy, M, C);
-  else column_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dy, M, C);
+  if (vectors) column_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dy, M, C, ld);
+  else column_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dy, M, C, ld);
   CUDA_CHECK_LAUNCH();
   reduce_columns<G>(stream, db, nullptr, partials, runs, C);
 }

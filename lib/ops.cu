@@ -74,8 +74,13 @@ void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V
 // --------------------------------------------------------------------------------------------------------- operations
 
 template <class T, class G>
-void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N) {
-  RUN(is_double<T>, bias_grad, db, dy, partials, M, N);
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld) {
+  RUN(is_double<T>, bias_grad, db, dy, partials, M, N, ld);
+}
+
+template <class T>
+void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  RUN(is_double<T>, add_bias, x, bias, M, N, ld);
 }
 
 template <class T>
@@ -168,6 +173,7 @@ void adamw(Stream& s, float* w, float* m, float* v, const float* grad, const dou
   template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t, \
                              int64_t);                                                                          \
   template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
+  template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                     \
   template void gelu_forward(Stream&, T*, const T*, int64_t);                                                   \
   template void gelu_backward(Stream&, T*, T*, int64_t);                                                        \
   template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                        \
@@ -183,7 +189,7 @@ FOR(double)
 #undef FOR
 
 #define FOR(T, G)                                                                                                 \
-  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t);                                    \
+  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t, int64_t);                           \
   template void norm_backward(Stream&, Norm, T*, G*, G*, const T*, const T*, const T*, const acc_t<T>*, const T*, \
                               acc_t<T>*, int64_t, int64_t);                                                       \
   template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t);

@@ -33,10 +33,13 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 // dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
-// db (N) = column sums of dy (M,N). partials: bias_grad_partials(M, N) numbers of workspace.
+// db (N) = column sums of dy (M,N), rows of ld numbers. partials: bias_grad_partials(M, N) numbers of workspace.
 int64_t bias_grad_partials(int64_t M, int64_t N);
 template <class T, class G>
-void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N);
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld);
+// x (M,N), rows of ld numbers, += bias (N), where it is not a product's whole output.
+template <class T>
+void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
 
 // ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without; eps 1e-5.
 enum class Norm { layer, rms };

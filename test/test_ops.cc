@@ -205,7 +205,16 @@ TEST_CASE("matmul: values and gradients", "[ops]") {
   Doubles dx(M * K), dw(N * K), db(N), partials(ops::bias_grad_partials(M, N)), in_place = residual;
   cpu::matmul_dgrad(dx.data(), dy.data(), w.data(), M, N, K, false);
   cpu::matmul_wgrad(dw.data(), dy.data(), x.data(), M, N, K, false);
-  cpu::bias_grad(db.data(), dy.data(), partials.data(), M, N);
+  cpu::bias_grad(db.data(), dy.data(), partials.data(), M, N, N);
+  // Of a part of the columns, and onto it.
+  Doubles part(N - 2), plus = y;
+  cpu::bias_grad(part.data(), dy.data() + 1, partials.data(), M, N - 2, N);
+  cpu::add_bias(plus.data() + 1, bias.data(), M, N - 2, N);
+  for (int64_t n = 0; n < N; ++n) {
+    const bool in = n >= 1 && n < N - 1;
+    if (in) CHECK(part[n - 1] == db[n]);
+    for (int64_t m = 0; m < M; ++m) CHECK(plus[m * N + n] == y[m * N + n] + (in ? bias[n - 1] : 0));
+  }
   CHECK(gradient_error(x, dx, loss) < 1e-8);
   CHECK(gradient_error(w, dw, loss) < 1e-8);
   CHECK(gradient_error(bias, db, loss) < 1e-8);
@@ -852,7 +861,8 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
         auto *y = a.out<T>(M * N), *y2 = a.out<T>(M * N), *y3 = a.inout<T>(M * N), *g = a.out<T>(M * N),
              *h = a.out<T>(M * N), *dx = a.out<T>(M * K), *dx2 = a.inout<T>(M * K), *x = a.in<T>(M * K),
              *w = a.in<T>(N * K, small), *bias = a.in<T>(N), *residual = a.in<T>(M * N), *dy = a.in<T>(M * N);
-        auto *dw = a.out<G>(N * K), *dw2 = a.inout<G>(N * K), *db = a.out<G>(N);
+        auto *dw = a.out<G>(N * K), *dw2 = a.inout<G>(N * K), *db = a.out<G>(N), *db2 = a.out<G>(N / 2);
+        auto* y4 = a.inout<T>(M * N);
         auto* partials = a.work<float>(ops::bias_grad_partials(M, N));
         const T* none = nullptr;
         const auto all = [&] {
@@ -864,7 +874,9 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
           ops::matmul_dgrad<T>(a.s, dx2, dy, w, M, N, K, true);
           ops::matmul_wgrad<T, G>(a.s, dw, dy, x, M, N, K, false);
           ops::matmul_wgrad<T, G>(a.s, dw2, dy, x, M, N, K, true);
-          ops::bias_grad<T, G>(a.s, db, dy, partials, M, N);
+          ops::bias_grad<T, G>(a.s, db, dy, partials, M, N, N);
+          ops::bias_grad<T, G>(a.s, db2, dy, partials, M, N / 2, N);
+          ops::add_bias<T>(a.s, y4, bias, M, N / 2, N);
         };
         if (before == Mode::tune && a.dev.backend == Backend::gpu) {
           std::vector<std::pair<void*, std::vector<char>>> kept;  // tuning writes over its arrays
