@@ -3,6 +3,8 @@
 //
 //   ./bench --sweep depth            on the reference shape `rope` (on a CPU, on `tiny`), with the ranks at hand
 //   ./bench --sweep width --ranks 2 --values 1024,2048 -- --param-dtype fp32
+//   ./bench --sweep attention        NSA beside dense attention, from q, k and v to o, by sequence length; in this
+//   process
 //   ./bench --attention              on GPU 0, in this process
 //
 // Typed without mpirun. Each row of a sweep is a run of its own, `mpirun -np W ./train ...` in fresh processes, so that
@@ -200,6 +202,8 @@ Row train_row(const Settings& s, int64_t value) {
   std::remove(log.c_str());
   auto number = [](int64_t n) { return std::to_string(n); };
   Words train = {"./train", "--preset", s.preset, "--data", "random", "--steps", number(s.steps), "--log", log};
+  // Against PyTorch, which has dense attention alone.
+  if (s.preset.rfind("mlp", 0) != 0) train.insert(train.end(), {"--attn", "dense"});
   if (s.gpu) train.insert(train.end(), {"--batch", "8", "--param-dtype", "bf16", "--reduce-dtype", "bf16"});
   if (s.sweep == "depth" || s.sweep == "seq") train.insert(train.end(), {"--" + s.sweep, number(value)});
   if (s.sweep == "width") {
@@ -407,8 +411,9 @@ Settings parse(int argc, char** argv) {
   CLI::App app(
       "Time and memory of a training step, over a sweep; options of ./train follow after --. Or the time of the "
       "attention kernels alone");
-  auto* sweep = app.add_option("--sweep", s.sweep, "what to vary: depth, seq, width or world")
-                    ->check(CLI::IsMember({"depth", "seq", "width", "world"}));
+  auto* sweep = app.add_option("--sweep", s.sweep,
+                               "what to vary: depth, seq, width or world; attention: NSA beside dense, by length")
+                    ->check(CLI::IsMember({"depth", "seq", "width", "world", "attention"}));
   app.add_flag("--attention", s.attention, "time the attention kernels on GPU 0")->excludes(sweep);
   app.add_option("--values", s.values, "the values, with commas (default: a list that suits the machine)")
       ->delimiter(',')
@@ -541,7 +546,19 @@ std::vector<double> time_calls(Device& dev, F call) {
   return ms;
 }
 
+// Pairs of a query and a key that it sees, in one head of one sequence; causal: half of all.
+double seen_pairs(const AttentionShape& a) {
+  if (a.sees == Sees::causal) return double(a.T) * double(a.T) / 2;
+  double pairs = 0;
+  for (int64_t t = 0; t < a.T; ++t) {
+    const int64_t ended = t + 1 < a.block ? 0 : (t + 1 - a.block) / std::max<int64_t>(1, a.stride) + 1;
+    pairs += double(a.sees == Sees::window ? std::min(t + 1, a.window) : std::min(ended, a.keys));
+  }
+  return pairs;
+}
+
 // One shape by the kernels of `arch`: q, k and v are columns of one buffer, as in a model, and normal numbers.
+// Compressed keys have a buffer of their own.
 json time_attention_shape(Device& dev, int arch, AttentionShape a) {
   const int64_t rows = a.B * a.T, k_at = a.H * a.D, v_at = k_at + a.HKV * a.D, ld = v_at + a.HKV * a.D;
   a.ld_q = a.ld_kv = a.ld_dq = a.ld_dkv = ld, a.ld_o = a.H * a.D;
@@ -559,14 +576,20 @@ json time_attention_shape(Device& dev, int arch, AttentionShape a) {
     ops::cast<bf16, float>(s, d_o, x, rows * a.ld_o);
     s.synchronize();
   }
-  auto forward = [&] { gpu::attention_forward<bf16>(s.cuda(), arch, o, lse, qkv, qkv + k_at, qkv + v_at, a); };
+  bf16 *k = qkv + k_at, *v = qkv + v_at, *dk = dqkv + k_at, *dv = dqkv + v_at;
+  if (a.sees == Sees::compressed) {
+    a.ld_kv = a.ld_dkv = 2 * a.HKV * a.D;
+    const int64_t n = a.B * a.keys * a.ld_kv;
+    k = arrays.make<bf16>(n), v = k + a.HKV * a.D, dk = arrays.make<bf16>(n), dv = dk + a.HKV * a.D;
+    s.copy(k, qkv, n * int64_t(sizeof(bf16)));
+  }
+  auto forward = [&] { gpu::attention_forward<bf16>(s.cuda(), arch, o, lse, qkv, k, v, a); };
   auto both = [&] {
     forward();
-    gpu::attention_backward<bf16>(s.cuda(), arch, dqkv, dqkv + k_at, dqkv + v_at, d_o, qkv, qkv + k_at, qkv + v_at, o,
-                                  lse, work, a);
+    gpu::attention_backward<bf16>(s.cuda(), arch, dqkv, dk, dv, d_o, qkv, k, v, o, lse, work, a);
   };
-  // Two products forward and five backward; half of the scores of causal attention are counted.
-  const double flops = 4.0 * double(a.B * a.H) * double(a.T) * double(a.T) * double(a.D) / 2;
+  // Two products forward and five backward; only pairs that are seen count.
+  const double flops = 4.0 * double(a.B * a.H) * seen_pairs(a) * double(a.D);
   json result;
   auto add = [&](const std::string& name, const std::vector<double>& ms, double work_done) {
     result[name + "_ms"] = median(ms);
@@ -604,22 +627,49 @@ int time_attention(Settings s) {
   if (cc == 90) kernels.insert(kernels.begin(), {90, "sm_90a (wgmma)"});
   mkdir("results", 0777);
   if (s.out.empty()) s.out = "results/attention.jsonl";
-  std::printf("causal attention in bf16, medians of 20 calls; %s; %s\n\n", dev.name.c_str(), s.out.c_str());
+  std::printf("attention in bf16, medians of 20 calls; %s; %s\n\n", dev.name.c_str(), s.out.c_str());
   std::vector<Words> table = {{"shape", "kernel", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s", "note"}};
   bool any = false;
-  const int64_t shapes[][5] = {{1, 8192, 32, 8, 128},  {1, 4096, 32, 8, 128}, {8, 4096, 32, 8, 128},
-                               {1, 32768, 32, 8, 128}, {1, 2048, 12, 2, 64},  {16, 2048, 12, 2, 64},
-                               {1, 8192, 32, 8, 64}};  // B, T, H, HKV, D
-  for (const auto& [B, T, H, HKV, D] : shapes)
+  std::vector<AttentionShape> shapes;
+  auto add = [&](int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) -> AttentionShape& {
+    AttentionShape a = {};
+    a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.scale = 1 / std::sqrt(double(D));
+    shapes.push_back(a);
+    return shapes.back();
+  };
+  add(1, 8192, 32, 8, 128), add(1, 4096, 32, 8, 128), add(8, 4096, 32, 8, 128), add(1, 32768, 32, 8, 128);
+  add(1, 2048, 12, 2, 64), add(16, 2048, 12, 2, 64), add(1, 8192, 32, 8, 64);
+  // The branches of NSA that these kernels do: a window, and compressed keys.
+  for (const auto& [H, HKV] : {std::pair<int64_t, int64_t>{32, 8}, {64, 4}}) {
+    for (int64_t T = 4096; T <= 65536; T *= 2) {
+      AttentionShape& a = add(1, T, H, HKV, 128);
+      a.sees = Sees::window, a.window = 512;
+    }
+    for (int64_t T = 4096; T <= 65536; T *= 2) {
+      AttentionShape& a = add(1, T, H, HKV, 128);
+      a.sees = Sees::compressed, a.block = 32, a.stride = 16, a.keys = (T - a.block) / a.stride + 1;
+    }
+  }
+  for (const AttentionShape& a : shapes)
     for (const Kernels& k : kernels) {
-      json row = {{"date", now_iso8601()}, {"attention", {{"B", B}, {"T", T}, {"H", H}, {"HKV", HKV}, {"D", D}}},
-                  {"kernel", k.name},      {"command", s.command},
-                  {"commit", FSDP_COMMIT}, {"hardware", hardware}};
-      Words cells = {strf("B%lld T%lld %lld/%lld D%lld", static_cast<long long>(B), static_cast<long long>(T),
-                          static_cast<long long>(H), static_cast<long long>(HKV), static_cast<long long>(D)),
-                     k.name};
+      json row = {
+          {"date", now_iso8601()}, {"attention", {{"B", a.B}, {"T", a.T}, {"H", a.H}, {"HKV", a.HKV}, {"D", a.D}}},
+          {"kernel", k.name},      {"command", s.command},
+          {"commit", FSDP_COMMIT}, {"hardware", hardware}};
+      std::string rule;
+      if (a.sees == Sees::window) {
+        rule = strf(" window %lld", static_cast<long long>(a.window));
+        row["attention"]["window"] = a.window;
+      } else if (a.sees == Sees::compressed) {
+        rule = strf(" compressed %lld/%lld", static_cast<long long>(a.block), static_cast<long long>(a.stride));
+        row["attention"]["compressed"] = {{"block", a.block}, {"stride", a.stride}, {"keys", a.keys}};
+      }
+      Words cells = {
+          strf("B%lld T%lld %lld/%lld D%lld%s", static_cast<long long>(a.B), static_cast<long long>(a.T),
+               static_cast<long long>(a.H), static_cast<long long>(a.HKV), static_cast<long long>(a.D), rule.c_str()),
+          k.name};
       try {
-        const json r = time_attention_shape(dev, k.arch, {B, T, H, HKV, D, 0, 0, 0, 0, 0, 1 / std::sqrt(double(D))});
+        const json r = time_attention_shape(dev, k.arch, a);
         for (const char* name : {"forward", "forward_backward"}) {
           cells.push_back(strf("%.3f", r[std::string(name) + "_ms"].get<double>()));
           cells.push_back(strf("%.0f", r[std::string(name) + "_tflops"].get<double>()));
@@ -644,13 +694,153 @@ int time_attention(Settings s) {
 #endif
 }
 
+// ---------------------------------------------------------------------------------------------------- NSA beside dense
+
+// Forward, and forward and backward, of one layer's attention without its projections: medians of `reps` after two that
+// do not count. The memory is planned as in ./train. T: bf16 on a GPU, fp32 on a CPU.
+template <class T>
+json time_layer(Backend backend, bool sparse, const NsaShape& n, int reps) {
+  Device dev(backend, 0);
+  AttentionShape d = {};
+  d.B = n.B, d.T = n.T, d.H = n.H, d.HKV = n.HKV, d.D = n.D, d.scale = n.scale;
+  d.ld_q = d.ld_kv = d.ld_dq = d.ld_dkv = (n.H + 2 * n.HKV) * n.D, d.ld_o = n.H * n.D;
+  const int64_t rows = n.B * n.T, row = sparse ? n.ld : d.ld_q, width = n.H * n.D;
+  T *x = nullptr, *dx = nullptr, *d_o = nullptr;
+  auto arrays = [&] {
+    x = dev.mem.keep<T>(rows * row, "x", Purpose::activations);
+    dx = dev.mem.keep<T>(rows * row, "dx", Purpose::activations);
+    d_o = dev.mem.keep<T>(rows * width, "do", Purpose::activations);
+  };
+  auto layer = [&](Event& start, Event& middle, Event& end) {
+    Stream& s = dev.compute();
+    dev.mem.begin("layer");
+    {
+      Buffer<T> o = dev.mem.take<T>(rows * width, "o");
+      NsaSaved<T> saved;
+      Buffer<acc_t<T>> lse, work;
+      s.record(start);
+      if (sparse) {
+        nsa_forward<T>(dev, o, &saved, x, PhiWeights<const T>(), n, Purpose::activations);
+      } else {
+        lse = dev.mem.take<acc_t<T>>(rows * n.H, "lse");
+        attention_forward<T>(s, o, lse, x, x + width, x + width + n.HKV * n.D, d);
+      }
+      s.record(middle);
+      if (sparse) {
+        nsa_backward<T, T>(dev, dx, PhiWeights<T>(), d_o, x, PhiWeights<const T>(), std::move(saved), n);
+      } else {
+        work = dev.mem.take<acc_t<T>>(attention_backward_workspace<T>(d), "workspace");
+        attention_backward<T>(s, dx, dx + width, dx + width + n.HKV * n.D, d_o, x, x + width, x + width + n.HKV * n.D,
+                              o, lse, work, d);
+      }
+      s.record(end);
+    }
+    dev.mem.end();
+  };
+  arrays();
+  Event unused(dev, true);
+  layer(unused, unused, unused);
+  dev.mem.commit();
+  dev.mem.rewind();
+  arrays();
+  dev.mode = Mode::run;
+  Stream& s = dev.compute();
+  // Normal numbers; made in pieces, through the arena's own gradient array.
+  auto fill = [&](T* to, int64_t count, uint32_t tensor) {
+    const int64_t piece = rows * row * int64_t(sizeof(T)) / 4;
+    float* wide = reinterpret_cast<float*>(dx);
+    for (int64_t at = 0; at < count; at += piece) {
+      const int64_t m = std::min(piece, count - at);
+      ops::init_normal(s, wide, 1, tensor, at, m, 0, 1);
+      ops::cast<T, float>(s, to + at, wide, m);
+    }
+  };
+  fill(x, rows * row, 1), fill(d_o, rows * width, 2);
+  std::vector<Event> events;
+  for (int i = 0; i < 3 * (reps + 2); ++i) events.emplace_back(dev, true);
+  for (int i = 0; i < reps + 2; ++i) {
+    if (i == reps + 1) dev.start_profile();
+    layer(events[size_t(3 * i)], events[size_t(3 * i + 1)], events[size_t(3 * i + 2)]);
+  }
+  json parts = json::object();
+  for (const auto& t : dev.end_profile()) parts[t.first] = t.second;
+  s.synchronize();
+  std::vector<double> forward, both;
+  for (int i = 2; i < reps + 2; ++i) {
+    forward.push_back(elapsed_ms(events[size_t(3 * i)], events[size_t(3 * i + 1)]));
+    both.push_back(elapsed_ms(events[size_t(3 * i)], events[size_t(3 * i + 2)]));
+  }
+  return {{"forward_ms", median(forward)},
+          {"forward_backward_ms", median(both)},
+          {"forward_backward_ms_min", *std::min_element(both.begin(), both.end())},
+          {"forward_backward_ms_max", *std::max_element(both.begin(), both.end())},
+          {"parts_ms", parts},
+          {"planned_peak_mib", double(dev.mem.arena_bytes()) / 1048576}};
+}
+
+int sweep_attention(Settings s) {
+  const bool gpu = gpu_count() > 0;
+  const Backend backend = gpu ? Backend::gpu : Backend::cpu;
+  std::string name;
+  {
+    Device dev(backend, 0);
+    name = dev.name;
+  }
+  mkdir("results", 0777);
+  if (s.out.empty()) s.out = "results/nsa-" + now_iso8601().substr(0, 10) + ".jsonl";
+  if (s.values.empty())
+    s.values =
+        gpu ? std::vector<int64_t>{4096, 8192, 16384, 32768, 65536, 131072} : std::vector<int64_t>{256, 512, 1024};
+  std::printf("one layer's attention, q, k, v to o, batch 1, %s; %s; %s\n\n", gpu ? "bf16" : "fp32", name.c_str(),
+              s.out.c_str());
+  std::vector<Words> table = {{"T", "heads", "D", "NSA forward ms", "forward + backward ms", "MiB", "dense forward ms",
+                               "forward + backward ms", "MiB", "note"}};
+  const std::vector<std::pair<int64_t, int64_t>> heads =
+      gpu ? std::vector<std::pair<int64_t, int64_t>>{{32, 8}, {64, 4}}
+          : std::vector<std::pair<int64_t, int64_t>>{{4, 1}};
+  bool any = false;
+  for (const auto& [H, HKV] : heads)
+    for (int64_t T : s.values) {
+      NsaShape n = {};
+      n.B = 1, n.T = T, n.H = H, n.HKV = HKV, n.D = gpu ? 128 : 64;
+      n.scale = 1 / std::sqrt(double(n.D)), n.ld = (n.columns() + 7) / 8 * 8;
+      Words cells = {std::to_string(T), strf("%lld/%lld", static_cast<long long>(H), static_cast<long long>(HKV)),
+                     std::to_string(n.D)};
+      std::string note;
+      for (bool sparse : {true, false}) {
+        json row = {{"date", now_iso8601()},
+                    {"attention", {{"B", 1}, {"T", T}, {"H", H}, {"HKV", HKV}, {"D", n.D}}},
+                    {"kernel", sparse ? "nsa" : "dense"},
+                    {"command", s.command},
+                    {"commit", FSDP_COMMIT},
+                    {"hardware", {{"gpus", gpu_count()}, {"name", name}}}};
+        try {
+          const int reps = T > 40000 ? 5 : 15;
+          const json r = gpu ? time_layer<bf16>(backend, sparse, n, reps) : time_layer<float>(backend, sparse, n, 3);
+          for (const char* key : {"forward_ms", "forward_backward_ms"})
+            cells.push_back(strf("%.3f", r[key].get<double>()));
+          cells.push_back(grouped(int64_t(r["planned_peak_mib"].get<double>())));
+          row["result"] = r, any = true;
+        } catch (const OutOfMemory& e) {
+          row["error"] = e.what(), note = "no room in memory";
+          cells.insert(cells.end(), {"-", "-", "-"});
+        }
+        append_row(s, row);
+      }
+      cells.push_back(note);
+      table.push_back(cells);
+    }
+  print_markdown(table);
+  return any ? 0 : 1;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) std::signal(signal, stop_child_and_exit);
   try {
     const Settings s = parse(argc, argv);
-    return s.attention ? time_attention(s) : sweep(s);
+    return s.attention ? time_attention(s) : s.sweep == "attention" ? sweep_attention(s) : sweep(s);
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());
     return 2;

@@ -58,6 +58,14 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   REQUIRE_USER(backend == Backend::cpu || D <= 128,
                "head dim %lld (--dim %lld / --heads %lld): attention on a GPU goes up to 128", ll(D), ll(c.dim),
                ll(c.heads));
+  if (c.sparse) check_nsa(c.nsa_shape(batch));
+}
+
+NsaShape ModelConfig::nsa_shape(int64_t batch) const {
+  NsaShape n = nsa;
+  n.B = batch, n.T = seq, n.H = heads, n.HKV = kv_heads, n.D = head_dim();
+  n.ld = row(), n.scale = 1 / std::sqrt(double(n.D));
+  return n;
 }
 
 // ------------------------------------------------------------------------------------------------------ parameters
@@ -97,16 +105,35 @@ std::vector<Unit> parameter_table(const ModelConfig& c) {
     unit(strf("block.%lld", static_cast<long long>(i)));
     if (c.attends()) {
       const int64_t D = c.head_dim();
-      // Neighbours, so that one product makes all three.
+      // Neighbours, so that one product makes them all.
       add("attention.q", {c.heads * D, C}, 0, small);
-      add("attention.k", {c.kv_heads * D, C}, 0, small);
-      add("attention.v", {c.kv_heads * D, C}, 0, small);
+      const std::vector<const char*> branches =
+          c.sparse ? std::vector<const char*>{"_compressed", "_selected", "_window"} : std::vector<const char*>{""};
+      for (const char* kind : {"attention.k", "attention.v"})
+        for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * D, C}, 0, small);
+      if (c.sparse) {
+        add("attention.gate", {c.gates(), C}, 0, small);
+        // phi, for keys and for values.
+        const int64_t wide = c.nsa.block * D;
+        for (const char* of : {"attention.phi_k", "attention.phi_v"}) {
+          if (c.nsa.phi == Phi::linear) add(std::string(of) + ".w1", {c.kv_heads * D, wide}, 0, 1 / std::sqrt(wide));
+          if (c.nsa.phi != Phi::mlp) continue;
+          add(std::string(of) + ".w1", {c.kv_heads * 2 * D, wide}, 0, 1 / std::sqrt(wide));
+          add(std::string(of) + ".w2", {c.kv_heads * D, 2 * D}, 0, 1 / std::sqrt(2 * D));
+        }
+      }
       add("attention.o", {C, c.heads * D}, 0, into_stream);
     }
     if (c.arch == Arch::llama) add("mlp.gate", {F, C}, 0, small);
     add("mlp.up", {F, C}, 0, small);
     add("mlp.down", {C, F}, 0, into_stream);
     if (c.attends()) norm("norm1"), norm("norm2");
+    if (c.attends() && c.sparse) {
+      add("attention.gate.bias", {c.gates()}, 0, 0);  // gates start at one half
+      if (c.nsa.phi != Phi::mean)
+        for (const char* of : {"attention.phi_k", "attention.phi_v"})
+          add(std::string(of) + ".position", {c.kv_heads * c.nsa.block * c.head_dim()}, 0, 0.02);
+    }
     if (biases) add("mlp.up.bias", {F}, 0, 0), add("mlp.down.bias", {C}, 0, 0);
   }
   unit("head");
@@ -123,11 +150,22 @@ int64_t parameter_count(const ModelConfig& c) {
 }
 
 double flops_per_token(const ModelConfig& c) {
-  int64_t weights = 0;
+  double weights = 0, keys = 0;
   for (const Unit& u : parameter_table(c))
-    for (const Param& p : u.params)
-      if (p.shape.size() > 1 && u.name != "embedding") weights += p.numel;
-  return 6.0 * double(weights) + (c.attends() ? 6.0 * double(c.depth) * double(c.dim) * double(c.seq) : 0.0);
+    for (const Param& p : u.params) {
+      if (p.shape.size() < 2 || u.name == "embedding") continue;
+      const bool phi = p.name.find(".phi_") != std::string::npos;  // once for each compressed key
+      weights += double(p.numel) / (phi ? double(c.nsa.stride) : 1.0);
+    }
+  if (!c.attends()) return 6 * weights;
+  if (!c.sparse) return 6 * weights + 6.0 * double(c.depth) * double(c.dim) * double(c.seq);
+  const NsaShape n = c.nsa_shape(1);
+  for (int64_t t = 0; t < c.seq; t++) {
+    const int64_t current = t / n.select_block, compressed = t + 1 < n.block ? 0 : (t + 1 - n.block) / n.stride + 1;
+    keys += double(compressed + std::min(t + 1, n.window));
+    keys += double(current < n.selected ? t + 1 : (n.selected - 1) * n.select_block + t % n.select_block + 1);
+  }
+  return 6 * weights + 12.0 * double(c.depth) * double(c.dim) * keys / double(c.seq);
 }
 
 // ----------------------------------------------------------------------------------------------------------- batch
@@ -169,10 +207,19 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       if (p.name == block.name + "." + name) return p.offset;
     return -1;
   };
-  at_ = {place("attention.q"), place("attention.o"), c_.arch == Arch::llama ? place("mlp.gate") : place("mlp.up"),
-         place("mlp.down"),    place("mlp.up.bias"), place("mlp.down.bias"),
-         place("norm1"),       place("norm1.bias"),  place("norm2"),
-         place("norm2.bias")};
+  at_ = {place("attention.q"),
+         place("attention.o"),
+         c_.arch == Arch::llama ? place("mlp.gate") : place("mlp.up"),
+         place("mlp.down"),
+         place("mlp.up.bias"),
+         place("mlp.down.bias"),
+         place("norm1"),
+         place("norm1.bias"),
+         place("norm2"),
+         place("norm2.bias"),
+         place("attention.gate.bias"),
+         {place("attention.phi_k.position"), place("attention.phi_k.w1"), place("attention.phi_k.w2"),
+          place("attention.phi_v.position"), place("attention.phi_v.w1"), place("attention.phi_v.w2")}};
   batch_ = dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
   const bool rotates = c_.arch == Arch::rope || c_.arch == Arch::llama;
@@ -189,6 +236,13 @@ template <class T, class G>
 AttentionShape Model<T, G>::attention_shape() const {
   const int64_t D = c_.head_dim(), row = (c_.heads + 2 * c_.kv_heads) * D;
   return {M_ / c_.seq, c_.seq, c_.heads, c_.kv_heads, D, row, row, c_.heads * D, row, row, 1 / std::sqrt(double(D))};
+}
+
+template <class T, class G>
+template <class E>
+PhiWeights<E> Model<T, G>::phi_at(E* base) const {
+  auto at = [&](int i) { return at_.phi[i] < 0 ? nullptr : base + at_.phi[i]; };
+  return {at(0), at(1), at(2), at(3), at(4), at(5)};
 }
 
 template <class T, class G>
@@ -262,6 +316,7 @@ void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied) {
 template <class T, class G>
 void Model<T, G>::step(const ops::AdamW& adamw, float clip) {
   dev_.mem.phase("optimizer");
+  dev_.mark("optimizer, with the last reductions");
   ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
   fsdp.step(adamw, clip);
 }
@@ -278,7 +333,9 @@ void Model<T, G>::finish_evaluation() {
 template <class T, class G>
 Buffer<T> Model<T, G>::embed() {
   Buffer<T> x = dev_.mem.take<T>(M_ * c_.dim, "block input", Purpose::activations);
+  dev_.mark("waiting for communication");
   const T* table = fsdp.use(0);
+  dev_.mark("embedding");
   ops::embedding_forward(dev_.compute(), x.get(), table, batch_, M_, c_.seq, c_.dim, c_.arch == Arch::simple);
   fsdp.release(0);
   return x;
@@ -287,7 +344,9 @@ Buffer<T> Model<T, G>::embed() {
 template <class T, class G>
 void Model<T, G>::embed_backward(Buffer<T> dx) {
   Buffer<A> partials = dev_.mem.take<A>(ops::embedding_partials(M_, c_.dim), "partial sums");
+  dev_.mark("waiting for communication");
   G* dtable = fsdp.gradient(0);
+  dev_.mark("embedding, backward");
   ops::embedding_backward(dev_.compute(), dtable, dx.get(), ops::token_index_at(batch_ + 2 * M_, M_, c_.vocab),
                           partials.get(), M_, c_.vocab, c_.dim);
   fsdp.reduce(0);
@@ -299,7 +358,7 @@ template <class T, class G>
 Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const int64_t M = M_, C = c_.dim, F = c_.hidden, D = c_.head_dim(), H = c_.heads, QKV = (H + 2 * c_.kv_heads) * D;
+  const int64_t M = M_, C = c_.dim, F = c_.hidden, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
   const bool llama = c_.arch == Arch::llama;
   const Purpose life = keep ? Purpose::activations : Purpose::temporaries;
   auto stats = [&](const char* name) { return mem.take<A>(2 * M, name, life); };
@@ -307,31 +366,47 @@ Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep
   Saved here;
   Saved& v = keep ? *saved : here;
   v.x = std::move(x);
+  dev_.mark("waiting for communication");
   const T* w = fsdp.use(u);
   auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
 
   // x -> norm -> q, k, v -> attention
   v.stats1 = stats("statistics 1");
+  dev_.mark("norms");
   Buffer<T> n = mem.take<T>(M * C, "normed");
   ops::norm_forward<T>(s, norm_, n, nullptr, v.stats1, v.x, nullptr, at(at_.norm1), at(at_.norm1_bias), M, C);
+  dev_.mark("projections");
   v.qkv = mem.take<T>(M * QKV, "q, k, v", life);
   ops::matmul<T>(s, v.qkv, n, at(at_.qkv), nullptr, nullptr, M, QKV, C);
   n.reset();
-  if (rope_table_) ops::rope<T>(s, v.qkv, rope_table_, M, c_.seq, H + c_.kv_heads, D, QKV, false);
-  v.o = mem.take<T>(M * H * D, "attention", life);
-  v.lse = mem.take<A>(M * H, "log-sum-exp", life);
-  attention_forward<T>(s, v.o, v.lse, v.qkv, v.qkv + H * D, v.qkv + (H + c_.kv_heads) * D, attention_shape());
-  if (!keep) v.qkv.reset(), v.lse.reset();
+  dev_.mark("positions");
+  if (rope_table_) ops::rope<T>(s, v.qkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, false);
+  Buffer<T> o = mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
+  if (c_.sparse) {
+    const NsaShape a = c_.nsa_shape(M / c_.seq);
+    ops::add_bias<T>(s, v.qkv + a.gate(0), at(at_.gate_bias), M, c_.gates(), QKV);
+    nsa_forward<T>(dev_, o, &v.nsa, v.qkv, phi_at(w), a, life);
+  } else {
+    dev_.mark("attention");
+    v.lse = mem.take<A>(M * H, "log-sum-exp", life);
+    attention_forward<T>(s, o, v.lse, v.qkv, v.qkv + H * D, v.qkv + (H + c_.kv_heads) * D, attention_shape());
+  }
+  if (!keep) v.qkv.reset(), v.lse.reset(), v.nsa = NsaSaved<T>();
 
   // x2 = x + Wo o; its norm in the same pass
   v.x2 = mem.take<T>(M * C, "middle of the block", life);
-  ops::matmul<T>(s, v.x2, v.o, at(at_.o), nullptr, nullptr, M, C, H * D);
+  dev_.mark("projections");
+  ops::matmul<T>(s, v.x2, o, at(at_.o), nullptr, nullptr, M, C, H * D);
+  if (keep && !c_.sparse) v.o = std::move(o);
+  o.reset();
+  dev_.mark("norms");
   v.stats2 = stats("statistics 2");
   n = mem.take<T>(M * C, "normed");
   ops::norm_forward<T>(s, norm_, n, v.x2, v.stats2, v.x, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
-  if (!keep) v.x.reset(), v.o.reset();
+  if (!keep) v.x.reset();
 
   // x2 + W2 gelu(W1 n)
+  dev_.mark("MLP");
   v.h = mem.take<T>(M * (llama ? 2 * F : F), "MLP hidden", life);
   Buffer<T> g = mem.take<T>(M * F, "activated");
   if (llama) {
@@ -352,9 +427,10 @@ template <class T, class G>
 Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const int64_t M = M_, C = c_.dim, F = c_.hidden, D = c_.head_dim(), H = c_.heads, QKV = (H + 2 * c_.kv_heads) * D;
+  const int64_t M = M_, C = c_.dim, F = c_.hidden, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
   const bool llama = c_.arch == Arch::llama;
   const int64_t UP = llama ? 2 * F : F;
+  dev_.mark("waiting for communication");
   const T* w = fsdp.use(u);
   G* dw = fsdp.gradient(u);
   auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
@@ -371,6 +447,7 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
 
   // MLP. The activation's backward leaves g and dh, each in a place of the two buffers.
   {
+    dev_.mark("MLP, backward");
     Buffer<T> dg = mem.take<T>(M * F, "gradient of activated");
     ops::matmul_dgrad<T>(s, dg, dx, at(at_.down), M, C, F, false);
     if (llama) ops::swiglu_backward<T>(s, dg, v.h, M, F);
@@ -379,12 +456,15 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
     ops::matmul_wgrad<T, G>(s, to(at_.down), dx, g, M, C, F, false);
     bias_grad(at_.down_bias, dx, C, C);
     g.reset();
+    dev_.mark("norms, backward");
     Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
     ops::norm_apply<T>(s, norm_, n, v.stats2, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
+    dev_.mark("MLP, backward");
     ops::matmul_wgrad<T, G>(s, to(at_.up), dh, n, M, UP, C, false);
     bias_grad(at_.up_bias, dh, F, F);
     ops::matmul_dgrad<T>(s, n, dh, at(at_.up), M, UP, C, false);
     dh.reset();
+    dev_.mark("norms, backward");
     norm_backward(at_.norm2, at_.norm2_bias, n, v.x2, v.stats2);
     v.x2.reset(), v.stats2.reset();
   }
@@ -393,21 +473,44 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
+    dev_.mark("projections, backward");
     ops::matmul_dgrad<T>(s, d_o, dx, at(at_.o), M, C, H * D, false);
-    ops::matmul_wgrad<T, G>(s, to(at_.o), dx, v.o, M, C, H * D, false);
-    const AttentionShape a = attention_shape();
-    dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
-    Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
-    const int64_t k = H * D, val = (H + c_.kv_heads) * D;
-    attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v.qkv, v.qkv + k, v.qkv + val, v.o, v.lse, workspace, a);
+    if (c_.sparse) {
+      const NsaShape a = c_.nsa_shape(M / c_.seq);
+      {
+        Buffer<T> o = mem.take<T>(M * H * D, "attention");
+        dev_.mark("gates, backward");
+        nsa_combine<T>(s, o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
+        dev_.mark("projections, backward");
+        ops::matmul_wgrad<T, G>(s, to(at_.o), dx, o, M, C, H * D, false);
+      }
+      dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+      nsa_backward<T, G>(dev_, dqkv, phi_at(dw), d_o, v.qkv, phi_at(w), std::move(v.nsa), a);
+      Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
+      dev_.mark("gates, backward");
+      ops::bias_grad<T, G>(s, to(at_.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
+    } else {
+      ops::matmul_wgrad<T, G>(s, to(at_.o), dx, v.o, M, C, H * D, false);
+      const AttentionShape a = attention_shape();
+      dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+      Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
+      const int64_t k = H * D, val = (H + c_.kv_heads) * D;
+      dev_.mark("attention, backward");
+      attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v.qkv, v.qkv + k, v.qkv + val, v.o, v.lse, workspace,
+                            a);
+    }
     v.o.reset(), v.lse.reset(), v.qkv.reset();
   }
-  if (rope_table_) ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.kv_heads, D, QKV, true);
+  dev_.mark("positions, backward");
+  if (rope_table_) ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
+  dev_.mark("norms, backward");
   Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
   ops::norm_apply<T>(s, norm_, n, v.stats1, v.x, at(at_.norm1), at(at_.norm1_bias), M, C);
+  dev_.mark("projections, backward");
   ops::matmul_wgrad<T, G>(s, to(at_.qkv), dqkv, n, M, QKV, C, false);
   ops::matmul_dgrad<T>(s, n, dqkv, at(at_.qkv), M, QKV, C, false);
   dqkv.reset();
+  dev_.mark("norms, backward");
   norm_backward(at_.norm1, at_.norm1_bias, n, v.x, v.stats1);
   fsdp.release(u);
   fsdp.reduce(u);
@@ -423,7 +526,9 @@ Buffer<T> Model<T, G>::mlp_block_forward(int u, Saved* saved, Buffer<T> x, bool 
   Saved here;
   Saved& v = keep ? *saved : here;
   v.x = std::move(x);
+  dev_.mark("waiting for communication");
   const T* w = fsdp.use(u);
+  dev_.mark("MLP");
   v.h = dev_.mem.take<T>(M * F, "MLP hidden", keep ? Purpose::activations : Purpose::temporaries);
   Buffer<T> g = dev_.mem.take<T>(M * F, "activated");
   ops::matmul_gelu<T>(s, g, v.h, v.x, w + at_.up, nullptr, M, F, C);
@@ -436,8 +541,10 @@ template <class T, class G>
 Buffer<T> Model<T, G>::mlp_block_backward(int u, Saved v, Buffer<T> dx) {
   Stream& s = dev_.compute();
   const int64_t M = M_, C = c_.dim, F = c_.hidden;
+  dev_.mark("waiting for communication");
   const T* w = fsdp.use(u);
   G* dw = fsdp.gradient(u);
+  dev_.mark("MLP, backward");
   Buffer<T> dh = dev_.mem.take<T>(M * F, "gradient of activated");
   ops::matmul_dgrad<T>(s, dh, dx, w + at_.down, M, C, F, false);
   ops::gelu_backward<T>(s, dh, v.h, M * F);
@@ -460,7 +567,9 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   const int64_t M = M_, C = c_.dim, V = c_.vocab;
   const Unit& unit = fsdp.units()[size_t(head_unit())];
   const int64_t gamma = unit.params[1].offset, beta = unit.params.size() > 2 ? unit.params[2].offset : -1;
+  dev_.mark("waiting for communication");
   const T* w = fsdp.use(head_unit());
+  dev_.mark("head and loss");
   Buffer<A> stats = mem.take<A>(2 * M, "final statistics"), losses = mem.take<A>(M, "losses");
   Buffer<T> n = mem.take<T>(M * C, "final normed, then its gradient");
   ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, w + gamma, beta < 0 ? nullptr : w + beta, M, C);

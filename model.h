@@ -28,9 +28,16 @@ struct ModelConfig {
   Arch arch = Arch::rope;
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000;
+  bool sparse = false;  // Native Sparse Attention; false: dense causal attention
+  NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
+  // Heads of keys, and of values, in a row of projections: one set, or one for each branch.
+  int64_t key_heads() const { return sparse ? 3 * kv_heads : kv_heads; }
+  int64_t gates() const { return sparse ? (3 * heads + 7) / 8 * 8 : 0; }  // with padding, so that rows are aligned
+  int64_t row() const { return (heads + 2 * key_heads()) * head_dim() + gates(); }
+  NsaShape nsa_shape(int64_t batch) const;
 };
 
 struct Preset {
@@ -45,8 +52,9 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
 
 std::vector<Unit> parameter_table(const ModelConfig& c);
 int64_t parameter_count(const ModelConfig& c);
-// Forward and backward, of a token: 6 for each weight that multiplies (all matrices but the embedding), and causal
-// attention at half of the square, 6 L d T. Recomputation is not counted (PaLM: Chowdhery et al. 2022, appendix B).
+// Forward and backward, of a token: 6 for each weight that multiplies (all matrices but the embedding), and 12 L d for
+// each key that a query sees: on average T/2 in dense causal attention, hence 6 L d T; in sparse attention those of the
+// three branches. Recomputation is not counted (PaLM: Chowdhery et al. 2022, appendix B).
 double flops_per_token(const ModelConfig& c);
 
 // A micro-batch as ints, the layout that both the host's and the device's copies have: tokens (M), targets (M; -1 is
@@ -81,10 +89,12 @@ class Model {
   struct Saved {
     Buffer<T> x, qkv, o, x2, h;  // input; queries, keys, values; attention's output; input of the MLP; before GELU
     Buffer<A> stats1, stats2, lse;
+    NsaSaved<T> nsa;  // in place of o and lse
   };
   // Places of a block's parameters in its unit, -1 where the architecture has none.
   struct Places {
-    int64_t qkv, o, up, down, up_bias, down_bias, norm1, norm1_bias, norm2, norm2_bias;
+    int64_t qkv, o, up, down, up_bias, down_bias, norm1, norm1_bias, norm2, norm2_bias, gate_bias;
+    int64_t phi[6];  // in the order of PhiWeights
   };
 
   void load(const int32_t* host, Event& copied);
@@ -97,6 +107,8 @@ class Model {
   void embed_backward(Buffer<T> dx);
   int head_unit() const { return int(c_.depth) + 1; }
   AttentionShape attention_shape() const;
+  template <class E>
+  PhiWeights<E> phi_at(E* base) const;
 
   Device& dev_;
   ModelConfig c_;

@@ -72,6 +72,13 @@ Run resolve(const Options& o, int world_size, int gpus) {
   // A width given alone keeps the preset's proportion of the MLP.
   m.hidden = or_preset(o.hidden, o.dim ? p.model.hidden * m.dim / p.model.dim : m.hidden);
 
+  REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
+               name_of(m.arch));
+  m.sparse = m.attends() && o.attn != "dense";
+  m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
+  m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window;
+  m.nsa.phi = o.nsa_phi == "mean" ? Phi::mean : o.nsa_phi == "linear" ? Phi::linear : Phi::mlp;
+
   auto dtype = [&](const std::string& name, Dtype otherwise) {
     return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
   };
@@ -171,6 +178,9 @@ json header(const Run& r, const Device& dev, const World& world, Transport trans
   json config = to_json(r.o);
   const ModelConfig& m = r.model;
   config.update({{"arch", name_of(m.arch)},
+                 {"attn", m.sparse      ? "nsa"
+                          : m.attends() ? "dense"
+                                        : "none"},
                  {"dim", m.dim},
                  {"depth", m.depth},
                  {"heads", m.heads},
@@ -278,6 +288,19 @@ void plan(Device& dev, const World& world, Transport transport, const Run& r) {
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
 }
 
+// host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited for it.
+void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
+  if (!telemetry) return;
+  double sum = 0;
+  json j = json::object();
+  for (const auto& t : times) sum += t.second, j[t.first] = t.second;
+  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", host_ms));
+  for (const auto& t : times)
+    telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
+  telemetry->note(strf("  %-36s %9.3f", "sum", sum));
+  telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
+}
+
 template <class T, class G>
 void train(const Context& c, const Run& r) {
   Device& dev = c.dev;
@@ -344,7 +367,11 @@ void train(const Context& c, const Run& r) {
     fill_batches(r, world, sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, batches[slot].get());
 
     Stream& s = dev.compute();
+    const bool profiled = r.o.profile && step == r.last_step;
+    if (profiled) dev.start_profile();
+    const auto issued = Clock::now();
     s.record(started[slot]);
+    dev.mark("tokens");
     if (r.o.comm_timing) model.fsdp.begin_timing();
     ops::AdamW adamw = {float(learning_rate(r, step)),
                         float(r.o.beta1),
@@ -355,6 +382,10 @@ void train(const Context& c, const Run& r) {
     step_program(dev, model, r, batches[slot].get(), adamw, copied[slot]);
     s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
     s.record(done[slot]);
+    if (profiled) {
+      const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();
+      report_profile(dev.end_profile(), host_ms, speaks ? c.telemetry : nullptr);
+    }
 
     if (r.o.val_every > 0 && step % r.o.val_every == 0) {
       const int64_t rows = r.batch * world.size;
@@ -413,9 +444,9 @@ int answer(const Options& o) {
       with_types(r, [&](auto t, auto g) {
         plan<decltype(t), decltype(g)>(dev, world, ranks > 1 ? Transport::nccl : Transport::none, r);
       });
-      std::printf("%s: %s parameters, %s, batch %lld x %lld tokens a rank\n%s", name_of(r.model.arch),
-                  count_text(double(parameter_count(r.model))).c_str(), name_of(r.dtype), ll(r.batch), ll(r.model.seq),
-                  memory_table(dev.mem.report(), ranks).c_str());
+      std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n%s", name_of(r.model.arch),
+                  r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
+                  name_of(r.dtype), ll(r.batch), ll(r.model.seq), memory_table(dev.mem.report(), ranks).c_str());
     }
   }
   return 0;
@@ -474,9 +505,10 @@ void run(const Options& o, const World& world, const std::string& command) {
     for (const std::string& notice : r.notices) std::printf("note: %s\n", notice.c_str());
     const std::string batch =
         strf("%lld x %lld", ll(r.global_batch), ll(r.model.seq)) + (r.grad_accum > 1 ? " accumulated" : "");
-    std::printf("%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s\n",
-                name_of(r.model.arch), count_text(double(parameter_count(r.model))).c_str(), size_t(r.model.depth + 2),
-                world.size, world.size > 1 ? "s" : "", dev->name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
+    std::printf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s\n",
+                name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
+                count_text(double(parameter_count(r.model))).c_str(), size_t(r.model.depth + 2), world.size,
+                world.size > 1 ? "s" : "", dev->name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
                 name_of(transport));
     std::printf("data: %s; %s tokens a step (%s), %lld steps\n", data->description.c_str(),
                 grouped(r.tokens_per_step()).c_str(), batch.c_str(), ll(r.last_step));

@@ -1,7 +1,9 @@
 #include "nsa_attention.h"
 
+#include <algorithm>
 #include <initializer_list>
 
+#include "attention/tiles.cuh"
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
@@ -11,22 +13,40 @@
 #endif
 
 static void check(const AttentionShape& a) {
-  if (a.sees != Sees::causal) throw Error("attention: this rule of sight has no kernel yet");
   if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))
     throw Error(
         strf("attention: bad shape B %lld T %lld H %lld HKV %lld D %lld scale %g: all must be positive and HKV "
              "must divide H",
              (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D, a.scale));
+  if (a.sees == Sees::compressed) {
+    if (a.keys < 0 || a.block < 1 || a.stride < 1)
+      throw Error(strf("attention: bad compressed keys: keys %lld block %lld stride %lld", (long long)a.keys,
+                       (long long)a.block, (long long)a.stride));
+  } else if (a.keys && a.keys != a.T) {
+    throw Error(strf("attention: keys %lld: only compressed ones may be another number than T %lld", (long long)a.keys,
+                     (long long)a.T));
+  } else if (a.sees == Sees::window && a.window < 1) {
+    throw Error(strf("attention: window %lld: it holds at least the query's own key", (long long)a.window));
+  }
 }
 
-// Too few keys to fill a GPU: dK and dV are then summed over parts of a group's heads in separate blocks, each part's
-// sums go to memory in fp32, and sum_splits adds them in order. The number of parts depends on the shape alone, and is
-// known in a build without CUDA too, so that every build plans the same memory.
-static int head_splits(const AttentionShape& a) {
-  const int64_t group = a.H / a.HKV, blocks = a.B * a.HKV * ((a.T + 127) / 128);
-  for (int64_t s = 1; s < group; ++s)
-    if (group % s == 0 && blocks * s >= 256) return int(s);
-  return int(group);
+// dK and dV of 128 keys are one block's work: with few keys too few blocks to fill a GPU, and of unequal length. Then
+// several blocks share each loop over queries (KvLoop), each part's sums go to memory in fp32, and sum_parts adds them
+// in order. As many parts as leave no block much more than its share of 128 multiprocessors, nor less than 512 queries.
+// The number depends on the shape alone, and is known in a build without CUDA too, so that every build plans the same
+// memory.
+static int kv_parts(const AttentionShape& a) {
+  const attention::Problem p(a);
+  return attention::with_mask(a, [&](const auto& mask) {
+    int64_t longest = 0, all = 0;  // steps of 64 queries
+    for (int k0 = 0; k0 < p.keys; k0 += 128) {
+      const attention::KvLoop loop(mask, k0, k0 + 128, 64, p.group, 0, 1);
+      longest = std::max<int64_t>(longest, loop.end), all += loop.end;
+    }
+    all *= a.B * a.HKV;
+    if (all == 0) return 1;
+    return int(std::max<int64_t>(1, std::min((longest * 128 + all / 2) / all, longest / 8)));
+  });
 }
 
 #if FSDP_CUDA
@@ -68,19 +88,21 @@ __global__ void __launch_bounds__(256)
   delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
 }
 
-// dK and dV of groups whose heads were summed in parts: the parts' sums, first part first. A thread owns 4 columns.
-__global__ void __launch_bounds__(256) sum_splits(bf16* dk, bf16* dv, const float* parts, Problem a, int splits) {
-  const int64_t n = int64_t(a.B) * a.HKV * a.T * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+// dK and dV that were summed in parts: the parts' sums, first part first. A thread owns 4 columns.
+__global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float* part_sums, Problem a, int parts) {
+  const int64_t n = int64_t(a.B) * a.HKV * a.keys * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= 2 * n) return;
   const int which = i >= n;
   const int64_t at = i % n, row = at / (a.D / 4);
-  const int c = int(at % (a.D / 4)) * 4, t = int(row % a.T), head = int(row / a.T % a.HKV), b = int(row / a.T / a.HKV);
+  const int c = int(at % (a.D / 4)) * 4, j = int(row % a.keys), head = int(row / a.keys % a.HKV);
+  const int b = int(row / a.keys / a.HKV);
   float4 sum = {0, 0, 0, 0};
-  for (int s = 0; s < splits; ++s) {
-    float4 x = *reinterpret_cast<const float4*>(parts + (int64_t(which) * splits + s) * n * 4 + at * 4);
+#pragma unroll 4
+  for (int part = 0; part < parts; ++part) {
+    float4 x = *reinterpret_cast<const float4*>(part_sums + (int64_t(which) * parts + part) * n * 4 + at * 4);
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
-  bf16* to = (which ? dv : dk) + (int64_t(b) * a.T + t) * a.ld_dkv + head * a.D + c;
+  bf16* to = (which ? dv : dk) + (int64_t(b) * a.keys + j) * a.ld_dkv + head * a.D + c;
   *reinterpret_cast<uint2*>(to) = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
 }
 
@@ -94,7 +116,9 @@ static void check(const Problem& a, const AttentionShape& s, std::initializer_li
   for (int64_t ld : {a.ld_q, a.ld_kv, a.ld_o, a.ld_dq, a.ld_dkv}) aligned = aligned && ld * sizeof(E) % 16 == 0;
   for (const void* p : addresses) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   if (!aligned) throw Error("attention: addresses and row strides must be multiples of 16 bytes on a GPU");
-  if (s.T > 1 << 30 || s.B * s.H * s.T / 32 > 2000000000ll) throw Error("attention: too many rows for one launch");
+  const bool far = s.sees == Sees::compressed && s.stride * (a.keys + 128) + s.block > 1ll << 31;
+  if (s.T > 1 << 30 || s.keys > 1 << 30 || far || s.B * s.H * s.T / 32 > 2000000000ll)
+    throw Error("attention: too many rows for one launch");
 }
 
 }  // namespace attention
@@ -106,16 +130,17 @@ void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T*
                        const AttentionShape& shape) {
   using namespace attention;
   const Problem a(shape);
-  const Causal mask{a.T};
   attention::check<T>(a, shape, {o, q, k, v});
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, q, k, v, a, mask);
-    if (arch == 90) return sm90::forward<64>(stream, o, lse, q, k, v, a, mask);
-    if (a.D == 128) return sm80::forward<128>(stream, o, lse, q, k, v, a, mask);
-    return sm80::forward<64>(stream, o, lse, q, k, v, a, mask);
-  } else {
-    simple::forward(stream, o, lse, q, k, v, a, mask);
-  }
+  with_mask(shape, [&](const auto& mask) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, q, k, v, a, mask);
+      if (arch == 90) return sm90::forward<64>(stream, o, lse, q, k, v, a, mask);
+      if (a.D == 128) return sm80::forward<128>(stream, o, lse, q, k, v, a, mask);
+      return sm80::forward<64>(stream, o, lse, q, k, v, a, mask);
+    } else {
+      simple::forward(stream, o, lse, q, k, v, a, mask);
+    }
+  });
 }
 
 template <class T>
@@ -124,25 +149,30 @@ void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, cons
                         Gate<T> gate) {
   using namespace attention;
   const Problem a(shape);
-  const Causal mask{a.T};
   attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
   prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate);
   CUDA_CHECK_LAUNCH();
   if constexpr (std::is_same_v<T, bf16>) {
-    const int splits = head_splits(shape);
-    float* parts = delta + rows;
-    auto run = [&](auto backward) { backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, splits, parts); };
-    if (arch == 90) a.D == 128 ? run(sm90::backward<128, Causal>) : run(sm90::backward<64, Causal>);
-    else a.D == 128 ? run(sm80::backward<128, Causal>) : run(sm80::backward<64, Causal>);
-    if (splits > 1) {
-      const int64_t n = 2 * int64_t(a.B) * a.HKV * a.T * a.D / 4;
-      sum_splits<<<unsigned((n + 255) / 256), 256, 0, stream>>>(dk, dv, parts, a, splits);
+    const int parts = kv_parts(shape);
+    float* part_sums = delta + rows;
+    with_mask(shape, [&](const auto& mask) {
+      using Mask = std::decay_t<decltype(mask)>;
+      auto run = [&](auto backward) {
+        backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
+      };
+      if (arch == 90) a.D == 128 ? run(sm90::backward<128, Mask>) : run(sm90::backward<64, Mask>);
+      else a.D == 128 ? run(sm80::backward<128, Mask>) : run(sm80::backward<64, Mask>);
+    });
+    if (parts > 1) {
+      const int64_t n = 2 * int64_t(a.B) * a.HKV * a.keys * a.D / 4;
+      sum_parts<<<unsigned((n + 255) / 256), 256, 0, stream>>>(dk, dv, part_sums, a, parts);
       CUDA_CHECK_LAUNCH();
     }
   } else {
-    simple::backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
+    with_mask(shape,
+              [&](const auto& mask) { simple::backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask); });
   }
 }
 
@@ -176,8 +206,8 @@ template <class T>
 int64_t attention_backward_workspace(const AttentionShape& a) {
   check(a);
   int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
-  const int splits = head_splits(a);
-  if (std::is_same_v<T, bf16> && splits > 1) numbers += 2 * splits * a.B * a.HKV * a.T * a.D;
+  const int parts = std::is_same_v<T, bf16> ? kv_parts(a) : 1;
+  if (parts > 1) numbers += 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D;
   return numbers;
 }
 

@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(256)
   for (int i = 0; i < own; ++i) top[i] = -INFINITY;
   for (int k0 = mask.first_key(q0) / 32 * 32; k0 < mask.last_key(q0 + rows); k0 += 32) {
     __syncthreads();
-    int64_t at = (int64_t(b) * a.T + k0) * a.ld_kv + h / a.group * a.D;
-    load_tile(ks, k + at, a.ld_kv, a.T - k0, a.D);
-    load_tile(vs, v + at, a.ld_kv, a.T - k0, a.D);
+    int64_t at = (int64_t(b) * a.keys + k0) * a.ld_kv + h / a.group * a.D;
+    load_tile(ks, k + at, a.ld_kv, a.keys - k0, a.D);
+    load_tile(vs, v + at, a.ld_kv, a.keys - k0, a.D);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < own; ++i) {
-      bool seen = k0 + lane < a.T && mask.visible(q0 + row + i, k0 + lane);
+      bool seen = k0 + lane < a.keys && mask.visible(q0 + row + i, k0 + lane);
       float s = seen ? dot(qs[row + i], ks[lane], a.D) * a.scale : -INFINITY, m = s, p;
       for (int x = 16; x; x /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, x));
       m = fmaxf(m, top[i]);
@@ -86,12 +86,12 @@ __global__ void __launch_bounds__(256)
                 const float* lse2, const float* delta, Problem a, Mask mask) {
   extern __shared__ Tile tiles[];
   Tile &ks = tiles[0], &vs = tiles[1], &qs = tiles[2], &dos = tiles[3];
-  const int n = ceil_div(a.T, rows);
+  const int n = ceil_div(a.keys, rows);
   const int head = blockIdx.x % a.HKV, k0 = blockIdx.x / a.HKV % n * rows, b = blockIdx.x / a.HKV / n;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * own;
-  const int64_t kv_at = (int64_t(b) * a.T + k0) * a.ld_kv + head * a.D;
-  load_tile(ks, k + kv_at, a.ld_kv, a.T - k0, a.D);
-  load_tile(vs, v + kv_at, a.ld_kv, a.T - k0, a.D);
+  const int64_t kv_at = (int64_t(b) * a.keys + k0) * a.ld_kv + head * a.D;
+  load_tile(ks, k + kv_at, a.ld_kv, a.keys - k0, a.D);
+  load_tile(vs, v + kv_at, a.ld_kv, a.keys - k0, a.D);
   float dk_acc[own][most] = {}, dv_acc[own][most] = {};
   for (int h = head * a.group; h < (head + 1) * a.group; ++h)
     for (int q0 = mask.first_query(k0) / 32 * 32; q0 < mask.last_query(k0 + rows); q0 += 32) {
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(256)
     }
 #pragma unroll
   for (int i = 0; i < own; ++i) {
-    if (k0 + row + i >= a.T) continue;
-    int64_t at = (int64_t(b) * a.T + k0 + row + i) * a.ld_dkv + head * a.D;
+    if (k0 + row + i >= a.keys) continue;
+    int64_t at = (int64_t(b) * a.keys + k0 + row + i) * a.ld_dkv + head * a.D;
     store_row(dk + at, dk_acc[i], a.scale, a.D);
     store_row(dv + at, dv_acc[i], 1, a.D);
   }
@@ -132,13 +132,13 @@ __global__ void __launch_bounds__(256)
   float acc[own][most] = {};
   for (int k0 = mask.first_key(q0) / 32 * 32; k0 < mask.last_key(q0 + rows); k0 += 32) {
     __syncthreads();
-    int64_t kv_at = (int64_t(b) * a.T + k0) * a.ld_kv + h / a.group * a.D;
-    load_tile(ks, k + kv_at, a.ld_kv, a.T - k0, a.D);
-    load_tile(vs, v + kv_at, a.ld_kv, a.T - k0, a.D);
+    int64_t kv_at = (int64_t(b) * a.keys + k0) * a.ld_kv + h / a.group * a.D;
+    load_tile(ks, k + kv_at, a.ld_kv, a.keys - k0, a.D);
+    load_tile(vs, v + kv_at, a.ld_kv, a.keys - k0, a.D);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < own; ++i) {
-      bool seen = k0 + lane < a.T && mask.visible(q0 + row + i, k0 + lane);
+      bool seen = k0 + lane < a.keys && mask.visible(q0 + row + i, k0 + lane);
       float p = seen ? exp2f(dot(qs[row + i], ks[lane], a.D) * a.scale_log2 - lse2[stats + i]) : 0.f;
       float ds = seen ? p * (dot(dos[row + i], vs[lane], a.D) - delta[stats + i]) : 0.f;
       accumulate(acc[i], ds, ks, a.D);
@@ -165,7 +165,7 @@ void backward(cudaStream_t stream, float* dq, float* dk, float* dv, const float*
   constexpr int bytes = 4 * sizeof(Tile);
   auto kv = backward_kv<Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(kv, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kv<<<a.B * a.HKV * ceil_div(a.T, rows), 256, bytes, stream>>>(dk, dv, d_o, q, k, v, lse2, delta, a, mask);
+  kv<<<a.B * a.HKV * ceil_div(a.keys, rows), 256, bytes, stream>>>(dk, dv, d_o, q, k, v, lse2, delta, a, mask);
   CUDA_CHECK_LAUNCH();
   auto dq_kernel = backward_q<Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

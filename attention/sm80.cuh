@@ -128,12 +128,12 @@ __global__ void __launch_bounds__(threads, 1)
   const int h = blockIdx.x % a.H, q0 = (tiles - 1 - blockIdx.x / a.H % tiles) * rows, b = blockIdx.x / a.H / tiles;
   const int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + rows), BN);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, t = q0 + row + lane / 4;
-  k += b * a.T * a.ld_kv + h / a.group * D, v += b * a.T * a.ld_kv + h / a.group * D;
+  k += b * a.keys * a.ld_kv + h / a.group * D, v += b * a.keys * a.ld_kv + h / a.group * D;
 
   auto load = [&](int j) {
     int slot = j % 2;
-    load_tile<BN, D>(k_tiles + slot * tile, k + j * BN * a.ld_kv, a.ld_kv, a.T - j * BN);
-    load_tile<BN, D>(v_tiles + slot * tile, v + j * BN * a.ld_kv, a.ld_kv, a.T - j * BN);
+    load_tile<BN, D>(k_tiles + slot * tile, k + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
+    load_tile<BN, D>(v_tiles + slot * tile, v + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
     copies_commit();
   };
   load_tile<rows, D>(q_tile, q + (int64_t(b) * a.T + q0) * a.ld_q + h * D, a.ld_q, a.T - q0);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(threads, 1)
     else copies_wait<0>();
     __syncthreads();
     multiply_nt<D, BN>(s, q_tile, row, k_tiles + j % 2 * tile);
-    if (!mask.whole(q0 + row, (j + 1) * BN)) {
+    if (!mask.whole(q0 + row, q0 + row + 16, j * BN, (j + 1) * BN)) {
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i)
         if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
@@ -189,8 +189,9 @@ __global__ void __launch_bounds__(threads, 1)
   store_rows<D>(o + (int64_t(b) * a.T + t0) * a.ld_o + h * D, a.ld_o, a.T - t0, acc, inverse[0], inverse[1]);
 }
 
-// dK and dV. A block owns 128 keys of one KV head and walks all queries of the group's heads that see them, 32 at a
-// time: S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q.
+// dK and dV. A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, all or its
+// part (KvLoop), 32 at a time: S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
+// dS^T = P^T (dP^T - delta), dK += dS^T Q.
 // dQ. A block owns 128 queries of one head and walks their keys, 32 at a time, likewise.
 template <int D>
 constexpr int backward_bytes = (2 * rows + 2 * 2 * 32) * D * 2;
@@ -198,29 +199,30 @@ constexpr int backward_bytes = (2 * rows + 2 * 2 * 32) * D * 2;
 template <int D, class Mask>
 __global__ void __launch_bounds__(threads, 1)
     backward_kv(bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
-                const float* delta, Problem a, Mask mask, int splits, float* parts) {
+                const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
   constexpr int BM = 32, tile = BM * D * 2;
   const uint32_t k_tile = shared_base(), v_tile = k_tile + rows * D * 2;
   const uint32_t q_tiles = v_tile + rows * D * 2, do_tiles = q_tiles + 2 * tile;
-  const int tiles = ceil_div(a.T, rows);
-  const int split = blockIdx.x % splits, head = blockIdx.x / splits % a.HKV;
-  const int k0 = blockIdx.x / splits / a.HKV % tiles * rows, b = blockIdx.x / splits / a.HKV / tiles;
-  const int heads = a.group / splits, first_head = head * a.group + split * heads;
-  const int first = mask.first_query(k0) / BM, count = ceil_div(mask.last_query(k0 + rows), BM) - first;
+  const int k_tiles = ceil_div(a.keys, rows);
+  const int part = blockIdx.x % parts, head = blockIdx.x / parts % a.HKV;
+  const int k0 = blockIdx.x / parts / a.HKV % k_tiles * rows, b = blockIdx.x / parts / a.HKV / k_tiles;
+  const KvLoop loop(mask, k0, k0 + rows, BM, a.group, part, parts);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, j = k0 + row + lane / 4;
-  const int64_t kv_at = (int64_t(b) * a.T + k0) * a.ld_kv + head * D;
+  const int64_t kv_at = (int64_t(b) * a.keys + k0) * a.ld_kv + head * D;
 
-  auto load = [&](int n) {
-    int h = first_head + n / count, q0 = (first + n % count) * BM, slot = n % 2;
+  auto load = [&](int slot, int h, int m) {
+    int q0 = m * BM;
     int64_t at = int64_t(b) * a.T + q0;
     load_tile<BM, D>(q_tiles + slot * tile, q + at * a.ld_q + h * D, a.ld_q, a.T - q0);
     load_tile<BM, D>(do_tiles + slot * tile, d_o + at * a.ld_o + h * D, a.ld_o, a.T - q0);
     copies_commit();
   };
-  load_tile<rows, D>(k_tile, k + kv_at, a.ld_kv, a.T - k0);
-  load_tile<rows, D>(v_tile, v + kv_at, a.ld_kv, a.T - k0);
-  const int steps = count * heads;
-  if (steps > 0) load(0);
+  load_tile<rows, D>(k_tile, k + kv_at, a.ld_kv, a.keys - k0);
+  load_tile<rows, D>(v_tile, v + kv_at, a.ld_kv, a.keys - k0);
+  const int steps = loop.end - loop.begin, last = loop.first + loop.tiles;
+  int h = head * a.group + (steps ? loop.begin / loop.tiles : 0);
+  int m = steps ? loop.first + loop.begin % loop.tiles : 0;  // tile of queries
+  if (steps > 0) load(0, h, m);
 
   float s[BM / 2], dp[BM / 2], dk_acc[D / 2], dv_acc[D / 2];
   uint32_t p[BM / 4];
@@ -228,11 +230,12 @@ __global__ void __launch_bounds__(threads, 1)
   for (int i = 0; i < D / 2; ++i) dk_acc[i] = dv_acc[i] = 0;
 #pragma unroll 1
   for (int n = 0; n < steps; ++n) {
-    if (n + 1 < steps) load(n + 1), copies_wait<1>();
+    int q0 = m * BM, slot = n % 2;
+    int64_t stats = int64_t(b * a.H + h) * a.Tp + q0 + lane % 4 * 2;
+    if (++m == last) m = loop.first, ++h;
+    if (n + 1 < steps) load(slot ^ 1, h, m), copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-    int q0 = (first + n % count) * BM, slot = n % 2;
-    int64_t stats = int64_t(b * a.H + first_head + n / count) * a.Tp + q0 + lane % 4 * 2;
     multiply_nt<D, BM>(s, k_tile, row, q_tiles + slot * tile);
     multiply_nt<D, BM>(dp, v_tile, row, do_tiles + slot * tile);
 #pragma unroll
@@ -249,14 +252,15 @@ __global__ void __launch_bounds__(threads, 1)
     __syncthreads();
   }
   int j0 = k0 + row;
-  if (splits > 1) {
-    store_rows_fp32<D>(parts + split_at(a, splits, 0, split, b, head) + int64_t(j0) * D, a.T - j0, dk_acc, a.scale);
-    store_rows_fp32<D>(parts + split_at(a, splits, 1, split, b, head) + int64_t(j0) * D, a.T - j0, dv_acc, 1);
+  if (parts > 1) {
+    float* to = part_sums + int64_t(j0) * D;
+    store_rows_fp32<D>(to + part_at(a, parts, 0, part, b, head), a.keys - j0, dk_acc, a.scale);
+    store_rows_fp32<D>(to + part_at(a, parts, 1, part, b, head), a.keys - j0, dv_acc, 1);
     return;
   }
-  int64_t at = (int64_t(b) * a.T + j0) * a.ld_dkv + head * D;
-  store_rows<D>(dk + at, a.ld_dkv, a.T - j0, dk_acc, a.scale, a.scale);
-  store_rows<D>(dv + at, a.ld_dkv, a.T - j0, dv_acc, 1, 1);
+  int64_t at = (int64_t(b) * a.keys + j0) * a.ld_dkv + head * D;
+  store_rows<D>(dk + at, a.ld_dkv, a.keys - j0, dk_acc, a.scale, a.scale);
+  store_rows<D>(dv + at, a.ld_dkv, a.keys - j0, dv_acc, 1, 1);
 }
 
 template <int D, class Mask>
@@ -272,12 +276,12 @@ __global__ void __launch_bounds__(threads, 1)
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, t = q0 + row + lane / 4;
   const int64_t at = int64_t(b) * a.T + q0, stats = int64_t(b * a.H + h) * a.Tp + t;
   const float l[2] = {lse2[stats], lse2[stats + 8]}, r[2] = {delta[stats], delta[stats + 8]};
-  k += b * a.T * a.ld_kv + h / a.group * D, v += b * a.T * a.ld_kv + h / a.group * D;
+  k += b * a.keys * a.ld_kv + h / a.group * D, v += b * a.keys * a.ld_kv + h / a.group * D;
 
   auto load = [&](int j) {
     int slot = j % 2;
-    load_tile<BN, D>(k_tiles + slot * tile, k + j * BN * a.ld_kv, a.ld_kv, a.T - j * BN);
-    load_tile<BN, D>(v_tiles + slot * tile, v + j * BN * a.ld_kv, a.ld_kv, a.T - j * BN);
+    load_tile<BN, D>(k_tiles + slot * tile, k + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
+    load_tile<BN, D>(v_tiles + slot * tile, v + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
     copies_commit();
   };
   load_tile<rows, D>(q_tile, q + at * a.ld_q + h * D, a.ld_q, a.T - q0);
@@ -320,13 +324,13 @@ void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16
 
 template <int D, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
-              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int splits,
-              float* parts) {
+              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
+              float* part_sums) {
   constexpr int bytes = backward_bytes<D>;
   auto kv = backward_kv<D, Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(kv, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kv<<<a.B * a.HKV * splits * ceil_div(a.T, rows), threads, bytes, stream>>>(dk, dv, d_o, q, k, v, lse2, delta, a, mask,
-                                                                             splits, parts);
+  kv<<<a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes, stream>>>(dk, dv, d_o, q, k, v, lse2, delta, a,
+                                                                               mask, parts, part_sums);
   CUDA_CHECK_LAUNCH();
   auto dq_kernel = backward_q<D, Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

@@ -302,7 +302,8 @@ struct Items {
   // Consumers: the item of a round, or false.
   __device__ bool ask(int round, int* item) const {
     ring.wait(round);
-    *item = load_shared(word);
+    if (threadIdx.x % 32 == 0) *item = load_shared(word);  // the lane that says it has been read
+    *item = __shfl_sync(~0u, *item, 0);
     ring.release(round);
     return *item < count;
   }
@@ -317,11 +318,12 @@ struct Items {
 
 // ---------------------------------------------------------------------------------------------------------- forward
 // A persistent block takes items of 128 queries of one head, one after another, so that loading the next and storing
-// the last hide behind products. Every item must see a tile of keys (causal ones see at least their own). A consumer
-// thread owns parts of two rows. Q is read once; K and V once for each 128 queries and head, from L2 mostly; o and lse
-// are written once. Scores of the next key tile are in flight while the previous one's P V is, and the softmax runs
-// beside both. H200, T 8192, 32/8 heads, D 128: 0.79 to 0.86 ms, 640 to 695 TFLOP/s (tensor pipes 76 % busy at 1.7
-// GHz).
+// the last hide behind products. An item whose queries see no key walks a tile all the same, of which it sees nothing.
+// A consumer thread owns parts of two rows. Q is read once; K and V once for each 128 queries and head, from L2 mostly;
+// o and lse are written once. Scores of the next key tile are in flight while the previous one's P V is, and the
+// softmax runs beside both. H200, T 8192, 32/8 heads, D 128: 0.79 to 0.86 ms, 640 to 695 TFLOP/s (tensor pipes 76 %
+// busy at 1.7 GHz). T 65536: a window of 512 1.15 ms (480 TFLOP/s of what is seen, 600 of the five tiles walked for
+// four), keys compressed 32/16 3.4 to 3.8 ms (580 to 650).
 
 template <int D>
 struct Forward {
@@ -359,6 +361,7 @@ __global__ void __launch_bounds__(384, 1)
         items.place(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
+        if (last == first) ++last;
         load_tile<BM, D>(base + L::q, q_map, q_ring.acquire(round, BM * D * 2), q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
@@ -376,6 +379,7 @@ __global__ void __launch_bounds__(384, 1)
       int b, q0, h;
       items.place(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
+      if (last == first) ++last;
       int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
 
       float s[BN / 2], o[D / 2], row[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, factor[2];
@@ -384,7 +388,7 @@ __global__ void __launch_bounds__(384, 1)
       for (int i = 0; i < D / 2; ++i) o[i] = 0;
 
       auto softmax = [&](int j) {  // scores of key tile j to probabilities relative to the rows' maxima so far
-        if (!mask.whole(t0, (j + 1) * BN)) {
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
             if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
@@ -475,12 +479,13 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 // ------------------------------------------------------------------------------------------------------ dK and dV
-// A block owns 128 keys of one KV head and walks all queries of the group's heads that see them, 64 at a time; a
-// consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
-// dS^T = P^T (dP^T - delta), dK += dS^T Q (times scale, at the end). Read once: K, V; for each 128 keys: Q, dO and the
-// queries' statistics. Written once: dK, dV (or, when the group is split over blocks, this part's sums in fp32).
-// H200, T 8192, 32/8 heads, D 128: 1.66 ms, four products at 660 TFLOP/s (tensor pipes 70 % busy at 1.77 GHz): a
-// 64-wide product with both operands in shared memory reads it as fast as it can be read; registers allow no wider one.
+// A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, all or its part
+// (KvLoop), 64 at a time; a consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse),
+// dV += P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q (times scale, at the end). Read once: K, V; for
+// each 128 keys: Q, dO and the queries' statistics. Written once: dK, dV (or, of a part, its sums in fp32).
+// H200, T 8192, 32/8 heads, D 128: 1.66 to 1.75 ms, four products at 630 to 660 TFLOP/s (tensor pipes 70 % busy at 1.77
+// GHz): a 64-wide product with both operands in shared memory reads it as fast as it can be read; registers allow no
+// wider one. T 65536: a window of 512 2.3 ms, keys compressed 32/16 7.5 to 7.8 ms.
 
 template <int D>
 struct BackwardKV {
@@ -495,7 +500,7 @@ __global__ void __launch_bounds__(384, 1)
     backward_kv(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                 const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map,
-                const float* lse2, const float* delta, Problem a, Mask mask, int splits, float* parts) {
+                const float* lse2, const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = BackwardKV<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2;
@@ -509,11 +514,12 @@ __global__ void __launch_bounds__(384, 1)
   __syncthreads();
 
   // The first keys are seen by most queries: they go first.
-  const int k_tiles = ceil_div(a.T, BN);
-  const int split = blockIdx.x % splits, head = blockIdx.x / splits % a.HKV;
-  const int k0 = blockIdx.x / splits / a.HKV % k_tiles * BN, b = blockIdx.x / splits / a.HKV / k_tiles;
-  const int heads = a.group / splits, first_head = head * a.group + split * heads;
-  const int first = mask.first_query(k0) / BM, last = ceil_div(mask.last_query(k0 + BN), BM);
+  const int k_tiles = ceil_div(a.keys, BN);
+  const int part = blockIdx.x % parts, head = blockIdx.x / parts % a.HKV;
+  const int k0 = blockIdx.x / parts / a.HKV % k_tiles * BN, b = blockIdx.x / parts / a.HKV / k_tiles;
+  const KvLoop loop(mask, k0, k0 + BN, BM, a.group, part, parts);
+  const int steps = loop.end - loop.begin, last = loop.first + loop.tiles;
+  int m = steps ? loop.first + loop.begin % loop.tiles : 0;  // tile of queries
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
@@ -522,17 +528,16 @@ __global__ void __launch_bounds__(384, 1)
       uint32_t bar = kv_ring.acquire(0, 2 * BN * D * 2);
       load_tile<BN, D>(base + L::k, k_map, bar, k0, head, b);
       load_tile<BN, D>(base + L::v, v_map, bar, k0, head, b);
-      int n = 0;
-      for (int h = first_head; h < first_head + heads; ++h) {
-        int64_t stats = int64_t(b * a.H + h) * a.Tp;
-        for (int m = first; m < last; ++m, ++n) {
-          int slot = ring.slot(n);
-          bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
-          load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, m * BM, h, b);
-          bulk_load(base + L::stats + slot * BM * 8, lse2 + stats + m * BM, BM * 4, bar);
-          load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, m * BM, h, b);
-          bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats + m * BM, BM * 4, bar);
-        }
+      int h = head * a.group + (steps ? loop.begin / loop.tiles : 0);
+      for (int n = 0; n < steps; ++n) {
+        int slot = ring.slot(n);
+        int64_t stats = int64_t(b * a.H + h) * a.Tp + m * BM;
+        bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
+        load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, m * BM, h, b);
+        bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
+        load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, m * BM, h, b);
+        bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
+        if (++m == last) m = loop.first, ++h;
       }
     }
   } else {
@@ -563,7 +568,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
       }
-      if (!mask.whole(m * BM, j0 + 64)) {
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
 #pragma unroll
         for (int i = 0; i < BM / 2; ++i)
           if (!mask.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
@@ -590,18 +595,17 @@ __global__ void __launch_bounds__(384, 1)
       multiply_nn<D, BM>(dk, ds, base + L::q + ring.slot(n) * tile);
       wgmma_commit();
     };
-    const int steps = (last - first) * heads;
     kv_ring.wait(0);
     if (steps > 0) {
       start_scores(0);
       wgmma_wait<1>();
       pin(s);
-      probabilities(0, first);
+      probabilities(0, m);
       wgmma_wait<0>();
       pin(dp);
 #pragma unroll 1
-      for (int n = 0, m = first; n + 1 < steps; ++n) {
-        if (++m == last) m = first;  // of the next step, whose scores queue up behind this step's sums
+      for (int n = 0; n + 1 < steps; ++n) {
+        if (++m == last) m = loop.first;  // of the next step, whose scores queue up behind this step's sums
         accumulate_v(n);
         accumulate_k(n);
         wgmma_wait<1>();  // dV's product, most likely over by now: its P makes room for scores
@@ -619,9 +623,10 @@ __global__ void __launch_bounds__(384, 1)
       wgmma_wait<0>();
       pin(dk), pin(dv);
     }
-    if (splits > 1) {
-      store_rows_fp32<D>(dk, a.scale, parts + split_at(a, splits, 0, split, b, head) + int64_t(j0) * D, a.T - j0);
-      store_rows_fp32<D>(dv, 1, parts + split_at(a, splits, 1, split, b, head) + int64_t(j0) * D, a.T - j0);
+    if (parts > 1) {
+      float* to = part_sums + int64_t(j0) * D;
+      store_rows_fp32<D>(dk, a.scale, to + part_at(a, parts, 0, part, b, head), a.keys - j0);
+      store_rows_fp32<D>(dv, 1, to + part_at(a, parts, 1, part, b, head), a.keys - j0);
       return;
     }
     // K's and V's rows of this warpgroup have been read for the last time: they make room for the results.
@@ -639,6 +644,7 @@ __global__ void __launch_bounds__(384, 1)
 // P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K (times scale, at the end). Read once: Q, dO,
 // statistics; for each 128 queries and head: K, V. Written once: dQ.
 // H200, T 8192, 32/8 heads, D 128: 1.02 to 1.1 ms, three products at 750 to 810 TFLOP/s (tensor pipes 91 % busy).
+// T 65536: a window of 512 1.6 ms, keys compressed 32/16 4.8 ms.
 
 template <int D>
 struct BackwardQ {
@@ -720,7 +726,7 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_commit();
       };
       auto probabilities = [&](int j) {  // of key tile j, in place of the scores
-        if (!mask.whole(t0, (j + 1) * BN)) {
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
             if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
@@ -788,7 +794,7 @@ __global__ void __launch_bounds__(384, 1)
 // ---------------------------------------------------------------------------------------------------------- launches
 
 // Every copy is a box of 64 rows x 64 columns of one head; the map knows the strides and where the sequence ends.
-inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, const Problem& a) {
+inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int rows, const Problem& a) {
   static const auto encode = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -802,17 +808,17 @@ inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, const Proble
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
   }();
   CUtensorMap map;
-  cuuint64_t dims[4] = {cuuint64_t(a.D), cuuint64_t(a.T), cuuint64_t(heads), cuuint64_t(a.B)};
-  cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(a.D * 2), cuuint64_t(a.T * ld * 2)};
+  cuuint64_t dims[4] = {cuuint64_t(a.D), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(a.B)};
+  cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(a.D * 2), cuuint64_t(rows * ld * 2)};
   cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
   CUresult r = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(p), dims, strides, box, steps,
                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS)
     throw CudaError(
-        strf("attention: no tensor map for address %p, row stride %lld, B %d T %d heads %d D %d "
+        strf("attention: no tensor map for address %p, row stride %lld, B %d rows %d heads %d D %d "
              "(error %d): addresses and row strides must be multiples of 16 bytes",
-             static_cast<const void*>(p), (long long)ld, a.B, a.T, heads, a.D, int(r)));
+             static_cast<const void*>(p), (long long)ld, a.B, rows, heads, a.D, int(r)));
   return map;
 }
 
@@ -836,27 +842,27 @@ void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16
   int items = a.B * a.H * ceil_div(a.T, Forward<D>::BM);
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward<D>::bytes));
   kernel<<<persistent_blocks(items), 384, Forward<D>::bytes, stream>>>(
-      tensor_map(q, a.ld_q, a.H, a), tensor_map(k, a.ld_kv, a.HKV, a), tensor_map(v, a.ld_kv, a.HKV, a),
-      tensor_map(o, a.ld_o, a.H, a), lse, a, mask, next_list());
+      tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
+      tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, a, mask, next_list());
   CUDA_CHECK_LAUNCH();
 }
 
 template <int D, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
-              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int splits,
-              float* parts) {
-  CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a), do_map = tensor_map(d_o, a.ld_o, a.H, a);
-  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a), v_map = tensor_map(v, a.ld_kv, a.HKV, a);
+              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
+              float* part_sums) {
+  CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, a.T, a);
+  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a.keys, a), v_map = tensor_map(v, a.ld_kv, a.HKV, a.keys, a);
   auto kv = backward_kv<D, Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(kv, cudaFuncAttributeMaxDynamicSharedMemorySize, BackwardKV<D>::bytes));
-  kv<<<a.B * a.HKV * splits * ceil_div(a.T, BackwardKV<D>::BN), 384, BackwardKV<D>::bytes, stream>>>(
-      q_map, k_map, v_map, do_map, tensor_map(dk, a.ld_dkv, a.HKV, a), tensor_map(dv, a.ld_dkv, a.HKV, a), lse2, delta,
-      a, mask, splits, parts);
+  kv<<<a.B * a.HKV * parts * ceil_div(a.keys, BackwardKV<D>::BN), 384, BackwardKV<D>::bytes, stream>>>(
+      q_map, k_map, v_map, do_map, tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a),
+      tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a, mask, parts, part_sums);
   CUDA_CHECK_LAUNCH();
   auto dq_kernel = backward_q<D, Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BackwardQ<D>::bytes));
   dq_kernel<<<persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384, BackwardQ<D>::bytes, stream>>>(
-      q_map, k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a), lse2, delta, a, mask, next_list());
+      q_map, k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a.T, a), lse2, delta, a, mask, next_list());
   CUDA_CHECK_LAUNCH();
 }
 

@@ -5,24 +5,64 @@
 
 namespace attention {
 
+inline HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // Which keys a query sees, in rows and keys rather than in tiles, so that every tile shape asks the same questions.
 // A kernel walks the tiles that overlap [first_key, last_key) of its queries (or [first_query, last_query) of its
-// keys), and tests single elements only in tiles that are not whole(). Sparse attention brings its own.
+// keys; either may be empty), and tests single elements only in tiles that are not whole(). Queries past T and keys
+// past the last are asked about too, as parts of tiles; what is said of the former does not matter.
+
+// Key j <= t.
 struct Causal {
   int T;
-  __host__ __device__ int first_key(int /*q0*/) const { return 0; }
-  __host__ __device__ int last_key(int q1) const { return q1 < T ? q1 : T; }  // of queries before q1
-  __host__ __device__ int first_query(int k0) const { return k0; }            // of keys from k0 on
-  __host__ __device__ int last_query(int /*k1*/) const { return T; }
-  // Are all keys before k1 visible to all queries from q0 on?
-  __host__ __device__ bool whole(int q0, int k1) const { return k1 <= q0 + 1; }
-  __host__ __device__ bool visible(int t, int j) const { return j <= t; }
+  explicit Causal(const AttentionShape& a) : T(int(a.T)) {}
+  HD int first_key(int /*q0*/) const { return 0; }               // of queries from q0 on
+  HD int last_key(int q1) const { return q1 < T ? q1 : T; }      // of queries before q1
+  HD int first_query(int k0) const { return k0; }                // of keys from k0 on
+  HD int last_query(int /*k1*/) const { return T; }              // of keys before k1
+  HD bool whole(int q0, int /*q1*/, int /*k0*/, int k1) const {  // do queries [q0, q1) see all keys [k0, k1)?
+    return k1 <= q0 + 1;
+  }
+  HD bool visible(int t, int j) const { return j <= t; }
 };
+
+// The last `window` keys up to the query's own.
+struct Window {
+  int T, window;
+  explicit Window(const AttentionShape& a) : T(int(a.T)), window(int(a.window < a.T ? a.window : a.T)) {}
+  HD int first_key(int q0) const { return q0 < window ? 0 : q0 - window + 1; }
+  HD int last_key(int q1) const { return q1 < T ? q1 : T; }
+  HD int first_query(int k0) const { return k0; }
+  HD int last_query(int k1) const { return k1 - 1 < T - window ? k1 - 1 + window : T; }
+  HD bool whole(int q0, int q1, int k0, int k1) const { return k1 <= q0 + 1 && q1 - window <= k0; }
+  HD bool visible(int t, int j) const { return unsigned(t - j) < unsigned(window); }
+};
+
+// Key j stands for tokens [stride*j, stride*j + block): the last of them must not lie after the query.
+struct Compressed {
+  int T, keys, block, stride;
+  explicit Compressed(const AttentionShape& a)
+      : T(int(a.T)), keys(int(a.keys ? a.keys : a.T)), block(int(a.block)), stride(int(a.stride)) {}
+  HD int first_key(int /*q0*/) const { return 0; }
+  HD int last_key(int q1) const {
+    const int tokens = q1 < T ? q1 : T, ended = tokens < block ? 0 : (tokens - block) / stride + 1;
+    return ended < keys ? ended : keys;
+  }
+  HD int first_query(int k0) const { return stride * k0 + block - 1; }
+  HD int last_query(int /*k1*/) const { return T; }
+  HD bool whole(int q0, int /*q1*/, int /*k0*/, int k1) const { return k1 <= keys && first_query(k1 - 1) <= q0; }
+  HD bool visible(int t, int j) const { return first_query(j) <= t && j < keys; }
+};
+
+template <class F>
+auto with_mask(const AttentionShape& a, F f) {
+  return a.sees == Sees::causal ? f(Causal(a)) : a.sees == Sees::window ? f(Window(a)) : f(Compressed(a));
+}
 
 // AttentionShape in the kernels' types. A row is one (b,t); the statistics lie in rows of Tp, T rounded up to whole
 // tiles, so that a tile's worth of them can be copied without asking where the sequence ends.
 struct Problem {
-  int B, T, H, HKV, D, group;
+  int B, T, keys, H, HKV, D, group;
   int64_t ld_q, ld_kv, ld_o, ld_dq, ld_dkv;
   int Tp;
   float scale, scale_log2;  // the second has log2(e) in it: softmax is computed with exp2
@@ -30,6 +70,7 @@ struct Problem {
   explicit Problem(const AttentionShape& a)
       : B(int(a.B)),
         T(int(a.T)),
+        keys(int(a.keys ? a.keys : a.T)),
         H(int(a.H)),
         HKV(int(a.HKV)),
         D(int(a.D)),
@@ -44,13 +85,27 @@ struct Problem {
         scale_log2(float(a.scale * 1.4426950408889634)) {}
 };
 
-inline __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// The loop over queries for dK and dV of keys [k0, k1): head after head of the group, in each the tiles of BM queries
+// that see the keys. Step n is tile first + n % tiles of the group's head n / tiles. The loop may be cut in parts for
+// as many blocks (kv_parts): this one has steps [begin, end).
+struct KvLoop {
+  int first, tiles, begin, end;
+  template <class Mask>
+  HD KvLoop(const Mask& mask, int k0, int k1, int BM, int group, int part, int parts)
+      : first(mask.first_query(k0) / BM) {
+    const int last = ceil_div(mask.last_query(k1), BM);
+    tiles = first < last ? last - first : 0;
+    begin = int(int64_t(tiles) * group * part / parts);
+    end = int(int64_t(tiles) * group * (part + 1) / parts);
+  }
+};
 
-// Where a part of a group's heads (head_splits) puts its sums in the workspace; which: 0 dK, 1 dV. (B, HKV, T, D).
-inline __host__ __device__ int64_t split_at(const Problem& a, int splits, int which, int split, int b, int head) {
-  return (((int64_t(which) * splits + split) * a.B + b) * a.HKV + head) * a.T * a.D;
+// Where a part of that loop puts its sums in the workspace; which: 0 dK, 1 dV. (B, HKV, keys, D).
+inline HD int64_t part_at(const Problem& a, int parts, int which, int part, int b, int head) {
+  return (((int64_t(which) * parts + part) * a.B + b) * a.HKV + head) * a.keys * a.D;
 }
 
+#if FSDP_CUDA
 // Two floats as a pair of bf16, `lo` at the lower address.
 inline __device__ uint32_t pack(float lo, float hi) {
   uint32_t d;
@@ -79,5 +134,6 @@ inline __device__ void pack_rows(uint32_t (&p)[N / 2], const float (&s)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
+#endif
 
 }  // namespace attention

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -168,6 +169,81 @@ void require_same(const std::string& text, const std::string& what) {
         what.c_str(), this_rank(), first.c_str(), this_rank(), text.c_str());
   error = agree(error);
   if (!error.empty()) throw UsageError(error);
+}
+
+struct TextChannel::Impl {
+  MPI_Comm mpi = MPI_COMM_NULL;
+  // What MPI reads and writes stands here, since a collective that was abandoned still may.
+  int64_t n = 0;
+  std::vector<int64_t> sizes;
+  std::vector<int> counts, at;
+  std::string mine, all;
+
+  void wait(MPI_Request* request, const std::atomic<bool>& abandoned) {
+    for (int done = 0;;) {
+      if (abandoned) throw Abandoned();
+      MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
+      if (done) return;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+};
+
+TextChannel::TextChannel(const World& world) : world_(world), impl_(std::make_unique<Impl>()) {
+  if (world.size == 1) return;
+  MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &impl_->mpi));
+  MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
+}
+TextChannel::~TextChannel() {
+  if (abandoned_) (void)impl_.release();
+  else if (impl_->mpi != MPI_COMM_NULL) MPI_Comm_free(&impl_->mpi);
+}
+
+std::vector<std::string> TextChannel::gather(const std::string& text) {
+  if (world_.size == 1) return {text};
+  Impl& i = *impl_;
+  const size_t ranks = size_t(world_.size);
+  i.mine = text, i.n = int64_t(text.size());
+  i.sizes.resize(ranks), i.counts.resize(ranks), i.at.resize(ranks);
+  // All know all sizes, so that all refuse together what MPI's ints cannot count.
+  MPI_Request request;
+  MPI_CHECK(MPI_Iallgather(&i.n, 1, MPI_INT64_T, i.sizes.data(), 1, MPI_INT64_T, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  int64_t total = 0;
+  for (size_t r = 0; r < ranks; r++) {
+    i.counts[r] = int(i.sizes[r]), i.at[r] = int(total);
+    total += i.sizes[r];
+    if (total > INT_MAX) throw MpiError("the ranks' texts are more than 2 GiB together");
+  }
+  i.all.resize(world_.rank == 0 ? size_t(total) : 0);
+  MPI_CHECK(MPI_Igatherv(i.mine.data(), i.counts[size_t(world_.rank)], MPI_CHAR, &i.all[0], i.counts.data(),
+                         i.at.data(), MPI_CHAR, 0, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  std::vector<std::string> texts;
+  for (size_t r = 0; world_.rank == 0 && r < ranks; r++)
+    texts.push_back(i.all.substr(size_t(i.at[r]), size_t(i.counts[r])));
+  return texts;
+}
+
+std::string TextChannel::broadcast(const std::string& text) {
+  if (world_.size == 1) return text;
+  Impl& i = *impl_;
+  i.all = text, i.n = int64_t(text.size());
+  MPI_Request request;
+  MPI_CHECK(MPI_Ibcast(&i.n, 1, MPI_INT64_T, 0, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  if (i.n > INT_MAX) throw MpiError("a text is more than 2 GiB");
+  i.all.resize(size_t(i.n));
+  MPI_CHECK(MPI_Ibcast(&i.all[0], int(i.n), MPI_CHAR, 0, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  return i.all;
+}
+
+std::string TextChannel::agree(const std::string& error) {
+  std::string first;
+  for (const std::string& e : gather(error))
+    if (first.empty()) first = e;
+  return broadcast(first);
 }
 
 const char* name_of(Transport t) {

@@ -6,9 +6,11 @@
 // order, channel by channel. Counts are per rank and 64 bit; any world size.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "lib/device.h"
 
@@ -33,6 +35,28 @@ std::string broadcast_text(const std::string& text, int root = 0);
 std::string agree(const std::string& error);
 // Throws UsageError on every rank if `text` is not the same on all; `what` names it.
 void require_same(const std::string& text, const std::string& what);
+
+// The same on a communicator of its own, so that a thread beside the training can use them while the training talks.
+// Waiting burns no core. With one rank there is no MPI in it. All of it is collective over `world`, the constructor
+// and the destructor too.
+class TextChannel {
+ public:
+  explicit TextChannel(const World& world);
+  ~TextChannel();
+  TextChannel(const TextChannel&) = delete;
+  std::vector<std::string> gather(const std::string& text);  // rank 0: every rank's, in order; other ranks: none
+  std::string broadcast(const std::string& text);            // rank 0's
+  std::string agree(const std::string& error);
+  // For errors after which the other ranks may never come: whoever waits here, or comes later, gets an Abandoned.
+  struct Abandoned {};
+  void abandon() { abandoned_ = true; }
+
+ private:
+  struct Impl;
+  World world_;
+  std::unique_ptr<Impl> impl_;
+  std::atomic<bool> abandoned_{false};
+};
 
 enum class Transport { none, nccl, mpi };  // none: one rank
 const char* name_of(Transport t);

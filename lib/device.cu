@@ -414,6 +414,32 @@ void Stream::synchronize() {
   dev_.check();
 }
 
+// --------------------------------------------------------------------------------------------------------- profile
+
+void Device::add_mark(const char* name) {
+  marks_.emplace_back(name, Event(*this, true));
+  compute().record(marks_.back().second);
+}
+
+void Device::start_profile() {
+  marks_.clear();
+  profiling_ = true;
+}
+
+std::vector<std::pair<std::string, double>> Device::end_profile() {
+  mark("");
+  profiling_ = false;
+  std::vector<std::pair<std::string, double>> times;
+  for (size_t i = 0; i + 1 < marks_.size(); i++) {
+    const std::string& name = marks_[i].first;
+    auto at = std::find_if(times.begin(), times.end(), [&](const auto& t) { return t.first == name; });
+    if (at == times.end()) at = times.insert(times.end(), {name, 0.0});
+    at->second += elapsed_ms(marks_[i].second, marks_[i + 1].second);
+  }
+  marks_.clear();
+  return times;
+}
+
 // ---------------------------------------------------------------------------------------------------------- memory
 
 const char* name_of(Purpose p) {

@@ -290,6 +290,15 @@ struct Device {
   bool failed() const;
   void check();
 
+  // Where a step's time goes: what the compute stream is given from here on is `name`'s, until the next mark. Marks are
+  // events on that stream, and nothing where nobody has asked for a profile.
+  void mark(const char* name) {
+    if (profiling_ && mode == Mode::run) add_mark(name);
+  }
+  void start_profile();
+  // Milliseconds by name, in order of first appearance; waits for the marks, and ends the profile.
+  std::vector<std::pair<std::string, double>> end_profile();
+
   Backend backend;
   int ordinal, sharers;
   Mode mode = Mode::plan;
@@ -308,6 +317,9 @@ struct Device {
   int64_t blas_workspace_bytes = 0;
 
  private:
+  void add_mark(const char* name);
   struct Failure;
   std::shared_ptr<Failure> failure_;
+  bool profiling_ = false;
+  std::vector<std::pair<std::string, Event>> marks_;
 };

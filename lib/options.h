@@ -14,6 +14,10 @@ struct Options {
   std::string arch;    // simple, rope, llama, mlp
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000;
+  // Attention.
+  std::string attn;  // nsa or dense; empty: nsa where the architecture attends
+  int64_t nsa_block = 32, nsa_stride = 16, nsa_select_block = 64, nsa_selected = 16, nsa_window = 512;
+  std::string nsa_phi = "mean";
   // Batch.
   int64_t batch = 0;         // sequences a rank and micro-batch
   int64_t global_batch = 0;  // sequences in all a step; 0: batch * ranks * grad_accum
@@ -41,6 +45,7 @@ struct Options {
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events
+  bool profile = false;      // where the time of the last step went
   int64_t log_every = 1;
   // Instead of training.
   bool plan = false, version = false, hardware = false, show_params = false;

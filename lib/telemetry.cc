@@ -183,10 +183,13 @@ void Telemetry::step(const StepRecord& r) {
     std::printf("%s\n", step_line(r, total_, left, false).c_str());
     std::fflush(stdout);
   }
-  if (file_ && due) {
-    std::fprintf(file_, "%s\n", step_json(r).dump().c_str());
-    std::fflush(file_);
-  }
+  if (due) record(step_json(r));
+}
+
+void Telemetry::record(const nlohmann::json& j) {
+  if (!file_) return;
+  std::fprintf(file_, "%s\n", j.dump().c_str());
+  std::fflush(file_);
 }
 
 void Telemetry::note(const std::string& line) {

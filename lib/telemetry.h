@@ -27,7 +27,8 @@ class Telemetry {
   Telemetry(const std::string& path, const nlohmann::json& header, int64_t total_steps, int64_t log_every);
   ~Telemetry();
   void step(const StepRecord& r);
-  void note(const std::string& line);  // a line for people; the live line goes on below it
+  void record(const nlohmann::json& j);  // another line of the file
+  void note(const std::string& line);    // a line for people; the live line goes on below it
 
  private:
   FILE* file_ = nullptr;

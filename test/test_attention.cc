@@ -45,27 +45,50 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 }
 
 AttentionShape shape(int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) {
-  return {B, T, H, HKV, D, 0, 0, 0, 0, 0, 1 / std::sqrt(double(D))};
+  AttentionShape a = {};
+  a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.scale = 1 / std::sqrt(double(D));
+  return a;
 }
+AttentionShape windowed(AttentionShape a, int64_t window) {
+  a.sees = Sees::window, a.window = window;
+  return a;
+}
+// keys 0: those that end in the sequence, or one that no query sees.
+AttentionShape compressed(AttentionShape a, int64_t block, int64_t stride, int64_t keys = 0) {
+  a.sees = Sees::compressed, a.block = block, a.stride = stride;
+  a.keys = keys ? keys : a.T < block ? 1 : (a.T - block) / stride + 1;
+  return a;
+}
+int64_t keys_of(const AttentionShape& a) { return a.keys ? a.keys : a.T; }
+bool sees(const AttentionShape& a, int64_t t, int64_t j) {
+  if (a.sees == Sees::compressed) return a.stride * j + a.block - 1 <= t;
+  return j <= t && (a.sees == Sees::causal || j > t - a.window);
+}
+bool sees_any(const AttentionShape& a, int64_t t) { return a.sees != Sees::compressed || sees(a, t, 0); }
+bool seen_by_any(const AttentionShape& a, int64_t j) { return sees(a, a.sees == Sees::window ? j : a.T - 1, j); }
 
 // The arrays of one call, every row stride another one: k and v are columns of one buffer, and so are their gradients.
 // Inputs are normal numbers rounded to bf16, so that every type computes the same function.
 template <class T>
 struct Tensors {
   AttentionShape a;
-  Columns<T> q, kv, d_o, o, dq, dkv;
+  bool gated;
+  Columns<T> q, kv, d_o, gate, o, dq, dkv, dgate;
   Columns<acc_t<T>> lse;
-  explicit Tensors(const AttentionShape& s, uint64_t seed = 1)
+  explicit Tensors(const AttentionShape& s, uint64_t seed = 1, bool gated = false)
       : a(s),
+        gated(gated),
         q(s.B * s.T, s.H * s.D, 8),
-        kv(s.B * s.T, 2 * s.HKV * s.D, 16),
+        kv(s.B * keys_of(s), 2 * s.HKV * s.D, 16),
         d_o(s.B * s.T, s.H * s.D, 24),
+        gate(s.B * s.T, s.H, 3),
         o(s.B * s.T, s.H * s.D, 24),
         dq(s.B * s.T, s.H * s.D, 32),
-        dkv(s.B * s.T, 2 * s.HKV * s.D, 40),
+        dkv(s.B * keys_of(s), 2 * s.HKV * s.D, 40),
+        dgate(s.B * s.T, s.H, 3),
         lse(1, s.B * s.H * s.T, 5) {
     a.ld_q = q.ld, a.ld_kv = kv.ld, a.ld_o = o.ld, a.ld_dq = dq.ld, a.ld_dkv = dkv.ld;
-    fill(q, seed, 1), fill(kv, seed, 2), fill(d_o, seed, 3);
+    fill(q, seed, 1), fill(kv, seed, 2), fill(d_o, seed, 3), fill(gate, seed, 4);
   }
   static void fill(Columns<T>& x, uint64_t seed, uint32_t tensor) {
     for (int64_t i = 0; i < x.rows * x.used; ++i)
@@ -75,19 +98,81 @@ struct Tensors {
   const T* v() const { return kv.p() + a.HKV * a.D; }
   T* dk() { return dkv.p(); }
   T* dv() { return dkv.p() + a.HKV * a.D; }
+  Gate<T> gates() { return gated ? Gate<T>{gate.p(), dgate.p(), gate.ld} : Gate<T>{}; }
   bool untouched_outside() const {
-    return o.untouched_outside() && dq.untouched_outside() && dkv.untouched_outside() && lse.untouched_outside();
+    return o.untouched_outside() && dq.untouched_outside() && dkv.untouched_outside() && dgate.untouched_outside() &&
+           lse.untouched_outside();
   }
 };
+
+// The definition, in plain sums over the keys that a query sees.
+void naive(Tensors<double>& x) {
+  const AttentionShape& a = x.a;
+  const int64_t keys = keys_of(a), in_v = a.HKV * a.D;
+  for (Columns<double>* c : {&x.o, &x.dq, &x.dkv})
+    for (int64_t r = 0; r < c->rows; ++r) std::fill_n(&c->at(r, 0), c->used, 0.0);
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t h = 0; h < a.H; ++h)
+      for (int64_t t = 0; t < a.T; ++t) {
+        const int64_t row = b * a.T + t, head = h / (a.H / a.HKV) * a.D;
+        const double *q = &x.q.at(row, h * a.D), *d_o = &x.d_o.at(row, h * a.D);
+        double *o = &x.o.at(row, h * a.D), *dq = &x.dq.at(row, h * a.D);
+        std::vector<int64_t> seen;
+        for (int64_t j = 0; j < keys; ++j)
+          if (sees(a, t, j)) seen.push_back(b * keys + j);
+        Doubles p;
+        for (int64_t j : seen) p.push_back(a.scale * std::inner_product(q, q + a.D, &x.kv.at(j, head), 0.0));
+        const double top = p.empty() ? 0 : *std::max_element(p.begin(), p.end());
+        double sum = 0;
+        for (double& s : p) sum += s = std::exp(s - top);
+        x.lse.p()[(b * a.H + h) * a.T + t] = top + std::log(sum);
+        for (size_t i = 0; i < p.size(); ++i) {
+          p[i] /= sum;
+          for (int64_t d = 0; d < a.D; ++d) o[d] += p[i] * x.kv.at(seen[i], in_v + head + d);
+        }
+        const double delta = std::inner_product(d_o, d_o + a.D, o, 0.0);
+        const double g = x.gated ? 1 / (1 + std::exp(-x.gate.at(row, h))) : 1;
+        if (x.gated) x.dgate.at(row, h) = g * (1 - g) * delta;
+        for (size_t i = 0; i < p.size(); ++i) {
+          const double dp = std::inner_product(d_o, d_o + a.D, &x.kv.at(seen[i], in_v + head), 0.0);
+          const double ds = a.scale * p[i] * g * (dp - delta);
+          for (int64_t d = 0; d < a.D; ++d) {
+            dq[d] += ds * x.kv.at(seen[i], head + d);
+            x.dkv.at(seen[i], head + d) += ds * q[d];
+            x.dkv.at(seen[i], in_v + head + d) += p[i] * g * d_o[d];
+          }
+        }
+      }
+}
+
+// What no query sees has no gradient, and a query that sees nothing gives zeros and -inf.
+template <class T>
+void check_unseen(Tensors<T>& x) {
+  const AttentionShape& a = x.a;
+  int64_t broken = 0;
+  for (int64_t row = 0; row < a.B * a.T; ++row) {
+    if (sees_any(a, row % a.T)) continue;
+    for (int64_t c = 0; c < a.H * a.D; ++c) broken += float(x.o.at(row, c)) != 0 || float(x.dq.at(row, c)) != 0;
+    for (int64_t h = 0; h < a.H; ++h) {
+      broken += x.lse.p()[(row / a.T * a.H + h) * a.T + row % a.T] != -INFINITY;
+      if (x.gated) broken += float(x.dgate.at(row, h)) != 0;
+    }
+  }
+  for (int64_t row = 0; row < a.B * keys_of(a); ++row)
+    for (int64_t c = 0; c < x.dkv.used && !seen_by_any(a, row % keys_of(a)); ++c)
+      broken += float(x.dkv.at(row, c)) != 0;
+  CHECK(broken == 0);
+}
 
 template <class T>
 bool same_results(const Tensors<T>& x, const Tensors<T>& y) {
   return same_bits(x.o.v, y.o.v) && same_bits(x.lse.v, y.lse.v) && same_bits(x.dq.v, y.dq.v) &&
-         same_bits(x.dkv.v, y.dkv.v);
+         same_bits(x.dkv.v, y.dkv.v) && same_bits(x.dgate.v, y.dgate.v);
 }
 template <class T>
 bool same_inputs(const Tensors<T>& x, const Tensors<T>& y) {
-  return same_bits(x.q.v, y.q.v) && same_bits(x.kv.v, y.kv.v) && same_bits(x.d_o.v, y.d_o.v);
+  return same_bits(x.q.v, y.q.v) && same_bits(x.kv.v, y.kv.v) && same_bits(x.d_o.v, y.d_o.v) &&
+         same_bits(x.gate.v, y.gate.v);
 }
 
 template <class T>
@@ -102,14 +187,15 @@ void twin(Tensors<T>& x) {
   Stream& s = test_device(Backend::cpu).compute();
   std::vector<acc_t<T>> work(attention_backward_workspace<T>(x.a));
   attention_backward<T>(s, x.dq.p(), x.dk(), x.dv(), x.d_o.p(), x.q.p(), x.k(), x.v(), x.o.p(), x.lse.p(), work.data(),
-                        x.a);
+                        x.a, x.gates());
   s.synchronize();
 }
-double loss(Tensors<double>& x) {  // whose gradient by o is d_o
+double loss(Tensors<double>& x) {  // whose gradient by (gate times) o is d_o
   twin_forward(x);
   double sum = 0;
   for (int64_t r = 0; r < x.o.rows; ++r)
-    sum += std::inner_product(&x.o.at(r, 0), &x.o.at(r, 0) + x.o.used, &x.d_o.at(r, 0), 0.0);
+    for (int64_t c = 0; c < x.o.used; ++c)
+      sum += x.o.at(r, c) * x.d_o.at(r, c) / (x.gated ? 1 + std::exp(-x.gate.at(r, c / x.a.D)) : 1);
   return sum;
 }
 
@@ -125,29 +211,61 @@ double error(const Columns<T>& x, const Columns<double>& ref, int64_t from, int6
   return std::sqrt(difference / std::max(norm, 1e-4 * double(ref.rows * (to - from))));
 }
 struct Errors {
-  double o, lse, dq, dk, dv;  // lse: the largest difference; NaN is kept
+  double o, lse, dq, dk, dv, dgate;  // lse: the largest difference; NaN is kept
 };
 template <class T>
 Errors errors(const Tensors<T>& x, const Tensors<double>& ref) {
   double worst = 0;
   for (int64_t i = 0; i < ref.lse.used; ++i) {
+    if (double(x.lse.p()[i]) == ref.lse.p()[i]) continue;  // both -inf, maybe
     const double d = std::abs(double(x.lse.p()[i]) - ref.lse.p()[i]);
     if (!(d <= worst)) worst = d;
   }
   const int64_t q = x.a.H * x.a.D, k = x.a.HKV * x.a.D;
-  return {error(x.o, ref.o, 0, q), worst, error(x.dq, ref.dq, 0, q), error(x.dkv, ref.dkv, 0, k),
-          error(x.dkv, ref.dkv, k, 2 * k)};
+  return {error(x.o, ref.o, 0, q),         worst,
+          error(x.dq, ref.dq, 0, q),       error(x.dkv, ref.dkv, 0, k),
+          error(x.dkv, ref.dkv, k, 2 * k), x.gated ? error(x.dgate, ref.dgate, 0, x.a.H) : 0};
 }
 
 std::string text(const AttentionShape& a) {
-  return strf("B %lld T %lld H %lld HKV %lld D %lld", (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV,
-              (long long)a.D);
+  std::string rule;
+  if (a.sees == Sees::window) rule = strf(" window %lld", (long long)a.window);
+  if (a.sees == Sees::compressed)
+    rule = strf(" block %lld stride %lld keys %lld", (long long)a.block, (long long)a.stride, (long long)a.keys);
+  return strf("B %lld T %lld H %lld HKV %lld D %lld%s", (long long)a.B, (long long)a.T, (long long)a.H,
+              (long long)a.HKV, (long long)a.D, rule.c_str());
 }
 
 const std::vector<AttentionShape>& cpu_shapes() {  // odd ones, and such that cross the twin's tiles of 64 and 256
-  static const std::vector<AttentionShape> list = {shape(1, 1, 1, 1, 1),  shape(2, 5, 3, 3, 3),   shape(1, 7, 4, 2, 5),
-                                                   shape(2, 6, 3, 1, 4),  shape(1, 9, 8, 2, 2),   shape(2, 64, 2, 1, 8),
-                                                   shape(1, 65, 3, 1, 7), shape(2, 300, 4, 2, 33)};
+  static const std::vector<AttentionShape> list = {shape(1, 1, 1, 1, 1),
+                                                   shape(2, 5, 3, 3, 3),
+                                                   shape(1, 7, 4, 2, 5),
+                                                   shape(2, 6, 3, 1, 4),
+                                                   shape(1, 9, 8, 2, 2),
+                                                   shape(2, 64, 2, 1, 8),
+                                                   shape(1, 65, 3, 1, 7),
+                                                   shape(2, 300, 4, 2, 33),
+                                                   windowed(shape(2, 9, 4, 2, 3), 1),
+                                                   windowed(shape(1, 9, 2, 1, 4), 4),
+                                                   windowed(shape(2, 300, 4, 2, 9), 70),
+                                                   compressed(shape(2, 9, 4, 2, 3), 3, 2),
+                                                   compressed(shape(1, 40, 2, 1, 4), 16, 8),
+                                                   compressed(shape(2, 300, 4, 2, 9), 32, 16)};
+  return list;
+}
+
+// Every rule of sight but the causal one at each length, with whatever sequences, heads and head dims `make` gives it.
+template <class F>
+std::vector<AttentionShape> rules(F make) {
+  std::vector<AttentionShape> list;
+  for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 1000, 2049}) {
+    for (int64_t window : {1, 16, 512, 5000}) list.push_back(windowed(make(T, int64_t(list.size())), window));
+    for (int64_t block : {32, 64, 16}) list.push_back(compressed(make(T, int64_t(list.size())), block, 16));
+  }
+  // Keys that nobody sees, and fewer than there might be.
+  list.push_back(compressed(make(129, int64_t(list.size())), 32, 16, 200));
+  list.push_back(compressed(make(200, int64_t(list.size())), 150, 16));
+  list.push_back(compressed(make(1000, int64_t(list.size())), 4, 2, 130));
   return list;
 }
 
@@ -165,53 +283,41 @@ bool has(const std::string& text, const std::string& part) { return text.find(pa
 
 // --------------------------------------------------------------------------------------------------------- CPU twins
 
-TEST_CASE("attention is a causal softmax", "[attention]") {
+TEST_CASE("attention is a softmax over the keys that a query sees", "[attention]") {
+  const auto check_twin = [](const AttentionShape& a, bool gated) {
+    INFO(text(a) << " scale " << a.scale);
+    Tensors<double> x(a, 1, gated), ref(a, 1, gated);
+    twin(x), naive(ref);
+    const Errors e = errors(x, ref);
+    CHECK(e.lse <= 1e-12 * std::max(1.0, a.scale));
+    for (double error : {e.o, e.dq, e.dk, e.dv, e.dgate}) CHECK(error <= 1e-12 * std::max(1.0, 10 * a.scale));
+    CHECK(x.untouched_outside());
+    CHECK(same_inputs(x, ref));
+    check_unseen(x);
+  };
   for (AttentionShape a : cpu_shapes())
     for (double scale : {a.scale, 10.0}) {  // the second: scores of hundreds, of which exp alone would overflow
       a.scale = scale;
-      INFO(text(a) << " scale " << scale);
-      Tensors<double> x(a);
-      twin_forward(x);
-      double worst = 0, worst_lse = 0;
-      for (int64_t b = 0; b < a.B; ++b)
-        for (int64_t h = 0; h < a.H; ++h)
-          for (int64_t t = 0; t < a.T; ++t) {
-            const int64_t row = b * a.T + t, head = h / (a.H / a.HKV);
-            Doubles p(t + 1), want(a.D);
-            for (int64_t j = 0; j <= t; ++j)
-              for (int64_t d = 0; d < a.D; ++d)
-                p[j] += scale * x.q.at(row, h * a.D + d) * x.kv.at(b * a.T + j, head * a.D + d);
-            const double top = *std::max_element(p.begin(), p.end());
-            double sum = 0;
-            for (double& s : p) sum += s = std::exp(s - top);
-            for (int64_t j = 0; j <= t; ++j)
-              for (int64_t d = 0; d < a.D; ++d) want[d] += p[j] / sum * x.kv.at(b * a.T + j, (a.HKV + head) * a.D + d);
-            for (int64_t d = 0; d < a.D; ++d) {
-              const double e = std::abs(x.o.at(row, h * a.D + d) - want[d]);
-              if (!(e <= worst)) worst = e;
-            }
-            const double e = std::abs(x.lse.p()[(b * a.H + h) * a.T + t] - (top + std::log(sum)));
-            if (!(e <= worst_lse)) worst_lse = e;
-          }
-      CHECK(worst <= 1e-12);
-      CHECK(worst_lse <= 1e-12 * std::max(1.0, scale));
-      CHECK(x.untouched_outside());
+      check_twin(a, false);
     }
+  bool gated = false;
+  for (const AttentionShape& a : rules([](int64_t T, int64_t n) { return shape(n % 2 + 1, T, 2 + n % 3, 1, 3); }))
+    check_twin(a, gated = !gated);
 }
 
 TEST_CASE("attention's gradients are central differences", "[attention]") {
   for (AttentionShape a : cpu_shapes()) {
     if (a.D == 4) a.scale = 0.7;
     INFO(text(a));
-    Tensors<double> x(a, 5);
+    Tensors<double> x(a, 5, true);
     twin(x);
     CHECK(x.untouched_outside());
-    const Columns<double> dq = x.dq, dkv = x.dkv;
+    const Columns<double> dq = x.dq, dkv = x.dkv, dgate = x.dgate;
     struct Pair {
       Columns<double>& input;
       const Columns<double>& gradient;
     };
-    for (const Pair& p : {Pair{x.q, dq}, Pair{x.kv, dkv}}) {
+    for (const Pair& p : {Pair{x.q, dq}, Pair{x.kv, dkv}, Pair{x.gate, dgate}}) {
       const double h = 1e-5;
       double worst = 0, largest = 1e-3;
       const auto slope_at = [&](const Doubles& direction) {
@@ -256,16 +362,16 @@ TEST_CASE("float and bf16 attention are the double one, rounded", "[attention]")
   list.push_back(shape(1, 513, 6, 2, 64));
   for (const AttentionShape& a : list) {
     INFO(text(a));
-    Tensors<double> d(a);
-    Tensors<float> f(a);
-    Tensors<bf16> b(a);
+    Tensors<double> d(a, 1, true);
+    Tensors<float> f(a, 1, true);
+    Tensors<bf16> b(a, 1, true);
     twin(d), twin(f), twin(b);
     CHECK(f.untouched_outside());
     CHECK(b.untouched_outside());
     const Errors e = errors(f, d), w = errors(b, d);
-    for (double x : {e.o, e.lse, e.dq, e.dk, e.dv}) CHECK(x <= 5e-6);
+    for (double x : {e.o, e.lse, e.dq, e.dk, e.dv, e.dgate}) CHECK(x <= 5e-6);
     CHECK(w.lse <= 5e-6);  // the inputs are the same and the scores are float
-    for (double x : {w.o, w.dq, w.dk, w.dv}) CHECK(x <= 5e-3);
+    for (double x : {w.o, w.dq, w.dk, w.dv, w.dgate}) CHECK(x <= 5e-3);
   }
 }
 
@@ -366,10 +472,17 @@ TEST_CASE("attention refuses bad shapes and is off when it should be", "[attenti
   };
   AttentionShape no_scale = x.a;
   no_scale.scale = 0;
-  const std::vector<std::pair<AttentionShape, std::string>> bad = {
-      {change(&AttentionShape::HKV, 3), "H 4 HKV 3"}, {change(&AttentionShape::HKV, 0), "HKV 0"},
-      {change(&AttentionShape::B, 0), "B 0"},         {change(&AttentionShape::T, -1), "T -1"},
-      {change(&AttentionShape::D, 0), "D 0"},         {no_scale, "scale 0"}};
+  AttentionShape no_window = windowed(x.a, 0), no_stride = compressed(x.a, 2, 1);
+  no_stride.stride = 0;
+  const std::vector<std::pair<AttentionShape, std::string>> bad = {{no_window, "window 0"},
+                                                                   {no_stride, "stride 0"},
+                                                                   {change(&AttentionShape::keys, 3), "keys 3"},
+                                                                   {change(&AttentionShape::HKV, 3), "H 4 HKV 3"},
+                                                                   {change(&AttentionShape::HKV, 0), "HKV 0"},
+                                                                   {change(&AttentionShape::B, 0), "B 0"},
+                                                                   {change(&AttentionShape::T, -1), "T -1"},
+                                                                   {change(&AttentionShape::D, 0), "D 0"},
+                                                                   {no_scale, "scale 0"}};
   for (const auto& [a, part] : bad) {
     INFO(part);
     CHECK(has(error_of([&, &b = a] { forward(b); }), part));
@@ -432,21 +545,23 @@ struct GpuCall {
   static constexpr int64_t kept = 64;  // floats before and after the workspace that must stay
   std::vector<float> work;
   T *q, *k, *v, *d_o, *o, *dq, *dk, *dv;
+  Gate<T> gate;
   float *lse, *workspace;
   GpuCall(Stream& s, Tensors<T>& x) : s(s), a(x.a), work(attention_backward_workspace<T>(x.a) + 2 * kept) {
     std::memset(work.data(), 0xff, work.size() * sizeof(float));
     q = gpu.up(x.q.v) + x.q.ld, k = gpu.up(x.kv.v) + x.kv.ld, v = k + a.HKV * a.D;
     d_o = gpu.up(x.d_o.v) + x.d_o.ld, o = gpu.up(x.o.v) + x.o.ld, dq = gpu.up(x.dq.v) + x.dq.ld;
     dk = gpu.up(x.dkv.v) + x.dkv.ld, dv = dk + a.HKV * a.D;
+    if (x.gated) gate = {gpu.up(x.gate.v) + x.gate.ld, gpu.up(x.dgate.v) + x.dgate.ld, x.gate.ld};
     lse = gpu.up(x.lse.v) + x.lse.ld, workspace = gpu.up(work) + kept;
   }
   void run(int arch) {
     if (arch == 0) {
       attention_forward<T>(s, o, lse, q, k, v, a);
-      attention_backward<T>(s, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a);
+      attention_backward<T>(s, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate);
     } else {
       gpu::attention_forward<T>(s.cuda(), arch, o, lse, q, k, v, a);
-      gpu::attention_backward<T>(s.cuda(), arch, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a);
+      gpu::attention_backward<T>(s.cuda(), arch, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate);
     }
   }
   bool workspace_kept() const {  // after down()
@@ -484,11 +599,12 @@ template <class T>
 void check_kernel(const Tensors<double>& ref, const Errors& twin, const AttentionShape& a, int arch) {
   constexpr bool narrow = std::is_same_v<T, bf16>;
   INFO(text(a) << " " << name_of(dtype_of<T>) << " kernels of sm_" << arch);
-  Tensors<T> x(a), y(a);
+  Tensors<T> x(a, 1, ref.gated), y(a, 1, ref.gated);
   run_gpu(x, arch), run_gpu(y, arch);
   CHECK(same_results(x, y));
   CHECK(same_inputs(x, Tensors<T>(a)));
   CHECK(x.untouched_outside());
+  check_unseen(x);
   const Errors e = errors(x, ref);
   const double factor = narrow ? 2 : 0, floor = narrow ? 1e-4 : 5e-5;
   CHECK(e.lse <= 1e-4);
@@ -496,15 +612,16 @@ void check_kernel(const Tensors<double>& ref, const Errors& twin, const Attentio
   CHECK(e.dq <= factor * twin.dq + floor);
   CHECK(e.dk <= factor * twin.dk + floor);
   CHECK(e.dv <= factor * twin.dv + floor);
+  CHECK(e.dgate <= factor * twin.dgate + floor);
 }
 
 // Every kernel at these shapes; the float ones at short sequences only, for they are slow.
-void check_kernels(const std::vector<AttentionShape>& shapes) {
+void check_kernels(const std::vector<AttentionShape>& shapes, bool gated = false) {
   for (const AttentionShape& a : shapes) {
-    Tensors<double> ref(a);
+    Tensors<double> ref(a, 1, gated);
     twin(ref);
     if (a.D == 64 || a.D == 128) {
-      Tensors<bf16> narrow(a);
+      Tensors<bf16> narrow(a, 1, gated);
       twin(narrow);
       for (int arch : archs()) check_kernel<bf16>(ref, errors(narrow, ref), a, arch);
     }
@@ -519,6 +636,10 @@ TEST_CASE("GPU: attention, a few small shapes", "[attention][gpu][small]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   check_kernels({shape(1, 130, 2, 1, 128), shape(2, 65, 2, 2, 64), shape(1, 33, 3, 1, 40)});
+  check_kernels({windowed(shape(1, 200, 2, 1, 128), 50), windowed(shape(2, 65, 4, 2, 64), 16),
+                 compressed(shape(1, 600, 2, 1, 128), 4, 2), compressed(shape(2, 300, 4, 2, 64), 150, 16),
+                 compressed(shape(1, 33, 3, 1, 40), 16, 16)},
+                true);
 #endif
 }
 
@@ -548,6 +669,50 @@ TEST_CASE("GPU: attention over longer sequences", "[attention][gpu]") {
 #if FSDP_CUDA
   check_kernels(
       {shape(1, 1000, 6, 1, 64), shape(2, 1000, 4, 2, 128), shape(1, 2049, 2, 1, 64), shape(1, 2049, 4, 1, 128)});
+#endif
+}
+
+TEST_CASE("GPU: attention to a window and to compressed keys", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const auto make = [](int64_t T, int64_t n) {
+    const int64_t group = std::vector<int64_t>{1, 2, 4, 6, 16}[n % 5], heads = T < 1000 ? n % 2 + 1 : 1;
+    return shape(T < 1000 ? n % 3 / 2 + 1 : 1, T, (T > 1000 ? std::min<int64_t>(group, 4) : group) * heads, heads,
+                 n % 4 / 2 ? 128 : 64);
+  };
+  bool gated = false;
+  for (const AttentionShape& a : rules(make)) check_kernels({a}, gated = !gated);
+  // Steps that walk several tiles of keys, and keys whose queries several blocks share.
+  check_kernels({windowed(shape(1, 2049, 4, 1, 128), 600), compressed(shape(1, 2049, 4, 1, 128), 4, 2),
+                 compressed(shape(2, 1500, 6, 2, 64), 16, 4)},
+                true);
+#endif
+}
+
+TEST_CASE("GPU: attention sees what the rule says and nothing else", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (int64_t D : {64, 128})
+    for (const AttentionShape& a :
+         {shape(1, 700, 2, 1, D), windowed(shape(1, 700, 2, 1, D), 130), compressed(shape(1, 700, 2, 1, D), 32, 16),
+          compressed(shape(1, 700, 2, 1, D), 8, 4)})
+      for (int arch : archs())
+        for (int64_t key : {int64_t(0), int64_t(17), keys_of(a) / 2, keys_of(a) - 1}) {
+          INFO(text(a) << " kernels of sm_" << arch << " key " << key);
+          Tensors<bf16> x(a), y(a);
+          for (int64_t c = 0; c < y.kv.used; ++c) y.kv.at(key, c) = bf16(1.5f - 2 * float(x.kv.at(key, c)));
+          run_gpu(x, arch), run_gpu(y, arch);
+          int64_t broken = 0;
+          for (int64_t t = 0; t < a.T; ++t) {
+            const auto same = [&](Columns<bf16>& one, Columns<bf16>& two) {
+              return std::memcmp(&one.at(t, 0), &two.at(t, 0), size_t(one.used) * sizeof(bf16)) == 0;
+            };
+            for (int64_t h = 0; h < a.H; ++h)
+              broken += (x.lse.p()[h * a.T + t] == y.lse.p()[h * a.T + t]) == sees(a, t, key);
+            if (!sees(a, t, key)) broken += !same(x.o, y.o) + !same(x.dq, y.dq);
+          }
+          CHECK(broken == 0);
+        }
 #endif
 }
 

@@ -15,7 +15,22 @@ ModelConfig small(Arch arch, int64_t vocab) {
   c.dim = 32, c.depth = 3, c.heads = 4, c.kv_heads = 2, c.hidden = 48, c.vocab = vocab, c.seq = 8;
   return c;
 }
+// Small enough that a sequence of 24 has compressed keys, blocks to choose from and tokens behind the window.
+ModelConfig sparse(ModelConfig c, Phi phi) {
+  c.sparse = true, c.seq = 24;
+  c.nsa.block = 4, c.nsa.stride = 2, c.nsa.select_block = 4, c.nsa.selected = 4, c.nsa.window = 6, c.nsa.phi = phi;
+  return c;
+}
 const Arch all_archs[] = {Arch::simple, Arch::rope, Arch::llama, Arch::mlp};
+
+std::vector<std::pair<std::string, ModelConfig>> all_models(int64_t vocab) {
+  std::vector<std::pair<std::string, ModelConfig>> models;
+  for (Arch arch : all_archs) models.emplace_back(name_of(arch), small(arch, vocab));
+  models.emplace_back("rope, NSA, mean", sparse(small(Arch::rope, vocab), Phi::mean));
+  models.emplace_back("simple, NSA, linear", sparse(small(Arch::simple, vocab), Phi::linear));
+  models.emplace_back("llama, NSA, MLP", sparse(small(Arch::llama, vocab), Phi::mlp));
+  return models;
+}
 
 struct Setup {
   ModelConfig model;
@@ -354,16 +369,17 @@ TEST_CASE("initial weights do not depend on the number of ranks", "[fsdp]") {
 }
 
 TEST_CASE("W ranks train as one rank does", "[fsdp]") {
-  for (Arch arch : all_archs) {
-    INFO(name_of(arch));
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    INFO(name);
     Setup s;
-    s.model = small(arch, 4 * test_world().size + 1);
+    s.model = model;
     const Outcome sharded = train<float, float>(s, test_world()), again = train<float, float>(s, test_world());
     CHECK(same(sharded, again));  // bit for bit
     CHECK(sharded.losses.back() < sharded.losses.front() - 0.05);
     const Outcome one = alone<float, float>(s);
     if (test_world().rank != 0) continue;
-    CHECK(furthest(sharded.losses, one.losses) < 2e-5);
+    // Of two blocks with nearly the same score rounding may choose another.
+    CHECK(furthest(sharded.losses, one.losses) < (model.sparse ? 2e-4 : 2e-5));
     CHECK(furthest(sharded.norms, one.norms) < 2e-3);
   }
 }
@@ -467,9 +483,10 @@ TEST_CASE("the number of slots changes no bit", "[fsdp]") {
 }
 
 TEST_CASE("nothing is read that the step has not written", "[fsdp]") {
-  for (Arch arch : all_archs) {
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    INFO(name);
     Setup s;
-    s.model = small(arch, 4 * test_world().size + 1);
+    s.model = model;
     s.steps = 3;
     const Outcome plain = train<float, float>(s, test_world());
     s.poison = true;
@@ -502,10 +519,10 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
 TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
   // One rank, in double. The gradient is read where AdamW leaves it: with beta1 = 0 the first moment is the gradient.
   if (test_world().size != 1) return;
-  for (Arch arch : all_archs) {
-    INFO(name_of(arch));
-    ModelConfig c = small(arch, 11);
-    c.depth = 2, c.seq = 5;
+  for (auto [name, c] : all_models(11)) {
+    INFO(name);
+    c.depth = 2, c.seq = c.sparse ? 13 : 5;
+    c.nsa.selected = 4;  // all there are: a choice that flips between two losses has no derivative
     const int64_t batch = 2, M = batch * c.seq;
     Device dev(Backend::cpu, 0);
     float clip = 0;
@@ -554,7 +571,7 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
       for (float x : gradient.back()) square += double(x) * double(x);
     }
     CHECK(std::sqrt(model.fsdp.scalars()[0]) == Approx(std::sqrt(square)).epsilon(1e-6));
-    CHECK(loss() == Approx(loss_by_definition(c, batch, host.get(), model.fsdp)).epsilon(1e-9));
+    if (!c.sparse) CHECK(loss() == Approx(loss_by_definition(c, batch, host.get(), model.fsdp)).epsilon(1e-9));
     // Clipped to a tenth of its norm.
     clip = float(0.1 * std::sqrt(square));
     loss();
@@ -568,7 +585,9 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
         double size = 0;
         for (int64_t i = 0; i < p.numel; ++i)
           size = std::max(size, std::abs(double(gradient[u][size_t(p.offset + i)])));
-        CHECK(size > 1e-5);
+        // Through a linear phi a position adds the same to every compressed key, which softmax does not see.
+        const bool unseen = c.nsa.phi == Phi::linear && p.name.find("phi_k.position") != std::string::npos;
+        if (!unseen) CHECK(size > 1e-5);
         for (int64_t k = 0; k < 4; ++k) {
           const int64_t i = p.offset + (k * 7919 + 13) % p.numel;
           float& w = model.fsdp.master(int(u))[i];
@@ -578,7 +597,7 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
           w = was - h;
           const double below = loss(), low = double(w);
           w = was;
-          CHECK(std::abs((above - below) / (high - low) - double(gradient[u][size_t(i)])) < 1e-3 * size);
+          CHECK(std::abs((above - below) / (high - low) - double(gradient[u][size_t(i)])) < 1e-3 * size + 1e-8);
         }
       }
   }

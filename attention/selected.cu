@@ -1,0 +1,293 @@
+// The selected branch of NSA: softmax over the keys of the blocks that each query chose.
+//
+// Queries of a group choose for themselves, so neighbours share few blocks: a kernel that stays with its queries reads
+// 64 keys and values for the few rows of one query. These stay with the keys instead. Lists say who selected a piece
+// (selected_lists.cuh); a block (CTA) keeps 64 keys and values and gathers the rows of those queries, of any group full
+// tiles. What it makes for a query (an output of 64 keys with its lse, or a part of dq) goes to the query's slot for
+// that piece, in bf16, and a second kernel joins a query's slots in the order of its ranks. dK and dV are summed in
+// registers along a list, in fp32 from there on. Nothing is added atomically: every sum has one order.
+#include "attention/selected.cuh"
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "cpu/nsa.h"
+
+#if FSDP_CUDA
+#include "attention/selected_simple.cuh"
+#include "attention/selected_sm80.cuh"
+#include "attention/selected_sm90.cuh"
+#endif
+
+static void check(const NsaShape& a) {
+  if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || a.select_block < 1 || a.selected < 1 ||
+      !(a.scale > 0))
+    throw Error(
+        strf("selected attention: bad shape B %lld T %lld H %lld HKV %lld D %lld blocks of %lld, %lld of them, scale "
+             "%g: all must be positive and HKV must divide H",
+             (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D,
+             (long long)a.select_block, (long long)a.selected, a.scale));
+}
+
+namespace attention::selected {
+
+// Scratch, with N = min(T, segment) queries rounded up to 256 and P = min(B*HKV, what 512 MiB of slots hold, at least
+// 1) pairs a launch, in bytes and to within small change:
+//   slots     P * N * slots * H/HKV * (2 D, and in the forward 4 for their lse)
+//   lists     B*HKV * (4 T * slots + (4 * tiles + 28) * pieces), at most 256 tiles or as many as there are segments
+//   backward  B*T*H * 8 for lse and delta, P * T * D * 8 for dK and dV, P * max_splits * 512 D for parts of theirs
+// So it grows with T as the tensors do, but for the slots, which are at most 512 MiB or one pair's in one segment. The
+// latter has the rows that fit in an H200's L2 (16 MiB of q); in the backward, which adds to dK and dV once a segment,
+// twice as many. These and a unit's length are what was fastest there.
+Plan plan(const NsaShape& a, bool backward, int64_t segment) {
+  Plan p{};
+  const auto up = [](int64_t x, int64_t to) { return (x + to - 1) / to * to; };
+  const int64_t group = a.H / a.HKV, row = a.D * 2;
+  p.parts = (a.select_block + piece_keys - 1) / piece_keys;
+  p.slots = a.selected * p.parts, p.pieces = a.select_blocks() * p.parts;
+  if (segment <= 0) segment = std::max<int64_t>((backward ? 32 << 20 : 16 << 20) / (group * row), 1);
+  p.segment = up(std::min(a.T, segment), 256);
+  p.segments = (a.T + p.segment - 1) / p.segment;
+  p.tile = 256;
+  while (p.tile * 256 < a.T && p.segment % (2 * p.tile) == 0) p.tile *= 2;
+  p.tiles = p.segment / p.tile;
+  p.pairs = a.B * a.HKV;
+  p.pairs_at_once = std::clamp<int64_t>((int64_t(512) << 20) / (p.segment * p.slots * group * row), 1, p.pairs);
+  const int64_t unit_rows = !backward ? 1024 : a.T < 16384 ? 2048 : 4096;
+  p.unit = std::max<int64_t>(unit_rows / group, 1);
+  const int64_t most = p.segment * p.slots;  // entries of the lists of a pair and segment
+  p.max_units = std::min(p.pieces, most) + most / p.unit;
+  p.max_splits = 2 * (most / p.unit);
+
+  const int64_t lists = p.pairs * p.segments;
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = p.bytes;
+    p.bytes += up(bytes, 256);
+    return at;
+  };
+  p.counts = take(lists * p.tiles * p.pieces * 4);
+  p.starts = take(lists * p.pieces * 4);
+  p.lists = take(lists * p.pieces * 8);
+  p.units = take(lists * p.max_units * 16);
+  p.unit_counts = take(lists * 4);
+  p.entries = take(lists * most * 4);
+  p.slot_rows = take(p.pairs_at_once * most * group * row);
+  if (backward) {
+    p.stats = take(a.B * a.T * a.H * 8);
+    p.sums = take(p.pairs_at_once * 2 * a.T * a.D * 4);
+    p.split_sums = take(p.pairs_at_once * p.max_splits * 2 * piece_keys * a.D * 4);
+  } else {
+    p.slot_stats = take(p.pairs_at_once * most * group * 4);
+  }
+  return p;
+}
+
+#if FSDP_CUDA
+
+template <class E>
+static void check(const NsaShape& a, const Plan& p, std::initializer_list<const void*> addresses) {
+  constexpr bool narrow = std::is_same_v<E, bf16>;
+  if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
+    throw Error(strf("selected attention: no %s kernel for head dim %lld on a GPU: %s", name_of(dtype_of<E>),
+                     (long long)a.D, narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
+  bool aligned = a.ld * sizeof(E) % 16 == 0;  // for copies of 16 bytes
+  for (const void* x : addresses) aligned = aligned && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  if (!aligned) throw Error("selected attention: addresses and row strides must be multiples of 16 bytes on a GPU");
+  const int64_t group = a.H / a.HKV, most = 1ll << 31;
+  if (a.T > 1 << 30 || a.B * a.H * a.T * 8 / 256 >= most || p.segment * p.slots * group >= most ||
+      p.segment * a.ld / 8 >= most || p.pairs_at_once * p.max_units >= most || p.pairs * p.segments * p.tiles >= most ||
+      p.pairs_at_once * p.pieces >= most)
+    throw Error("selected attention: too many rows for one launch");
+}
+
+static unsigned blocks(int64_t threads) { return unsigned((threads + 255) / 256); }
+
+static void make_lists(cudaStream_t stream, const Problem& a, const Plan& p) {
+  const int64_t lists = p.pairs * p.segments;
+  list_queries<false><<<unsigned(lists * p.tiles), 256, 0, stream>>>(a);
+  CUDA_CHECK_LAUNCH();
+  cut_lists<<<unsigned(lists), 1024, 0, stream>>>(a);
+  CUDA_CHECK_LAUNCH();
+  list_queries<true><<<unsigned(lists * p.tiles), 256, 0, stream>>>(a);
+  CUDA_CHECK_LAUNCH();
+}
+
+template <int D>
+static void forward(cudaStream_t stream, int arch, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                    const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
+  const Problem a(shape, p, indices, scratch);
+  make_lists(stream, a, p);
+  bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
+  float* slot_lse = reinterpret_cast<float*>(scratch + p.slot_stats);
+  static_assert(sm80::block_threads == sm90::block_threads);
+  const auto kernel = arch == 90 ? sm90::forward_kernel<D> : sm80::forward_kernel<D>;
+  const int bytes = arch == 90 ? sm90::Forward<D>::bytes : sm80::forward_bytes<D>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once))
+    for (int s = 0; s < a.segments; ++s) {
+      const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
+      kernel<<<unsigned(pairs * p.max_units), sm80::block_threads, bytes, stream>>>(rows, slot_lse, q, k, v, a, pair0,
+                                                                                    s);
+      CUDA_CHECK_LAUNCH();
+      const int64_t queries = a.last_query(s) - a.first_query(s);
+      const auto merge = a.parts == 1 ? merge_slots<D, true> : merge_slots<D, false>;
+      merge<<<blocks(pairs * queries * a.group * D / 8), 256, 0, stream>>>(o, lse, rows, slot_lse, a, pair0, pairs, s);
+      CUDA_CHECK_LAUNCH();
+    }
+}
+
+template <int D>
+static void backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed,
+                     const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float2* stats,
+                     const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
+  const Problem a(shape, p, indices, scratch);
+  make_lists(stream, a, p);
+  bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
+  float *sums = reinterpret_cast<float*>(scratch + p.sums), *splits = reinterpret_cast<float*>(scratch + p.split_sums);
+  // Of sm_80's kin, some have 99 KiB of shared memory for a block.
+  constexpr int fewer = D == 128 ? 1 : 2;
+  const bool roomy = arch == 80 || arch == 87 || (arch >= 100 && arch < 120);
+  const auto kernel = arch == 90 ? sm90::backward_kernel<D>
+                      : roomy    ? sm80::backward_kernel<D, 2>
+                                 : sm80::backward_kernel<D, fewer>;
+  const int bytes = arch == 90 ? sm90::Backward<D>::bytes
+                    : roomy    ? sm80::Backward<D, 2>::bytes
+                               : sm80::Backward<D, fewer>::bytes;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once)) {
+    const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
+    CUDA_CHECK(cudaMemsetAsync(sums, 0, size_t(pairs) * 2 * a.T * D * 4, stream));
+    for (int s = 0; s < a.segments; ++s) {
+      kernel<<<unsigned(pairs * p.max_units), sm80::block_threads, bytes, stream>>>(rows, sums, splits, d_o, q, k, v,
+                                                                                    stats, a, pair0, s);
+      CUDA_CHECK_LAUNCH();
+      add_splits<D><<<unsigned(pairs * split_blocks<D>), 256, 0, stream>>>(sums, splits, a, pair0, s);
+      CUDA_CHECK_LAUNCH();
+      const int64_t queries = a.last_query(s) - a.first_query(s);
+      const auto sum = a.parts == 1 ? sum_slots<D, true> : sum_slots<D, false>;
+      sum<<<blocks(pairs * queries * a.group * D / 8), 256, 0, stream>>>(dq, dq_compressed, rows, a, pair0, pairs, s);
+      CUDA_CHECK_LAUNCH();
+    }
+    store_sums<D><<<blocks(int64_t(pairs) * 2 * a.T * D / 8), 256, 0, stream>>>(dk, dv, sums, a, pair0, pairs);
+    CUDA_CHECK_LAUNCH();
+  }
+}
+
+#endif
+
+}  // namespace attention::selected
+
+#if FSDP_CUDA
+namespace gpu {
+
+template <class T>
+void nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o, float* lse, const T* q, const T* k,
+                          const T* v, const int32_t* indices, char* scratch, const NsaShape& shape, int64_t segment) {
+  using namespace attention::selected;
+  const Plan p = plan(shape, false, segment);
+  attention::selected::check<T>(shape, p, {o, q, k, v, scratch});
+  if constexpr (std::is_same_v<T, bf16>) {
+    const auto run = shape.D == 128 ? forward<128> : forward<64>;
+    run(stream, arch, o, lse, q, k, v, indices, scratch, shape, p);
+  } else {
+    const Problem a(shape, p, indices, scratch);
+    simple::forward_kernel<<<blocks(shape.B * shape.T * shape.H * 32), 256, 0, stream>>>(o, lse, q, k, v, a);
+    CUDA_CHECK_LAUNCH();
+  }
+}
+
+template <class T>
+void nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* dq, T* dk, T* dv, const T* dq_compressed,
+                           const T* d_o, const T* q, const T* k, const T* v, const T* o, const float* lse,
+                           const int32_t* indices, char* scratch, const NsaShape& shape, Gate<T> gate,
+                           int64_t segment) {
+  using namespace attention::selected;
+  const Plan p = plan(shape, true, segment);
+  attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
+  const Problem a(shape, p, indices, scratch);
+  constexpr bool narrow = std::is_same_v<T, bf16>;
+  float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
+  statistics<<<blocks(shape.B * shape.T * shape.H * 8), 256, 0, stream>>>(stats, d_o, o, lse, a, gate);
+  CUDA_CHECK_LAUNCH();
+  if constexpr (narrow) {
+    const auto run = shape.D == 128 ? backward<128> : backward<64>;
+    run(stream, arch, dq, dk, dv, dq_compressed, d_o, q, k, v, stats, indices, scratch, shape, p);
+  } else {
+    simple::backward_q<<<blocks(shape.B * shape.T * shape.H * 32), 256, 0, stream>>>(dq, dq_compressed, d_o, q, k, v,
+                                                                                     stats, a);
+    CUDA_CHECK_LAUNCH();
+    simple::backward_kv<<<blocks(shape.B * shape.T * shape.HKV * 32), 256, 0, stream>>>(dk, dv, d_o, q, k, v, stats, a);
+    CUDA_CHECK_LAUNCH();
+  }
+}
+
+#define INSTANTIATE(T)                                                                                                 \
+  template void nsa_selected_forward(cudaStream_t, int, T*, float*, const T*, const T*, const T*, const int32_t*,      \
+                                     char*, const NsaShape&, int64_t);                                                 \
+  template void nsa_selected_backward(cudaStream_t, int, T*, T*, T*, const T*, const T*, const T*, const T*, const T*, \
+                                      const T*, const float*, const int32_t*, char*, const NsaShape&, Gate<T>,         \
+                                      int64_t);
+INSTANTIATE(float)
+INSTANTIATE(bf16)
+#undef INSTANTIATE
+
+}  // namespace gpu
+#endif
+
+template <class T>
+int64_t nsa_selected_forward_scratch(const NsaShape& a) {
+  check(a);
+  return std::is_same_v<T, bf16> ? attention::selected::plan(a, false).bytes : 0;
+}
+
+template <class T>
+void nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
+                          char* scratch, const NsaShape& a) {
+  check(a);
+  if (s.off()) return;
+  if (s.on_gpu()) {
+#if FSDP_CUDA
+    if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
+    else gpu::nsa_selected_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, indices, scratch, a);
+#endif
+    return;
+  }
+  s.enqueue([=] { cpu::nsa_selected_forward(o, lse, q, k, v, indices, scratch, a); });
+}
+
+template <class T>
+int64_t nsa_selected_backward_scratch(const NsaShape& a) {
+  check(a);
+  if (std::is_same_v<T, bf16>) return attention::selected::plan(a, true).bytes;
+  return std::is_same_v<T, float> ? a.B * a.T * a.H * 8 : 0;
+}
+
+template <class T>
+void nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q, const T* k,
+                           const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices, char* scratch,
+                           const NsaShape& a, Gate<T> gate) {
+  check(a);
+  if (s.off()) return;
+  if (s.on_gpu()) {
+#if FSDP_CUDA
+    if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
+    else
+      gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k, v, o,
+                                 lse, indices, scratch, a, gate);
+#endif
+    return;
+  }
+  s.enqueue(
+      [=] { cpu::nsa_selected_backward(dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, a, gate); });
+}
+
+#define INSTANTIATE(T)                                                                                                 \
+  template int64_t nsa_selected_forward_scratch<T>(const NsaShape&);                                                   \
+  template void nsa_selected_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const int32_t*, char*,      \
+                                     const NsaShape&);                                                                 \
+  template int64_t nsa_selected_backward_scratch<T>(const NsaShape&);                                                  \
+  template void nsa_selected_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*, const T*, \
+                                      const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>);
+INSTANTIATE(float)
+INSTANTIATE(double)
+INSTANTIATE(bf16)

@@ -1,0 +1,40 @@
+// The selected branch of NSA (attention/selected.cu): how its work is cut, and its kernels on a bare CUDA stream.
+#pragma once
+
+#include "nsa_attention.h"
+
+namespace attention::selected {
+
+// Most keys that a tile of scores has. A selection block of more is cut into pieces of so many, one after another.
+constexpr int piece_keys = 64;
+
+// How a call is cut, and what lies where in its scratch. A pair is a sequence and a KV head. A launch takes some pairs
+// and one segment of their queries; a query has a slot for every piece that it may select, and a slot holds the group's
+// heads, D numbers each.
+struct Plan {
+  int64_t parts, slots, pieces;                // of a selection block; of a query; of a sequence
+  int64_t segment, segments;                   // queries of a segment; segments of a sequence
+  int64_t tile, tiles;                         // queries that are counted together; tiles of a segment
+  int64_t pairs, pairs_at_once;                // in all; in a launch
+  int64_t unit;                                // most queries of a block (CTA)
+  int64_t max_units, max_splits;               // of a pair and segment: units; units of lists that have several
+  int64_t counts, starts, units, unit_counts;  // offsets in bytes
+  int64_t lists, entries, stats, slot_stats, slot_rows, sums, split_sums, bytes;
+};
+// segment: 0 for the default, else a number of queries, of which 256 is a divisor.
+Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
+
+}  // namespace attention::selected
+
+#if FSDP_CUDA
+// T: float or bf16; float wants no scratch but the backward's, B*T*H*8 bytes, and knows no segments.
+namespace gpu {
+template <class T>
+void nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
+                          const int32_t* indices, char* scratch, const NsaShape& a, int64_t segment = 0);
+template <class T>
+void nsa_selected_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o,
+                           const T* q, const T* k, const T* v, const T* o, const float* lse, const int32_t* indices,
+                           char* scratch, const NsaShape& a, Gate<T> gate, int64_t segment = 0);
+}  // namespace gpu
+#endif

@@ -1,0 +1,426 @@
+// The selected branch on Hopper (sm_90a): wgmma, with rows gathered by cp.async.
+//
+// As on sm_80, a block owns a unit: it keeps 64 keys and values and takes the rows of their list, 64 at a time, so that
+// each side of a product is one warpgroup's 64 rows. Tiles in shared memory: 64 rows x D as panels of 64 x 64,
+// swizzled, as attention/sm90.cuh has them. A block is one warpgroup; several of them to a multiprocessor hide each
+// other's gathers, exponentials and stores.
+#pragma once
+
+#include "attention/selected_sm80.cuh"
+#include "attention/sm90.cuh"
+
+namespace attention::selected::sm90 {
+
+using selected::sm80::copies_commit;
+using selected::sm80::copies_wait;
+using selected::sm80::copy16;
+
+constexpr int block_threads = 128, M = 64, N = piece_keys;  // rows of a tile; keys
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+using namespace attention::sm90;
+
+template <int D>
+__device__ inline uint32_t piece_at(uint32_t tile, int row, int c) {  // address of 8 elements, columns 8c to 8c + 7
+  return tile + c / 8 * 64 * 128 + row * 128 + ((c % 8) ^ (row % 8)) * 16;
+}
+__device__ inline void copies_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A piece's keys or values; what follows its last is zero.
+template <int D>
+__device__ inline void load_piece(uint32_t to, const bf16* from, int64_t ld, int valid) {
+#pragma unroll
+  for (int i = 0; i < N * D / 8 / block_threads; ++i) {
+    const int x = i * block_threads + threadIdx.x, r = x / (D / 8), c = x % (D / 8);
+    copy16(piece_at<D>(to, r, c), r < valid ? from + r * ld + c * 8 : from, r < valid);
+  }
+}
+// Four words of each lane to the rows of a warp's 16 x 16 elements, at columns 8c and on, of a panel.
+__device__ inline void store_matrices(uint32_t panel, int warp, int c, const uint32_t* x) {
+  const int lane = threadIdx.x % 32, r = warp * 16 + lane % 16;
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   panel + r * 128 + ((c + lane / 16) ^ (r % 8)) * 16),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+#define D8(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define D32(c, d, i) D8(c, d, i), D8(c, d, i + 8), D8(c, d, i + 16), D8(c, d, i + 24)
+#define OUT32(c) D32(c, d, 0)
+#define OUT64(c) D32(c, d, 0), D32(c, d, 32)
+#define R32                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define R64                                                                                                         \
+  R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// A fresh product does not read d. nn: d (+)= A B, A in registers; tn: d (+)= A^T B, both in shared memory. B, and A^T,
+// are contracted over their rows.
+#define WGMMA_NN(N, LIST, A0, A1, A2, A3, B, ADD, OUT)                                                           \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, {%" #A0 ", %" #A1 ", %" #A2 \
+               ", %" #A3 "}, %" #B ", " #ADD ", 1, 1, 1;"                                                        \
+               : OUT                                                                                             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define WGMMA_TN(N, LIST, A, B, ADD, OUT)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B ", " #ADD \
+               ", 1, 1, 1, 1;"                                                                                \
+               : OUT                                                                                          \
+               : "l"(a), "l"(b))
+__device__ inline void wgmma_nn_fresh(float (&d)[32], const uint32_t* a, uint64_t b) {
+  WGMMA_NN(64, R32, 32, 33, 34, 35, 36, 0, OUT32("=f"));
+}
+__device__ inline void wgmma_nn_fresh(float (&d)[64], const uint32_t* a, uint64_t b) {
+  WGMMA_NN(128, R64, 64, 65, 66, 67, 68, 0, OUT64("=f"));
+}
+template <bool fresh>
+__device__ inline void wgmma_tn(float (&d)[32], uint64_t a, uint64_t b) {
+  if (fresh) WGMMA_TN(64, R32, 32, 33, 0, OUT32("=f"));
+  else WGMMA_TN(64, R32, 32, 33, 1, OUT32("+f"));
+}
+template <bool fresh>
+__device__ inline void wgmma_tn(float (&d)[64], uint64_t a, uint64_t b) {
+  if (fresh) WGMMA_TN(128, R64, 64, 65, 0, OUT64("=f"));
+  else WGMMA_TN(128, R64, 64, 65, 1, OUT64("+f"));
+}
+#undef D8
+#undef D32
+#undef OUT32
+#undef OUT64
+#undef R32
+#undef R64
+#undef WGMMA_NN
+#undef WGMMA_TN
+// d = P B. P: 64 x 64 in registers, as pack_rows leaves it; B: a tile of 64 rows.
+template <int D>
+__device__ inline void multiply_nn_fresh(float (&d)[D / 2], const uint32_t (&p)[16], uint32_t b) {
+  b = tile_word(b, 64 * 128);
+  wgmma_nn_fresh(d, p, descriptor(b, 0));
+#pragma unroll
+  for (int k = 1; k < 4; ++k) wgmma_nn(d, p + 4 * k, descriptor(b, k * 16 * 128));
+}
+// d = A^T B. A: a panel of 64 rows; B: a tile of 64 rows.
+template <int D>
+__device__ inline void multiply_tn(float (&d)[D / 2], uint32_t a, uint32_t b) {
+  a = tile_word(a), b = tile_word(b, 64 * 128);
+  wgmma_tn<true>(d, descriptor(a, 0), descriptor(b, 0));
+#pragma unroll
+  for (int k = 1; k < 4; ++k) wgmma_tn<false>(d, descriptor(a, k * 16 * 128), descriptor(b, k * 16 * 128));
+}
+
+// A thread gathers piece threadIdx.x % (D/8) of every (128 / (D/8))-th row of a tile. The first of the D/8 threads that
+// share rows know one row each.
+template <int D>
+struct Rows {
+  static constexpr int pieces = D / 8, stride = block_threads / pieces, own = M / stride;
+  const int* entries;
+  int rows, group;
+  __device__ static bool knows() { return int(threadIdx.x) % pieces < own; }
+  __device__ static int row() { return int(threadIdx.x) % pieces * stride + int(threadIdx.x) / pieces; }
+  __device__ int entry(int n) const {  // of that row of tile n; -1: none
+    const int r = n * M + row();
+    return knows() && r < rows ? entries[r / group] : -1;
+  }
+  __device__ int head(int n) const { return (n * M + row()) % group; }
+  // at: in units of 8 elements from `from`, or -1: zeros.
+  __device__ static void gather(uint32_t tile, const bf16* from, int at) {
+    const int lane = threadIdx.x % 32, c = threadIdx.x % pieces;
+#pragma unroll
+    for (int i = 0; i < own; ++i) {
+      const int x = __shfl_sync(~0u, at, lane / pieces * pieces + i), r = i * stride + threadIdx.x / pieces;
+      copy16(piece_at<D>(tile, r, c), from + (x < 0 ? 0 : int64_t(x) * 8) + c * 8, x >= 0);
+    }
+  }
+};
+
+// Writes a warp's 16 rows as bf16 to the rows of D that `to` names (this lane's: lane/4 and 8 on; -1: none), by way of
+// 1 KiB of its own, 32 columns at a time: a lane writes 16 bytes.
+template <int D>
+__device__ inline void store_slots(bf16* slots, const float (&d)[D / 2], const int (&to)[2], uint32_t room) {
+  const int lane = threadIdx.x % 32, in = lane % 16, out = lane / 4;
+#pragma unroll
+  for (int c = 0; c < D / 32; ++c) {
+    const float* x = d + 16 * c;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       room + in * 64 + ((2 * i + lane / 16) ^ (in / 2 & 3)) * 16),
+                   "r"(pack(x[8 * i], x[8 * i + 1])), "r"(pack(x[8 * i + 2], x[8 * i + 3])),
+                   "r"(pack(x[8 * i + 4], x[8 * i + 5])), "r"(pack(x[8 * i + 6], x[8 * i + 7]))
+                   : "memory");
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint4 y;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+                   : "r"(room + (out + 8 * r) * 64 + ((lane % 4) ^ (out / 2 & 3)) * 16)
+                   : "memory");
+      if (to[r] >= 0) __stcs(reinterpret_cast<uint4*>(slots + int64_t(to[r]) * D + c * 32 + lane % 4 * 8), y);
+    }
+    __syncwarp();
+  }
+}
+
+#endif  // sm_90a
+
+// Partial outputs. A block owns a unit, a thread parts of two rows of the tile in hand. Q is read once for each slot,
+// from L2 mostly, and a tile's is fetched as soon as the one before has made its scores; slots are written once,
+// normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 blocks: 4.6 ms for 1.1 TFLOP, 8.6 GB of
+// Q and as much of slots: L2 71 % busy, DRAM 49 %.
+template <int D>
+struct Forward {
+  static constexpr int tile = M * D * 2, k = 0, v = k + tile, q = v + tile, room = q + tile;
+  static constexpr int info = room + 4096, bytes = info + 2 * 2 * M * 4 + 1024;  // [2][to, limit][M]
+};
+
+template <int D>
+__global__ void __launch_bounds__(block_threads, 4)
+    forward_kernel(bf16* slot_rows, float* slot_lse, const bf16* q, const bf16* k, const bf16* v, Problem a, int pair0,
+                   int segment) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using L = Forward<D>;
+  Unit unit;
+  int pair, list;
+  if (!unit_of(a, pair0, segment, &unit, &pair, &list)) return;
+  const int b = pair / a.HKV, head = pair % a.HKV, key = a.first_key(unit.piece), keys = a.key_count(unit.piece);
+  const int s0 = a.first_query(segment), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, q_tile = base + L::q;
+  const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group, a.group};
+  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld + head * D;
+  q += (int64_t(b) * a.T + s0) * a.ld + head * a.group * D;
+  slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
+  slot_lse += int64_t(pair - pair0) * a.segment * a.slots * a.group;
+
+  auto info = [&](int n, int field) { return base + L::info + ((n % 2 * 2 + field) * M) * 4; };
+  auto gather = [&](int n, int entry) {
+    const int g = rows.head(n), x = entry / a.slots, r = rows.row();
+    rows.gather(q_tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
+    copies_commit();
+    if (rows.knows()) {
+      store_shared(info(n, 0) + r * 4, entry < 0 ? -1 : entry * a.group + g);
+      store_shared(info(n, 1) + r * 4, entry < 0 ? keys : min(keys, s0 + x + 1 - key));
+    }
+  };
+  int entry = rows.entry(0);
+  load_piece<D>(k_tile, k + kv_at, a.ld, keys);
+  load_piece<D>(v_tile, v + kv_at, a.ld, keys);
+  gather(0, entry);
+  entry = rows.entry(1);
+
+  const int tiles = ceil_div(rows.rows, M);
+#pragma unroll 1
+  for (int n = 0; n < tiles; ++n) {
+    copies_wait<0>();
+    copies_visible();
+    __syncthreads();  // the tile has come
+    float s[N / 2], o[D / 2];
+    wgmma_begin();
+    multiply_nt<D, M, N>(s, q_tile, k_tile);
+    wgmma_commit();
+    const int r0 = warp * 16 + lane / 4;
+    const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
+    const bool whole = load_shared(info(n, 1)) == N;  // the first row's query is the earliest
+    wgmma_wait<0>();
+    pin(s);
+    __syncthreads();  // everybody has left it
+    if (n + 1 < tiles) {
+      gather(n + 1, entry);
+      entry = rows.entry(n + 2);
+    }
+    if (!whole) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int most = load_shared(info(n, 1) + (r0 + 8 * r) * 4) - lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i)
+          if (i / 2 * 8 + i % 2 >= most) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = -INFINITY, sum = 0;
+#pragma unroll
+      for (int i = 0; i < N / 8; ++i) top = fmaxf(top, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+      const float shift = row_max(top) * a.scale_log2;
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) {
+        float& x = s[i / 2 * 4 + 2 * r + i % 2];
+        x = exp2_approx(fmaf(x, a.scale_log2, -shift));
+        sum += x;
+      }
+      sum = row_sum(sum);
+      if (lane % 4 == 0 && to[r] >= 0) slot_lse[to[r]] = shift + __log2f(sum);
+      sum = __fdividef(1, sum);
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) s[i / 2 * 4 + 2 * r + i % 2] *= sum;
+    }
+    uint32_t p[N / 4];
+    pack_rows(p, s);
+    pin(p);
+    wgmma_begin();
+    multiply_nn_fresh<D>(o, p, v_tile);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o), pin(p);
+    store_slots<D>(slot_rows, o, to, base + L::room + warp * 1024);
+  }
+#else
+  __trap();  // code for another architecture, which has sm80's kernels
+#endif
+}
+
+// dK, dV and the slots' dQ, in one kernel: five products. A block owns a unit, a thread parts of two keys' dK and dV,
+// which it sums in registers over all rows: S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
+// dS^T = P^T (dP^T - delta), dK += dS^T Q. dS^T goes through shared memory to become the other side of dQ = dS K. Q, dO
+// and statistics are read once for each slot, from L2 mostly, a tile ahead; slots are written once, rounded, without
+// the scale. H200, T 65536, 32/8 heads, D 128, 16 blocks: 8.2 ms, 337 TFLOP/s (tensor pipes 39 % busy, L1 70 %, L2
+// 67 %): registers allow two blocks, which is too few to keep any of these full.
+template <int D>
+struct Backward {
+  static constexpr int tile = M * D * 2, k = 0, v = k + tile, q = v + tile, d_o = q + 2 * tile, ds = d_o + 2 * tile;
+  static constexpr int room = ds + M * N * 2, info = room + 4096;  // [2][to, limit, lse, delta][M]
+  static constexpr int bytes = info + 2 * 4 * M * 4 + 1024;
+};
+
+template <int D>
+__global__ void __launch_bounds__(block_threads, 2)
+    backward_kernel(bf16* slot_rows, float* sums, float* split_sums, const bf16* d_o, const bf16* q, const bf16* k,
+                    const bf16* v, const float2* stats, Problem a, int pair0, int segment) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using L = Backward<D>;
+  Unit unit;
+  int pair, list;
+  if (!unit_of(a, pair0, segment, &unit, &pair, &list)) return;
+  const int b = pair / a.HKV, head = pair % a.HKV, key = a.first_key(unit.piece), keys = a.key_count(unit.piece);
+  const int s0 = a.first_query(segment), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, ds_tile = base + L::ds;
+  const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group, a.group};
+  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld + head * D, row0 = int64_t(b) * a.T + s0;
+  q += row0 * a.ld + head * a.group * D;
+  d_o += (row0 * a.H + head * a.group) * D;
+  stats += row0 * a.H + head * a.group;
+  slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
+
+  auto info = [&](int n, int field) { return base + L::info + ((n % 2 * 4 + field) * M) * 4; };
+  auto gather = [&](int n, int entry) {  // returns the row's statistics, for `tell`
+    const int g = rows.head(n), x = entry / a.slots, r = rows.row();
+    const float2 stat = entry < 0 ? float2{INFINITY, 0} : stats[int64_t(x) * a.H + g];
+    rows.gather(base + L::q + n % 2 * L::tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
+    rows.gather(base + L::d_o + n % 2 * L::tile, d_o, entry < 0 ? -1 : int((int64_t(x) * a.H + g) * D / 8));
+    copies_commit();
+    if (rows.knows()) {
+      store_shared(info(n, 0) + r * 4, entry < 0 ? -1 : entry * a.group + g);
+      store_shared(info(n, 1) + r * 4, entry < 0 ? keys : min(keys, s0 + x + 1 - key));
+    }
+    return stat;
+  };
+  auto tell = [&](int n, float2 stat) {
+    if (!rows.knows()) return;
+    store_shared(info(n, 2) + rows.row() * 4, __float_as_int(stat.x));
+    store_shared(info(n, 3) + rows.row() * 4, __float_as_int(stat.y));
+  };
+  int entry = rows.entry(0);
+  load_piece<D>(k_tile, k + kv_at, a.ld, keys);
+  load_piece<D>(v_tile, v + kv_at, a.ld, keys);
+  float2 stat = gather(0, entry);
+  entry = rows.entry(1);
+  tell(0, stat);
+
+  float dk[D / 2], dv[D / 2];
+#pragma unroll
+  for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+  pin(dk), pin(dv);
+  const int tiles = ceil_div(rows.rows, M);
+#pragma unroll 1
+  for (int n = 0; n < tiles; ++n) {
+    const uint32_t q_tile = base + L::q + n % 2 * L::tile, do_tile = base + L::d_o + n % 2 * L::tile;
+    copies_wait<0>();
+    copies_visible();
+    __syncthreads();  // the tile has come, and everybody has left the one before
+    {
+      float s[M / 2], dp[M / 2];
+      uint32_t p[M / 4], ds[M / 4];
+      wgmma_begin();
+      multiply_nt<D, N, M>(s, k_tile, q_tile);
+      wgmma_commit();
+      multiply_nt<D, N, M>(dp, v_tile, do_tile);
+      wgmma_commit();
+      if (n + 1 < tiles) {
+        stat = gather(n + 1, entry);
+        entry = rows.entry(n + 2);
+      }
+      const bool whole = load_shared(info(n, 1)) == N;  // the first row's query is the earliest
+      wgmma_wait<1>();
+      pin(s);
+#pragma unroll
+      for (int i = 0; i < M / 8; ++i) {
+        const float2 l = load_shared2(info(n, 2) + i * 32 + lane % 4 * 8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
+      }
+      if (!whole) {
+#pragma unroll
+        for (int i = 0; i < M / 8; ++i) {
+          const float2 most = load_shared2(info(n, 1) + i * 32 + lane % 4 * 8);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (warp * 16 + lane / 4 + e / 2 * 8 >= __float_as_int(e % 2 ? most.y : most.x)) s[4 * i + e] = 0;
+        }
+      }
+      pack_rows(p, s);
+      pin(p);
+      wgmma_begin();
+      multiply_nn<D, M>(dv, p, do_tile);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(dp);
+#pragma unroll
+      for (int i = 0; i < M / 8; ++i) {
+        const float2 d = load_shared2(info(n, 3) + i * 32 + lane % 4 * 8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[4 * i + e] *= dp[4 * i + e] - (e % 2 ? d.y : d.x);
+      }
+      pack_rows(ds, s);
+#pragma unroll
+      for (int i = 0; i < M / 16; ++i) store_matrices(ds_tile, warp, 2 * i, ds + 4 * i);
+      pin(ds);
+      wgmma_begin();
+      multiply_nn<D, M>(dk, ds, q_tile);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(dv), pin(p);
+      copies_visible();
+      __syncthreads();  // dS is there
+      float dq[D / 2];
+      wgmma_begin();
+      multiply_tn<D>(dq, ds_tile, k_tile);
+      wgmma_commit();
+      const int r0 = warp * 16 + lane / 4;
+      const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
+      if (n + 1 < tiles) tell(n + 1, stat);
+      wgmma_wait<0>();
+      pin(dq), pin(dk), pin(ds);
+      store_slots<D>(slot_rows, dq, to, base + L::room + warp * 1024);
+    }
+  }
+  // dK and dV: added to the segments' before, or, of a list with other units, left for add_splits.
+  const bool only = unit.split < 0;
+  float* to = only ? sums + (int64_t(pair - pair0) * 2 * a.T + key) * D
+                   : split_sums + (int64_t(pair - pair0) * a.max_splits + unit.split) * 2 * N * D;
+  const int64_t to_dv = only ? int64_t(a.T) * D : int64_t(N) * D;
+#pragma unroll
+  for (int i = 0; i < D / 4; ++i) {
+    const int j = warp * 16 + lane / 4 + i % 2 * 8;
+    if (j >= keys) continue;
+    float2* x = reinterpret_cast<float2*>(to + j * D + i / 2 * 8 + lane % 4 * 2);
+    float2* y = reinterpret_cast<float2*>(to + to_dv + j * D + i / 2 * 8 + lane % 4 * 2);
+    const float2 x0 = only ? *x : float2{0, 0}, y0 = only ? *y : float2{0, 0};
+    *x = {x0.x + dk[2 * i], x0.y + dk[2 * i + 1]}, *y = {y0.x + dv[2 * i], y0.y + dv[2 * i + 1]};
+  }
+#else
+  __trap();  // code for another architecture, which has sm80's kernels
+#endif
+}
+
+}  // namespace attention::selected::sm90

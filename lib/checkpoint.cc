@@ -1,0 +1,779 @@
+#include "lib/checkpoint.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "nlohmann/json.hpp"
+
+using nlohmann::json;
+using ll = long long;
+
+std::function<int(const char* call, const std::string& path)> checkpoint_hook;
+
+// --------------------------------------------------------------------------------------------------------- checksum
+
+namespace {
+constexpr uint64_t prime1 = 0x9E3779B185EBCA87u, prime2 = 0xC2B2AE3D27D4EB4Fu, prime3 = 0x165667B19E3779F9u,
+                   prime4 = 0x85EBCA77C2B2AE63u, prime5 = 0x27D4EB2F165667C5u;
+uint64_t rotate(uint64_t x, int n) { return x << n | x >> (64 - n); }
+uint64_t round_of(uint64_t lane, uint64_t word) { return rotate(lane + word * prime2, 31) * prime1; }
+template <class W>
+uint64_t word_at(const char* p) {
+  W w;
+  std::memcpy(&w, p, sizeof w);
+  return w;
+}
+}  // namespace
+
+uint64_t xxh64(const void* data, int64_t bytes, uint64_t seed) {
+  const char *p = static_cast<const char*>(data), *end = p + bytes;
+  uint64_t h = seed + prime5;
+  if (bytes >= 32) {
+    uint64_t lanes[4] = {seed + prime1 + prime2, seed + prime2, seed, seed - prime1};
+    for (; end - p >= 32; p += 32)
+      for (int i = 0; i < 4; i++) lanes[i] = round_of(lanes[i], word_at<uint64_t>(p + 8 * i));
+    h = rotate(lanes[0], 1) + rotate(lanes[1], 7) + rotate(lanes[2], 12) + rotate(lanes[3], 18);
+    for (uint64_t lane : lanes) h = (h ^ round_of(0, lane)) * prime1 + prime4;
+  }
+  h += uint64_t(bytes);
+  for (; end - p >= 8; p += 8) h = rotate(h ^ round_of(0, word_at<uint64_t>(p)), 27) * prime1 + prime4;
+  for (; end - p >= 4; p += 4) h = rotate(h ^ word_at<uint32_t>(p) * prime1, 23) * prime2 + prime3;
+  for (; p < end; p++) h = rotate(h ^ word_at<uint8_t>(p) * prime5, 11) * prime1;
+  h = (h ^ h >> 33) * prime2;
+  h = (h ^ h >> 29) * prime3;
+  return h ^ h >> 32;
+}
+
+// ----------------------------------------------------------------------------------------------------- system calls
+
+namespace {
+
+std::string hex(uint64_t x) { return strf("%016llx", static_cast<unsigned long long>(x)); }
+
+[[noreturn]] void fail(const char* call, const std::string& path, int code) {
+  const char* remedy = "";
+  if (code == ENOSPC || code == EDQUOT || code == EFBIG) remedy = "; make room there, or name another place";
+  if (code == EACCES || code == EPERM || code == EROFS) remedy = "; see who may write there, or name another place";
+  if (code == ENOENT) remedy = "; all ranks must see the same directory";
+  if (code == EIO) remedy = "; see what the system's log says about this disk";
+  throw Error(strf("%s: %s failed: %s%s", path.c_str(), call, std::strerror(code), remedy));
+}
+
+// Every change to the disk passes here. Returns what f returns; `allowed` is an errno that is no error: then -1.
+template <class F>
+int64_t change(const char* call, const std::string& path, F f, int allowed = 0) {
+  int64_t result = -1;
+  int code = checkpoint_hook ? checkpoint_hook(call, path) : 0;
+  while (code == 0) {
+    result = int64_t(f());
+    if (result >= 0) return result;
+    if (errno != EINTR) code = errno;
+  }
+  if (code != allowed) fail(call, path, code);
+  return -1;
+}
+
+struct File {
+  int fd;
+  std::string path;
+  // Numbers are written as they lie in memory; x86 and ARM are little endian.
+  File(int fd, const std::string& path) : fd(fd), path(path) {}
+  ~File() {
+    if (fd >= 0) ::close(fd);
+  }
+  File(const File&) = delete;
+
+  void write(const char* p, int64_t n) {
+    while (n > 0) {
+      const int64_t done = change("write", path, [&] { return ::write(fd, p, size_t(n)); });
+      p += done, n -= done;
+    }
+  }
+  void write_at(const char* p, int64_t n, int64_t offset) {
+    while (n > 0) {
+      const int64_t done = change("write", path, [&] { return ::pwrite(fd, p, size_t(n), off_t(offset)); });
+      p += done, n -= done, offset += done;
+    }
+  }
+  void flush_and_close() {
+    change("fsync", path, [&] { return ::fsync(fd); });
+    const int closing = std::exchange(fd, -1);
+    // Network file systems report here what they could not write. EINTR: closed all the same.
+    if (::close(closing) < 0 && errno != EINTR) fail("close", path, errno);
+  }
+};
+
+int create(const std::string& path) {
+  return int(
+      change("open", path, [&] { return ::open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666); }));
+}
+
+// Makes what was created, renamed and removed in a directory last. Some file systems know no such thing: EINVAL.
+void flush_dir(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) fail("open", path, errno);
+  File dir(fd, path);
+  change(
+      "fsync", path, [&] { return ::fsync(fd); }, EINVAL);
+}
+
+void make_dir(const std::string& path) {
+  change(
+      "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);
+}
+void make_dirs(const std::string& path) {
+  for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1)) {
+    struct stat s;
+    const std::string above = path.substr(0, at);
+    if (::stat(above.c_str(), &s) != 0) make_dir(above);
+  }
+  make_dir(path);
+  struct stat s;
+  if (::stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) fail("mkdir", path, ENOTDIR);
+}
+
+void rename_to(const std::string& from, const std::string& to) {
+  change("rename", to, [&] { return ::rename(from.c_str(), to.c_str()); });
+}
+
+std::vector<std::string> names_in(const std::string& path) {
+  std::vector<std::string> names;
+  DIR* dir = ::opendir(path.c_str());
+  if (!dir) fail("opendir", path, errno);
+  while (const dirent* entry = ::readdir(dir)) {
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  ::closedir(dir);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// A step's directory, which holds files alone, or a link.
+void remove_all(const std::string& path) {
+  struct stat s;
+  if (::lstat(path.c_str(), &s) != 0) return;
+  if (!S_ISDIR(s.st_mode)) {
+    change(
+        "unlink", path, [&] { return ::unlink(path.c_str()); }, ENOENT);
+    return;
+  }
+  for (const std::string& name : names_in(path)) {
+    const std::string file = path + "/" + name;
+    change(
+        "unlink", file, [&] { return ::unlink(file.c_str()); }, ENOENT);
+  }
+  change(
+      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+}
+
+bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
+
+std::string without_slash(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+// -1: the name is not a step's.
+int64_t step_of(const std::string& name) {
+  if (!starts_with(name, "step-") || name.size() < 6 || name.size() > 23) return -1;
+  if (name.find_first_not_of("0123456789", 5) != std::string::npos) return -1;
+  return std::atoll(name.c_str() + 5);
+}
+std::string name_of_step(int64_t step) { return strf("step-%lld", ll(step)); }
+std::string tmp_of(const std::string& dir, int64_t step) { return dir + "/.tmp-" + name_of_step(step); }
+
+// ---------------------------------------------------------------------------------------------------- the manifest
+
+constexpr int version = 1;
+const std::string seal_key = "\"checksum\":\"", no_seal(16, '0');
+
+// JSON with a checksum of its own text, in which the checksum's digits count as zeros.
+std::string seal(json j) {
+  j["checksum"] = no_seal;
+  std::string text = j.dump() + "\n";
+  const size_t at = text.find(seal_key + no_seal) + seal_key.size();
+  return text.replace(at, 16, hex(xxh64(text.data(), int64_t(text.size()))));
+}
+bool seal_holds(std::string text) {
+  const size_t at = text.find(seal_key);
+  if (at == std::string::npos || text.size() < at + seal_key.size() + 16) return false;
+  const std::string digits = text.substr(at + seal_key.size(), 16);
+  text.replace(at + seal_key.size(), 16, no_seal);
+  return digits == hex(xxh64(text.data(), int64_t(text.size())));
+}
+
+int64_t numel(const std::vector<int64_t>& shape) {
+  int64_t n = 1;
+  for (int64_t size : shape) n *= size;
+  return n;
+}
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (int64_t size : shape) text += (text.empty() ? "" : " x ") + std::to_string(size);
+  return text.empty() ? "a scalar" : text;
+}
+
+struct Piece {
+  size_t file;
+  int64_t first, count, offset;  // elements of the tensor; bytes in the file
+  std::string checksums;
+};
+struct Tensor {
+  std::vector<int64_t> shape;
+  std::map<std::string, std::vector<Piece>> pieces;  // by kind, in order
+};
+struct Manifest {
+  std::string path;
+  int64_t chunk = 0;
+  std::vector<std::string> files;  // paths
+  std::vector<int64_t> sizes;
+  std::map<std::string, Tensor> tensors;
+  json state;
+};
+
+std::string quoted(const std::string& tensor, const std::string& kind) {
+  if (kind == "weight") return "tensor '" + tensor + "'";
+  return strf("tensor '%s' (AdamW's %s)", tensor.c_str(), kind.c_str());
+}
+
+const char* remedy = "resume from another step with --resume DIR/step-N";
+
+Manifest parse(const std::string& step_dir, const std::string& text) {
+  Manifest m;
+  m.path = step_dir + "/manifest.json";
+  REQUIRE_USER(seal_holds(text), "%s: the checksum does not fit: the file is damaged or cut off; %s", m.path.c_str(),
+               remedy);
+  try {
+    const json j = json::parse(text);
+    REQUIRE_USER(j.at("version") == version, "%s: written in version %s of the format; this program reads version %d",
+                 m.path.c_str(), j.at("version").dump().c_str(), version);
+    m.chunk = j.at("chunk_bytes");
+    ASSERT(m.chunk > 0 && m.chunk % 4 == 0);
+    m.state = j.at("state");
+    for (const json& t : j.at("tensors")) m.tensors[t.at("name")].shape = t.at("shape").get<std::vector<int64_t>>();
+    for (const json& f : j.at("files")) {
+      const size_t file = m.files.size();
+      m.files.push_back(step_dir + "/" + f.at("file").get<std::string>());
+      m.sizes.push_back(f.at("bytes"));
+      for (const json& p : f.at("parts")) {
+        const Piece piece = {file, p.at("first"), p.at("count"), p.at("offset"), p.at("xxh64")};
+        const int64_t bytes = piece.count * 4, chunks = (bytes + m.chunk - 1) / m.chunk;
+        ASSERT(piece.count > 0 && piece.offset >= 0 && piece.offset + bytes <= m.sizes.back());
+        ASSERT(int64_t(piece.checksums.size()) == 16 * chunks);
+        m.tensors.at(p.at("tensor")).pieces[p.at("kind")].push_back(piece);
+      }
+    }
+  } catch (const UsageError&) { throw; } catch (const std::exception& e) {
+    throw UsageError(strf("%s: its content makes no sense (%s); %s", m.path.c_str(), e.what(), remedy));
+  }
+  for (auto& [name, tensor] : m.tensors)
+    for (auto& [kind, pieces] : tensor.pieces) {
+      std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.first < b.first; });
+      int64_t at = 0;
+      for (const Piece& p : pieces) {
+        if (p.first != at) break;
+        at += p.count;
+      }
+      REQUIRE_USER(at == numel(tensor.shape), "%s: %s is not whole: no piece holds element %lld; %s", m.path.c_str(),
+                   quoted(name, kind).c_str(), ll(at), remedy);
+    }
+  return m;
+}
+
+// A file's size, before anything is read from it. The tensor that is named is the first one that is not whole.
+void check_size(const Manifest& m, size_t file) {
+  struct stat s;
+  const bool there = ::stat(m.files[file].c_str(), &s) == 0;
+  const int code = errno;
+  if (there && int64_t(s.st_size) == m.sizes[file]) return;
+  const int64_t size = there ? int64_t(s.st_size) : 0;
+  std::string first;
+  int64_t lowest = 0, others = 0;
+  for (const auto& [name, tensor] : m.tensors)
+    for (const auto& [kind, pieces] : tensor.pieces)
+      for (const Piece& p : pieces) {
+        if (p.file != file || p.offset + p.count * 4 <= size) continue;
+        others += first.empty() ? 0 : 1;
+        if (first.empty() || p.offset < lowest) first = quoted(name, kind), lowest = p.offset;
+      }
+  const std::string holds =
+      first.empty() ? "" : strf("; it should hold %s and pieces of %lld other tensors", first.c_str(), ll(others));
+  if (!there) throw UsageError(strf("%s: %s%s; %s", m.files[file].c_str(), std::strerror(code), holds.c_str(), remedy));
+  throw UsageError(strf("%s: %lld bytes and not %lld: the file is damaged or cut off%s; %s", m.files[file].c_str(),
+                        ll(size), ll(m.sizes[file]), holds.c_str(), remedy));
+}
+
+std::string read_text(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) throw UsageError(strf("%s: %s; %s", path.c_str(), std::strerror(errno), remedy));
+  File file(fd, path);
+  std::string text;
+  char buffer[1 << 16];
+  for (;;) {
+    const int64_t n = ::read(fd, buffer, sizeof buffer);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw UsageError(strf("%s: read failed: %s; %s", path.c_str(), std::strerror(errno), remedy));
+    if (n == 0) return text;
+    text.append(buffer, size_t(n));
+  }
+}
+
+// Rank 0's work before the others read: the manifest's text, checked, with all files there and as long as they should
+// be.
+std::string read_manifest(const std::string& step_dir) {
+  const std::string text = read_text(step_dir + "/manifest.json");
+  const Manifest m = parse(step_dir, text);
+  for (size_t file = 0; file < m.files.size(); file++) check_size(m, file);
+  return text;
+}
+
+std::string list_text(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size() && i < 3; i++) text += (i ? ", " : "") + names[i];
+  return names.size() > 3 ? text + strf(" and %zu more", names.size() - 3) : text;
+}
+
+// Names and shapes, both ways.
+void check_tensors(const Manifest& m, const std::vector<Part>& parts) {
+  std::vector<std::string> missing, extra;
+  std::map<std::string, const Part*> wanted;
+  for (const Part& p : parts) {
+    wanted[p.tensor] = &p;
+    const auto found = m.tensors.find(p.tensor);
+    if (found == m.tensors.end() || !found->second.pieces.count(p.kind)) {
+      missing.push_back(quoted(p.tensor, p.kind));
+      continue;
+    }
+    REQUIRE_USER(found->second.shape == p.shape,
+                 "%s: tensor '%s' is %s there and %s in this model; give the options that it was saved with",
+                 m.path.c_str(), p.tensor.c_str(), text_of(found->second.shape).c_str(), text_of(p.shape).c_str());
+  }
+  for (const auto& tensor : m.tensors)
+    if (!wanted.count(tensor.first)) extra.push_back("'" + tensor.first + "'");
+  REQUIRE_USER(missing.empty(), "%s: there is no %s, which this model has; give the options that it was saved with",
+               m.path.c_str(), list_text(missing).c_str());
+  REQUIRE_USER(extra.empty(), "%s: it has tensor %s, which this model has not; give the options that it was saved with",
+               m.path.c_str(), list_text(extra).c_str());
+}
+
+void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) {
+  struct Job {
+    const Piece* piece;
+    const Part* part;
+  };
+  std::vector<Job> jobs;
+  for (const Part& part : parts) {
+    if (part.count == 0) continue;
+    const auto& pieces = m.tensors.at(part.tensor).pieces.at(part.kind);
+    for (const Piece& p : pieces)
+      if (p.first < part.first + part.count && part.first < p.first + p.count) jobs.push_back({&p, &part});
+  }
+  // Each file once, from front to back.
+  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+    return std::make_pair(a.piece->file, a.piece->offset) < std::make_pair(b.piece->file, b.piece->offset);
+  });
+  HostBuffer<char> buffer(dev, m.chunk);
+  std::unique_ptr<File> file;
+  for (const Job& job : jobs) {
+    const Piece& piece = *job.piece;
+    const Part& part = *job.part;
+    const std::string& path = m.files[piece.file];
+    const std::string tensor = quoted(part.tensor, part.kind);
+    if (!file || file->path != path) {
+      check_size(m, piece.file);
+      const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+      if (fd < 0) throw UsageError(strf("%s: %s; %s", path.c_str(), std::strerror(errno), remedy));
+      file = std::make_unique<File>(fd, path);
+    }
+    // The bytes of the piece that the part wants, and the chunks that these lie in.
+    const int64_t from = std::max(part.first, piece.first) - piece.first,
+                  to = std::min(part.first + part.count, piece.first + piece.count) - piece.first;
+    for (int64_t chunk = from * 4 / m.chunk; chunk * m.chunk < to * 4; chunk++) {
+      const int64_t begin = chunk * m.chunk, end = std::min(begin + m.chunk, piece.count * 4);
+      for (int64_t at = begin; at < end;) {
+        const int64_t n = ::pread(file->fd, buffer.get() + (at - begin), size_t(end - at), off_t(piece.offset + at));
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0)
+          throw UsageError(strf("%s: reading %s failed: %s; %s", path.c_str(), tensor.c_str(),
+                                n < 0 ? std::strerror(errno) : "the file ends too early", remedy));
+        at += n;
+      }
+      const bool holds = piece.checksums.compare(size_t(16 * chunk), 16, hex(xxh64(buffer.get(), end - begin))) == 0;
+      REQUIRE_USER(holds, "%s: %s: the checksum of bytes %lld to %lld does not fit: the file is damaged; %s",
+                   path.c_str(), tensor.c_str(), ll(piece.offset + begin), ll(piece.offset + end), remedy);
+      const int64_t a = std::max(from * 4, begin), b = std::min(to * 4, end);
+      dev.compute().copy(reinterpret_cast<char*>(part.data) + (piece.first - part.first) * 4 + a,
+                         buffer.get() + (a - begin), b - a);
+      dev.compute().synchronize();
+    }
+  }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------- loading
+
+std::string find_checkpoint(const std::string& resume, const std::string& save_dir) {
+  auto has = [](const std::string& path) {
+    struct stat s;
+    return ::stat(path.c_str(), &s) == 0;
+  };
+  REQUIRE_USER(resume != "latest" || !save_dir.empty(),
+               "--resume latest: of which directory? Give --save DIR, or "
+               "--resume DIR");
+  const std::string path = without_slash(resume == "latest" ? save_dir : resume);
+  REQUIRE_USER(has(path), "--resume %s: %s: %s", resume.c_str(), path.c_str(), std::strerror(errno));
+  if (has(path + "/manifest.json")) return path;
+  if (has(path + "/latest")) {
+    char target[4096];
+    const ssize_t n = ::readlink((path + "/latest").c_str(), target, sizeof target);
+    // By the step's own name, for whoever reads it in a message.
+    const std::string name = n > 0 ? std::string(target, size_t(n)) : "latest";
+    return name[0] == '/' ? name : path + "/" + name;
+  }
+  int64_t newest = -1;
+  for (const std::string& name : names_in(path))
+    if (has(path + "/" + name + "/manifest.json")) newest = std::max(newest, step_of(name));
+  REQUIRE_USER(newest >= 0, "--resume %s: no checkpoint in %s: it has neither manifest.json nor latest nor a step",
+               resume.c_str(), path.c_str());
+  return path + "/" + name_of_step(newest);
+}
+
+namespace {
+// Rank 0 reads and checks the manifest for all.
+Manifest manifest_for_all(const std::string& resume, const std::string& save_dir, TextChannel* talk, int rank) {
+  std::string error, step_dir, text;
+  if (rank == 0) {
+    try {
+      step_dir = find_checkpoint(resume, save_dir);
+      text = read_manifest(step_dir);
+    } catch (const Error& e) { error = strf("rank 0: %s", e.what()); }
+  }
+  error = talk->agree(error);
+  if (!error.empty()) throw UsageError(error);
+  step_dir = talk->broadcast(step_dir);
+  return parse(step_dir, talk->broadcast(text));
+}
+}  // namespace
+
+json load_state(const std::string& resume, const std::string& save_dir, const World& world) {
+  TextChannel talk(world);
+  return manifest_for_all(resume, save_dir, &talk, world.rank).state;
+}
+
+json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
+                     const std::vector<Part>& parts) {
+  ASSERT(dev.mode == Mode::run);
+  TextChannel talk(world);
+  const Manifest m = manifest_for_all(resume, save_dir, &talk, world.rank);
+  std::string error;
+  try {
+    check_tensors(m, parts);
+    read_parts(m, dev, parts);
+  } catch (const Error& e) { error = strf("rank %d: %s", world.rank, e.what()); }
+  error = talk.agree(error);
+  if (!error.empty()) throw UsageError(error);
+  return m.state;
+}
+
+// ----------------------------------------------------------------------------------------------------------- saving
+
+std::string write_shard(const std::string& dir, int64_t step, int rank, const std::vector<Part>& parts,
+                        const char* bytes) {
+  const std::string tmp = tmp_of(dir, step), name = strf("rank-%d.bin", rank);
+  make_dir(tmp);
+  File file(create(tmp + "/" + name), tmp + "/" + name);
+  json entries = json::array();
+  int64_t offset = 0;
+  for (const Part& p : parts) {
+    if (p.count == 0) continue;
+    std::string checksums;
+    for (int64_t at = 0; at < p.count * 4; at += chunk_bytes) {
+      const int64_t n = std::min(chunk_bytes, p.count * 4 - at);
+      checksums += hex(xxh64(bytes + offset + at, n));
+      file.write(bytes + offset + at, n);
+    }
+    entries.push_back({{"tensor", p.tensor},
+                       {"kind", p.kind},
+                       {"first", p.first},
+                       {"count", p.count},
+                       {"offset", offset},
+                       {"xxh64", checksums}});
+    offset += p.count * 4;
+  }
+  file.flush_and_close();
+  flush_dir(tmp);
+  return json({{"file", name}, {"bytes", offset}, {"parts", entries}}).dump();
+}
+
+std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t keep,
+                                 const std::vector<std::string>& shards, const std::vector<Part>& parts,
+                                 const std::string& state) {
+  const std::string tmp = tmp_of(dir, step), name = name_of_step(step), path = dir + "/" + name;
+  json manifest = {{"format", "fsdp.cu checkpoint"}, {"version", version},         {"step", step},
+                   {"ranks", shards.size()},         {"chunk_bytes", chunk_bytes}, {"state", json::parse(state)}};
+  for (const std::string& shard : shards) {
+    manifest["files"].push_back(json::parse(shard));
+    // Written on another host's disk of the same name it would be lost without anyone noticing.
+    const json& f = manifest["files"].back();
+    const std::string file = tmp + "/" + f["file"].get<std::string>();
+    struct stat s;
+    if (::stat(file.c_str(), &s) != 0) fail("stat", file, errno);
+    if (int64_t(s.st_size) != f["bytes"])
+      throw Error(strf("%s: %lld bytes and not %lld; all ranks must see the same directory", file.c_str(),
+                       ll(s.st_size), f["bytes"].get<ll>()));
+  }
+  manifest["tensors"] = json::array();
+  std::map<std::string, bool> named;
+  for (const Part& p : parts)
+    if (!std::exchange(named[p.tensor], true)) manifest["tensors"].push_back({{"name", p.tensor}, {"shape", p.shape}});
+
+  const std::string text = seal(manifest);
+  File file(create(tmp + "/manifest.json"), tmp + "/manifest.json");
+  file.write(text.data(), int64_t(text.size()));
+  file.flush_and_close();
+  flush_dir(tmp);
+
+  // A step of that name is there if a run was resumed from before it. They change places in one go; where the file
+  // system cannot do that, a kill between two renames leaves the steps before it.
+  struct stat s;
+  if (::lstat(path.c_str(), &s) == 0) {
+    if (change(
+            "exchange", path, [&] { return ::renameat2(AT_FDCWD, tmp.c_str(), AT_FDCWD, path.c_str(), 2); }, EINVAL) <
+        0) {
+      const std::string old = dir + "/.tmp-old-" + name;
+      remove_all(old);
+      rename_to(path, old);
+      rename_to(tmp, path);
+    }
+  } else {
+    rename_to(tmp, path);
+  }
+  flush_dir(dir);
+  const std::string link = dir + "/.tmp-latest";
+  remove_all(link);
+  change("symlink", link, [&] { return ::symlink(name.c_str(), link.c_str()); });
+  rename_to(link, dir + "/latest");
+  flush_dir(dir);
+
+  // The new step is safe. What goes loses its name first, so that no half step ever has one. Steps above this one are
+  // another run's: not counted, not touched.
+  std::vector<std::string> notes;
+  try {
+    std::vector<int64_t> steps;
+    for (const std::string& n : names_in(dir))
+      if (step_of(n) >= 0 && step_of(n) <= step && n == name_of_step(step_of(n))) steps.push_back(step_of(n));
+    std::sort(steps.rbegin(), steps.rend());
+    for (size_t i = size_t(keep); keep > 0 && i < steps.size(); i++) {
+      const std::string old = dir + "/.tmp-old-" + name_of_step(steps[i]);
+      remove_all(old);
+      rename_to(dir + "/" + name_of_step(steps[i]), old);
+    }
+    for (const std::string& n : names_in(dir))
+      if (starts_with(n, ".tmp-")) remove_all(dir + "/" + n);
+  } catch (const Error& e) { notes.push_back(strf("an old checkpoint could not be deleted: %s", e.what())); }
+  return notes;
+}
+
+Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
+             std::function<void(const std::string&)> note)
+    : dev_(dev),
+      world_(world),
+      dir_(without_slash(dir)),
+      keep_(keep),
+      parts_(std::move(parts)),
+      note_(std::move(note)),
+      talk_(world),
+      copied_(dev) {
+  std::string error;
+  int64_t bytes = 0;
+  for (const Part& p : parts_) bytes += p.count * 4;
+  try {
+    copy_ = std::make_unique<HostBuffer<char>>(dev, bytes);
+  } catch (const Error& e) {
+    error = strf("--save: no host memory for a copy of rank %d's shard, %.0f MiB: %s", world.rank,
+                 double(bytes) / 1048576.0, e.what());
+  }
+  if (world.rank == 0 && error.empty()) {
+    try {
+      make_dirs(dir_);
+      for (const std::string& name : names_in(dir_))
+        if (starts_with(name, ".tmp-")) remove_all(dir_ + "/" + name);
+    } catch (const Error& e) { error = strf("--save: %s", e.what()); }
+  }
+  error = talk_.agree(error);
+  if (!error.empty()) throw UsageError(error);
+}
+
+Saver::~Saver() {
+  if (std::uncaught_exceptions() > 0) talk_.abandon();
+  if (writer_.joinable()) writer_.join();
+}
+
+void Saver::begin(int64_t step, const json& state) {
+  ASSERT(dev_.mode == Mode::run);
+  if (busy_ && world_.rank == 0 && note_)
+    note_(
+        strf("step %lld: the checkpoint of step %lld is still being written; training waits for it (a larger "
+             "--save-every would not, nor a faster disk)",
+             ll(step), ll(step_)));
+  finish();
+  if (!error_.empty()) return;
+  Stream& s = dev_.compute();
+  char* to = copy_->get();
+  for (size_t i = 0; i < parts_.size();) {
+    const char* from = reinterpret_cast<const char*>(parts_[i].data);
+    int64_t n = 0;
+    for (; i < parts_.size(); i++) {
+      if (parts_[i].count == 0) continue;
+      if (n > 0 && reinterpret_cast<const char*>(parts_[i].data) != from + n) break;
+      if (n == 0) from = reinterpret_cast<const char*>(parts_[i].data);
+      n += parts_[i].count * 4;
+    }
+    s.copy(to, from, n);
+    to += n;
+  }
+  s.record(copied_);
+  step_ = step;
+  busy_ = true;
+  // Outside of what it catches there is nothing that the others could know of.
+  writer_ = std::thread([this, step, text = state.dump()] {
+    or_abort([&] {
+      try {
+        write(step, text);
+      } catch (const TextChannel::Abandoned&) {}
+      busy_ = false;
+    });
+  });
+}
+
+void Saver::write(int64_t step, const std::string& state) {
+  std::string error, shard;
+  try {
+#if FSDP_CUDA
+    if (dev_.backend == Backend::gpu) CUDA_CHECK(cudaSetDevice(dev_.ordinal));  // a thread starts on device 0
+#endif
+    synchronize(copied_);
+    shard = write_shard(dir_, step, world_.rank, parts_, copy_->get());
+  } catch (const Error& e) { error = strf("rank %d: %s", world_.rank, e.what()); }
+  error = talk_.agree(error);
+  const std::vector<std::string> shards = talk_.gather(shard);
+  if (world_.rank == 0) {
+    try {
+      if (error.empty()) notes_ = publish(dir_, step, keep_, shards, parts_, state);
+    } catch (const Error& e) { error = strf("rank 0: %s", e.what()); }
+    if (!error.empty()) {
+      try {
+        remove_all(tmp_of(dir_, step));
+      } catch (const Error&) {}  // the next start removes it
+    }
+  }
+  error = talk_.broadcast(error);
+  if (error.empty()) return;
+  std::string before;
+  try {
+    before = "; resume from " + find_checkpoint(dir_, dir_);
+  } catch (const Error&) { before = "; there is no earlier one to resume from"; }
+  error_ = strf("saving step %lld failed: %s%s", ll(step), error.c_str(), before.c_str());
+}
+
+void Saver::report() {
+  for (const std::string& note : std::exchange(notes_, {}))
+    if (note_) note_(note);
+  if (!error_.empty() && world_.rank == 0) throw Error(error_);
+}
+
+void Saver::check() {
+  if (!busy_) report();
+}
+
+void Saver::finish() {
+  if (writer_.joinable()) writer_.join();
+  report();
+}
+
+// ----------------------------------------------------------------------------------------------------------- export
+
+void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const World& world,
+                        const std::vector<Part>& parts) {
+  ASSERT(dev.mode == Mode::run && dtype != Dtype::f64);
+  TextChannel talk(world);
+  const std::string tmp = path + ".tmp";
+  // Every rank knows all tensors and so the same header: its length in 8 bytes, JSON padded with blanks to a multiple
+  // of 8, then the tensors in the model's order without gaps.
+  json header = {{"__metadata__", {{"format", "pt"}}}};
+  std::map<std::string, int64_t> offsets;
+  int64_t end = 0;
+  for (const Part& p : parts) {
+    if (std::strcmp(p.kind, "weight") != 0) continue;
+    const int64_t bytes = numel(p.shape) * size_of(dtype);
+    offsets[p.tensor] = end;
+    header[p.tensor] = {
+        {"dtype", dtype == Dtype::bf16 ? "BF16" : "F32"}, {"shape", p.shape}, {"data_offsets", {end, end + bytes}}};
+    end += bytes;
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  const uint64_t length = text.size();
+  const int64_t start = 8 + int64_t(length);
+
+  auto together = [&](auto f) {
+    std::string error;
+    try {
+      f();
+    } catch (const Error& e) { error = strf("--export: rank %d: %s", world.rank, e.what()); }
+    error = talk.agree(error);
+    if (error.empty()) return;
+    if (world.rank == 0) ::unlink(tmp.c_str());
+    throw Error(error);
+  };
+  std::unique_ptr<File> file;
+  together([&] {
+    if (world.rank != 0) return;
+    file = std::make_unique<File>(create(tmp), tmp);
+    file->write_at(reinterpret_cast<const char*>(&length), 8, 0);
+    file->write_at(text.data(), int64_t(length), 8);
+    change("truncate", tmp, [&] { return ::ftruncate(file->fd, off_t(start + end)); });
+  });
+  together([&] {
+    if (world.rank != 0)
+      file = std::make_unique<File>(int(change("open", tmp, [&] { return ::open(tmp.c_str(), O_WRONLY | O_CLOEXEC); })),
+                                    tmp);
+    constexpr int64_t most = 1 << 20;
+    HostBuffer<char> buffer(dev, most * 4);
+    for (const Part& p : parts) {
+      if (std::strcmp(p.kind, "weight") != 0) continue;
+      for (int64_t at = 0; at < p.count; at += most) {
+        const int64_t n = std::min(most, p.count - at);
+        dev.compute().copy(buffer.get(), p.data + at, n * 4);
+        dev.compute().synchronize();
+        // Narrowed in place: the copy falls behind what is still to be read.
+        for (int64_t i = 0; dtype == Dtype::bf16 && i < n; i++) {
+          float wide;
+          std::memcpy(&wide, buffer.get() + i * 4, 4);
+          const bf16 narrow(wide);
+          std::memcpy(buffer.get() + i * 2, &narrow, 2);
+        }
+        file->write_at(buffer.get(), n * size_of(dtype), start + offsets[p.tensor] + (p.first + at) * size_of(dtype));
+      }
+    }
+    file->flush_and_close();
+  });
+  together([&] {
+    if (world.rank != 0) return;
+    rename_to(tmp, path);
+    const size_t slash = path.rfind('/');
+    flush_dir(slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash));
+  });
+}

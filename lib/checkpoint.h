@@ -1,0 +1,151 @@
+// Checkpoints: written beside the training, read back at any number of ranks.
+//
+//   DIR/step-20/rank-0.bin ...   a rank's weights and moments: fp32, little endian, part behind part
+//   DIR/step-20/manifest.json    what lies where, sizes and checksums, and the run's state (step, data position, seed,
+//                                configuration); its own checksum covers every byte of it
+//   DIR/latest -> step-20
+//
+// A part is a piece of one tensor, known by the tensor's name and the piece's place in it. How the tensors were dealt
+// out over units and ranks when they were saved is therefore no part of a checkpoint: a load asks for the parts that it
+// needs and reads the pieces of whatever files they lie in. Same ranks and layout: the run goes on bit for bit.
+//
+// A step is valid if it has its name, and it gets its name last. In order: every rank writes and flushes its file in
+// DIR/.tmp-step-20; rank 0, when all have, the manifest; it flushes the directory, renames it, flushes DIR, moves
+// `latest`, flushes DIR, and only then deletes old steps. So a process that is killed, a machine that goes down, or a
+// disk that fills up, at any moment, leaves the step before it whole. What lies about in .tmp-* is removed at the next
+// start. One run at a time may save to a DIR, which all ranks must see.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "nlohmann/json_fwd.hpp"
+
+#include "lib/comm.h"
+#include "lib/device.h"
+
+// Elements [first, first + count) of a tensor, at `data`, on the device or the host. A list of parts has one for every
+// tensor of the model and each kind, of no elements where this rank has none: so every rank knows all tensors.
+struct Part {
+  std::string tensor;
+  const char* kind;            // "weight", or AdamW's moments, "m" and "v"
+  std::vector<int64_t> shape;  // of the whole tensor
+  int64_t first, count;
+  float* data;
+};
+
+// A rank's parts of an Fsdp (or of anything that has its units and shards).
+template <class F>
+std::vector<Part> parts_of(const F& fsdp, int rank) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < fsdp.units().size(); i++) {
+    const auto& unit = fsdp.units()[i];
+    const int u = int(i);
+    const int64_t from = rank * unit.shard, to = from + unit.shard;
+    // Kind by kind, as they lie in memory: what follows each other is copied in one go.
+    const std::pair<const char*, float*> kinds[] = {
+        {"weight", fsdp.master(u)}, {"m", fsdp.first_moment(u)}, {"v", fsdp.second_moment(u)}};
+    for (const auto& kind : kinds)
+      for (const auto& p : unit.params) {
+        const int64_t a = std::max(from, p.offset), b = std::min(to, p.offset + p.numel);
+        if (a < b) parts.push_back({p.name, kind.first, p.shape, a - p.offset, b - a, kind.second + (a - from)});
+        else parts.push_back({p.name, kind.first, p.shape, 0, 0, nullptr});
+      }
+  }
+  return parts;
+}
+
+// ----------------------------------------------------------------------------------------------------------- saving
+
+// Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
+// 12 bytes for each parameter of the shard), once, when it is made.
+class Saver {
+ public:
+  // Collective; makes DIR and removes what a killed run left in it. keep: how many steps stay, 0: all. note: says
+  // something to the user; called on rank 0, from begin(), check() and finish(). Throws UsageError, the same on all
+  // ranks. Parts stay where they are for the Saver's life.
+  Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
+        std::function<void(const std::string&)> note = nullptr);
+  // Waits for the save that is being written. While an exception unwinds it gives the save up instead, because the
+  // other ranks may never come to its end.
+  ~Saver();
+  Saver(const Saver&) = delete;
+
+  // Enqueues the copies on the compute stream and returns; the stream is held up by the copies alone. All ranks call it
+  // for the same steps. If the save before is still being written it waits for that, and says so. `state` is kept in
+  // the manifest as it is.
+  void begin(int64_t step, const nlohmann::json& state);
+  // At every step boundary; does not wait. A save that failed on any rank makes this throw Error on rank 0 (begin and
+  // finish too), so that it is said once; or_abort then ends the other ranks, on which nothing is thrown. The failed
+  // step leaves nothing behind, and the steps before it stay.
+  void check();
+  void finish();  // waits for the save that is being written
+
+ private:
+  void write(int64_t step, const std::string& state);
+  void report();
+
+  Device& dev_;
+  World world_;
+  std::string dir_;
+  int64_t keep_;
+  std::vector<Part> parts_;
+  std::function<void(const std::string&)> note_;
+  TextChannel talk_;
+  std::unique_ptr<HostBuffer<char>> copy_;
+  Event copied_;
+  std::thread writer_;
+  // The writer's until busy_ is false again.
+  std::atomic<bool> busy_{false};
+  std::string error_;
+  std::vector<std::string> notes_;
+  int64_t step_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------- loading
+
+// What --resume says: a step's directory, a directory of steps (its `latest`, without which the newest), or "latest":
+// that of save_dir. Returns the step's directory. Throws UsageError.
+std::string find_checkpoint(const std::string& resume, const std::string& save_dir);
+
+// The state that was given to begin(), from a manifest that has been checked with the sizes of all files. Collective.
+nlohmann::json load_state(const std::string& resume, const std::string& save_dir, const World& world);
+
+// Fills in the parts and returns the state. Reads what the parts need and checks it against its checksums, chunk by
+// chunk. Collective, in Mode::run; waits for the compute stream. Padding in the shards is left alone (init_weights
+// clears it), and so are gathered copies: load before the first gather. Throws UsageError, the same on all ranks,
+// naming file, tensor and rank: a damaged, missing or truncated file; a tensor that the model or the checkpoint lacks;
+// another shape. The parts' contents are then undefined.
+nlohmann::json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
+                               const std::vector<Part>& parts);
+
+// Writes the whole model's weights as one safetensors file: every rank its parts at their places, none more than a
+// few MiB of it at a time. dtype: f32 or bf16. Under a temporary name until it is whole. Collective, in Mode::run.
+// Throws Error, the same on all ranks.
+void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const World& world,
+                        const std::vector<Part>& parts);
+
+// -------------------------------------------------------------------------------- what a save is made of (and tests)
+
+// A rank's file, from `bytes`: its parts, one behind the other. Returns its entry in the manifest.
+std::string write_shard(const std::string& dir, int64_t step, int rank, const std::vector<Part>& parts,
+                        const char* bytes);
+// All that rank 0 does after that. Returns what a user should be told though nothing is lost.
+std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t keep,
+                                 const std::vector<std::string>& shards, const std::vector<Part>& parts,
+                                 const std::string& state);
+
+// XXH64 (Collet 2012), 16 hexadecimal digits of which stand for a chunk in a manifest.
+uint64_t xxh64(const void* data, int64_t bytes, uint64_t seed = 0);
+constexpr int64_t chunk_bytes = 1 << 20;
+
+// For tests. Called before every system call that changes the disk or flushes it, with the call's name and the path;
+// it may end the process, or return an errno with which the call then fails.
+extern std::function<int(const char* call, const std::string& path)> checkpoint_hook;

@@ -1,0 +1,278 @@
+#include "nsa_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "lib/ops.h"
+
+void check_nsa(const NsaShape& a) {
+  const auto ll = [](int64_t n) { return static_cast<long long>(n); };
+  REQUIRE_USER(a.stride >= 1, "--nsa-stride %lld: must be 1 or more", ll(a.stride));
+  REQUIRE_USER(a.block >= 1 && a.block % a.stride == 0,
+               "--nsa-block %lld is not a positive multiple of --nsa-stride %lld", ll(a.block), ll(a.stride));
+  REQUIRE_USER(a.select_block >= 1 && a.select_block % a.stride == 0,
+               "--nsa-select-block %lld is not a positive multiple of --nsa-stride %lld", ll(a.select_block),
+               ll(a.stride));
+  REQUIRE_USER(a.select_block >= a.block, "--nsa-select-block %lld is less than --nsa-block %lld: must be as many",
+               ll(a.select_block), ll(a.block));
+  REQUIRE_USER(
+      a.selected >= 3,
+      "--nsa-selected %lld: must be 3 or more, for the first block, a query's own and the one before are always "
+      "selected",
+      ll(a.selected));
+  REQUIRE_USER(a.window >= 1, "--nsa-window %lld: must be 1 or more, for a query sees itself", ll(a.window));
+  if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0) || a.ld < a.columns())
+    throw Error(
+        strf("NSA: bad shape B %lld T %lld H %lld HKV %lld D %lld ld %lld scale %g: all must be positive, HKV must "
+             "divide H, and rows have %lld columns",
+             ll(a.B), ll(a.T), ll(a.H), ll(a.HKV), ll(a.D), ll(a.ld), a.scale, ll(a.columns())));
+}
+
+namespace {
+
+// Tokens and their keys as columns of the fused rows; gradients likewise.
+AttentionShape window_shape(const NsaShape& a) {
+  AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale, Sees::window};
+  s.window = a.window;
+  return s;
+}
+// Compressed keys, and all gradients, in buffers of their own.
+AttentionShape compressed_shape(const NsaShape& a) {
+  const int64_t q = a.H * a.D, kv = a.HKV * a.D;
+  AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, kv, q, q, kv, a.scale, Sees::compressed};
+  s.keys = a.compressed(), s.block = a.block, s.stride = a.stride;
+  return s;
+}
+
+template <class T>
+void zero_columns(Stream& s, T* p, int64_t columns, const NsaShape& a) {
+  if (s.off() || columns == 0) return;
+  const size_t rows = size_t(a.B * a.T), pitch = size_t(a.ld) * sizeof(T), width = size_t(columns) * sizeof(T);
+#if FSDP_CUDA
+  if (s.on_gpu()) {
+    CUDA_CHECK(cudaMemset2DAsync(p, pitch, 0, width, rows, s.cuda()));
+    return;
+  }
+#endif
+  s.enqueue([=] {
+    for (size_t r = 0; r < rows; ++r) std::memset(reinterpret_cast<char*>(p) + r * pitch, 0, width);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------ phi, eq. 7
+
+template <class T>
+struct Parameters {  // of phi for keys, or for values
+  T *position, *w1, *w2;
+};
+template <class T>
+Parameters<T> of_keys(const PhiWeights<T>& p) {
+  return {p.position_k, p.w1_k, p.w2_k};
+}
+template <class T>
+Parameters<T> of_values(const PhiWeights<T>& p) {
+  return {p.position_v, p.w1_v, p.w2_v};
+}
+// The sizes of phi's products, for each KV head: `rows` blocks of `in` numbers -> (mlp: `hidden` ->) D.
+struct PhiSizes {
+  int64_t rows, in, hidden;
+  explicit PhiSizes(const NsaShape& a) : rows(a.B * a.compressed()), in(a.block * a.D), hidden(2 * a.D) {}
+};
+
+// out (B*compressed(), HKV D) = phi of columns x.
+template <class T>
+void compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const NsaShape& a) {
+  Stream& s = dev.compute();
+  if (a.phi == Phi::mean) return nsa_mean(s, out, x, a);
+  const T* none = nullptr;
+  const auto [rows, in, F] = PhiSizes(a);
+  Buffer<T> y = dev.mem.take<T>(a.HKV * rows * a.D, "compressed, by head");
+  {
+    Buffer<T> blocks = dev.mem.take<T>(a.HKV * rows * in, "blocks to compress"), h, g;
+    if (a.phi == Phi::mlp) {
+      h = dev.mem.take<T>(rows * F, "hidden of phi");
+      g = dev.mem.take<T>(rows * F, "activated of phi");
+    }
+    nsa_blocks(s, blocks.get(), x, phi.position, a);
+    for (int64_t head = 0; head < a.HKV; ++head) {
+      const T* block = blocks + head * rows * in;
+      T* to = y + head * rows * a.D;
+      if (a.phi == Phi::linear) {
+        ops::matmul(s, to, block, phi.w1 + head * a.D * in, none, none, rows, a.D, in);
+      } else {
+        ops::matmul_gelu(s, g.get(), h.get(), block, phi.w1 + head * F * in, none, rows, F, in);
+        ops::matmul<T>(s, to, g, phi.w2 + head * a.D * F, none, none, rows, a.D, F);
+      }
+    }
+  }
+  nsa_heads_last<T>(s, out, y, a.HKV, rows, a.D);
+}
+
+// dx, columns of rows of a.ld, and dphi from dout (B*compressed(), HKV D); blocks and hidden are made again.
+template <class T, class G>
+void compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, const T* x, Parameters<const T> phi,
+                       const NsaShape& a) {
+  Stream& s = dev.compute();
+  if (a.phi == Phi::mean) return nsa_mean_backward(s, dx, dout, a);
+  const T* none = nullptr;
+  const auto [rows, in, F] = PhiSizes(a);
+  Buffer<T> blocks = dev.mem.take<T>(a.HKV * rows * in, "blocks to compress, then their gradient");
+  {
+    Buffer<T> dy = dev.mem.take<T>(a.HKV * rows * a.D, "gradient of compressed, by head"), h, dh;
+    if (a.phi == Phi::mlp) {
+      h = dev.mem.take<T>(rows * F, "hidden of phi, then activated");
+      dh = dev.mem.take<T>(rows * F, "gradient of phi's hidden");
+    }
+    nsa_blocks(s, blocks.get(), x, phi.position, a);
+    nsa_heads_first(s, dy.get(), dout, a.HKV, rows, a.D);
+    for (int64_t head = 0; head < a.HKV; ++head) {
+      T* block = blocks + head * rows * in;
+      const T* d = dy + head * rows * a.D;
+      if (a.phi == Phi::linear) {
+        ops::matmul_wgrad<T>(s, dphi.w1 + head * a.D * in, d, block, rows, a.D, in, false);
+        ops::matmul_dgrad(s, block, d, phi.w1 + head * a.D * in, rows, a.D, in, false);
+      } else {
+        const T* w1 = phi.w1 + head * F * in;
+        ops::matmul<T>(s, h, block, w1, none, none, rows, F, in);
+        ops::matmul_dgrad<T>(s, dh, d, phi.w2 + head * a.D * F, rows, a.D, F, false);
+        ops::gelu_backward<T>(s, dh, h, rows * F);
+        ops::matmul_wgrad<T>(s, dphi.w2 + head * a.D * F, d, h, rows, a.D, F, false);
+        ops::matmul_wgrad<T>(s, dphi.w1 + head * F * in, dh, block, rows, F, in, false);
+        ops::matmul_dgrad<T>(s, block, dh, w1, rows, F, in, false);
+      }
+    }
+  }
+  Buffer<acc_t<T>> partials = dev.mem.take<acc_t<T>>(nsa_blocks_partials(a), "partial sums");
+  nsa_blocks_backward<T, G>(s, dx, dphi.position, blocks, partials, a);
+}
+
+// Where no token is the last of a compressed block, phi is not used.
+template <class T, class G>
+void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape& a) {
+  zero_columns(s, dx, a.HKV * a.D, a);
+  if (a.phi == Phi::mean) return;
+  const PhiSizes n(a);
+  const int64_t bytes = a.HKV * int64_t(sizeof(G));
+  s.zero(dphi.position, n.in * bytes);
+  s.zero(dphi.w1, (a.phi == Phi::linear ? a.D : n.hidden) * n.in * bytes);
+  if (a.phi == Phi::mlp) s.zero(dphi.w2, a.D * n.hidden * bytes);
+}
+
+}  // namespace
+
+// -------------------------------------------------------------------------------------------------------- the whole
+
+template <class T>
+void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
+                 Purpose life) {
+  check_nsa(a);
+  using A = acc_t<T>;
+  Stream& s = dev.compute();
+  Memory& mem = dev.mem;
+  const int64_t rows = a.B * a.T, keys = a.B * a.compressed() * a.HKV * a.D;
+  NsaSaved<T> v;
+  v.k = mem.take<T>(keys, "compressed keys", life);
+  v.v = mem.take<T>(keys, "compressed values", life);
+  v.o_compressed = mem.take<T>(rows * a.H * a.D, "compressed attention", life);
+  v.lse_compressed = mem.take<A>(rows * a.H, "compressed log-sum-exp", life);
+  if (a.compressed() > 0) {
+    dev.mark("compression");
+    compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a);
+    compress<T>(dev, v.v, x + a.v(0), of_values(phi), a);
+    dev.mark("compressed branch");
+    attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a));
+  } else {
+    s.zero(v.o_compressed, rows * a.H * a.D * int64_t(sizeof(T)));
+    if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed, -INFINITY, rows * a.H);
+    else s.enqueue([p = v.lse_compressed.get(), n = rows * a.H] { std::fill(p, p + n, -INFINITY); });
+  }
+  v.indices = mem.take<int32_t>(a.B * a.HKV * a.T * a.selected, "selected blocks", life);
+  {
+    Buffer<A> scratch = mem.take<A>(nsa_select_scratch<T>(a), "selection workspace");
+    dev.mark("selection");
+    nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a);
+  }
+  v.o_selected = mem.take<T>(rows * a.H * a.D, "selected attention", life);
+  v.lse_selected = mem.take<A>(rows * a.H, "selected log-sum-exp", life);
+  {
+    Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(a), "selected attention workspace");
+    dev.mark("selected branch");
+    nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a);
+  }
+  v.o_window = mem.take<T>(rows * a.H * a.D, "window attention", life);
+  v.lse_window = mem.take<A>(rows * a.H, "window log-sum-exp", life);
+  dev.mark("window branch");
+  attention_forward<T>(s, v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a));
+  dev.mark("gates");
+  nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a);
+  if (saved) *saved = std::move(v);
+}
+
+template <class T, class G>
+void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
+                  NsaSaved<T> saved, const NsaShape& a) {
+  check_nsa(a);
+  using A = acc_t<T>;
+  Stream& s = dev.compute();
+  Memory& mem = dev.mem;
+  const auto gate = [&](int branch) { return Gate<T>{x + a.gate(branch), dx + a.gate(branch), a.ld}; };
+
+  // What the window leaves in dq, the selected branch takes up and ends.
+  {
+    const AttentionShape w = window_shape(a);
+    Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(w), "attention workspace");
+    dev.mark("window branch, backward");
+    attention_backward<T>(s, dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2), saved.o_window,
+                          saved.lse_window, workspace, w, gate(2));
+  }
+  saved.o_window.reset(), saved.lse_window.reset();
+
+  const bool compressed = a.compressed() > 0;
+  Buffer<T> dk, dv, dq;  // of the compressed branch
+  if (compressed) {
+    const AttentionShape c = compressed_shape(a);
+    dk = mem.take<T>(saved.k.size(), "gradient of compressed keys");
+    dv = mem.take<T>(saved.v.size(), "gradient of compressed values");
+    dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
+    Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(c), "attention workspace");
+    dev.mark("compressed branch, backward");
+    attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed, saved.lse_compressed, workspace,
+                          c, gate(0));
+  }
+  saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
+
+  {
+    Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(a), "selected attention workspace");
+    dev.mark("selected branch, backward");
+    nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1), saved.o_selected,
+                             saved.lse_selected, saved.indices, scratch, a, gate(1));
+  }
+  dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
+
+  // Scores choose blocks and get no gradient: compressed keys learn from their attention's output alone.
+  if (compressed) {
+    dev.mark("compression, backward");
+    compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a);
+    dk.reset();
+    compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a);
+  } else {
+    zero_gradients_of_phi(s, dx + a.k(0), of_keys(dphi), a);
+    zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), a);
+    zero_columns(s, dx + a.gate(0), a.H, a);
+  }
+  zero_columns(s, dx + a.columns(), a.ld - a.columns(), a);
+}
+
+#define INSTANTIATE(T) \
+  template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose);
+#define INSTANTIATE_G(T, G)                                                                                    \
+  template void nsa_backward(Device&, T*, PhiWeights<G>, const T*, const T*, PhiWeights<const T>, NsaSaved<T>, \
+                             const NsaShape&);
+INSTANTIATE(float)
+INSTANTIATE(double)
+INSTANTIATE(bf16)
+INSTANTIATE_G(float, float)
+INSTANTIATE_G(double, double)
+INSTANTIATE_G(bf16, float)
+INSTANTIATE_G(bf16, bf16)

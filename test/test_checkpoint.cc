@@ -1,0 +1,872 @@
+// lib/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that is
+// broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through the
+// functions that Saver's thread consists of, so every W meets every W' at each world size.
+#include "test/catch.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <thread>
+
+#include "nlohmann/json.hpp"
+
+#include "lib/checkpoint.h"
+#include "model.h"
+
+using nlohmann::json;
+
+namespace {
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool exists(const std::string& path) {
+  struct stat s;
+  return ::lstat(path.c_str(), &s) == 0;
+}
+std::string read_all(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::stringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+void write_all(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+}
+std::vector<std::string> names_in(const std::string& path) {
+  std::vector<std::string> names;
+  if (DIR* dir = ::opendir(path.c_str())) {
+    while (const dirent* e = ::readdir(dir))
+      if (std::strcmp(e->d_name, ".") != 0 && std::strcmp(e->d_name, "..") != 0) names.push_back(e->d_name);
+    ::closedir(dir);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+std::string list(const std::string& path) {
+  std::string text;
+  for (const std::string& name : names_in(path)) text += (text.empty() ? "" : " ") + name;
+  return text;
+}
+
+// Directories of this process's, removed when it ends.
+struct Directories {
+  std::vector<std::string> made;
+  static void remove(const std::string& path) {
+    struct stat s;
+    if (::lstat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode)) {
+      for (const std::string& name : names_in(path)) remove(path + "/" + name);
+      ::rmdir(path.c_str());
+    } else {
+      ::unlink(path.c_str());
+    }
+  }
+  ~Directories() {
+    for (const std::string& path : made) remove(path);
+  }
+} directories;
+std::string my_directory(const char* above = "/tmp") {
+  std::string name = std::string(above) + "/fsdp-test-XXXXXX";
+  REQUIRE(::mkdtemp(&name[0]) != nullptr);
+  directories.made.push_back(name);
+  return name;
+}
+std::string common_directory() { return broadcast_text(test_world().rank == 0 ? my_directory() : ""); }
+
+// Sets the hook for as long as it lives.
+struct Hook {
+  explicit Hook(std::function<int(const char*, const std::string&)> f) { checkpoint_hook = std::move(f); }
+  ~Hook() { checkpoint_hook = nullptr; }
+};
+
+// ------------------------------------------------------------------------------------- a model that is numbers alone
+
+Param param(const std::string& name, std::vector<int64_t> shape) {
+  Param p = {};
+  p.name = name, p.shape = std::move(shape), p.decay = p.shape.size() > 1;
+  return p;
+}
+// One of the matrices is longer than a chunk, so that parts of it begin and end within chunks.
+std::vector<Param> tensors() {
+  return {param("embedding.weight", {37, 8}), param("block0.up", {520, 600}), param("block0.down", {24, 8}),
+          param("block0.norm", {8}),          param("block1.up", {16, 24}),   param("block1.norm", {8}),
+          param("head.weight", {8, 40})};
+}
+// How tensors are dealt out over units: as models do it, all in one, each on its own.
+enum class Wrap { blocks, one, each };
+std::vector<Unit> wrapped(const std::vector<Param>& params, Wrap wrap, int ranks) {
+  std::map<std::string, size_t> place;
+  std::vector<Unit> units;
+  for (const Param& p : params) {
+    const std::string unit = wrap == Wrap::blocks ? p.name.substr(0, p.name.find('.'))
+                             : wrap == Wrap::one  ? "all"
+                                                  : p.name;
+    if (!place.count(unit)) place[unit] = units.size(), units.emplace_back();
+    units[place[unit]].name = unit;
+    units[place[unit]].params.push_back(p);
+  }
+  for (Unit& u : units)
+    std::stable_sort(u.params.begin(), u.params.end(),
+                     [](const Param& a, const Param& b) { return a.decay > b.decay; });
+  lay_out(&units, ranks);
+  return units;
+}
+float value(const std::string& tensor, int kind, int64_t i, int64_t step) {
+  const uint64_t x = (uint64_t(i) + 1) * 0x9E3779B97F4A7C15u ^ (tensor.size() * 31 + uint64_t(tensor[5])) << 40;
+  return float(int64_t(x >> 20 & 0xffffff) - (1 << 23)) * 0x1p-20f + float(1000 * kind + step);
+}
+constexpr float padding = -7;
+
+// What an Fsdp shows of a rank, on the host.
+struct FakeRank {
+  std::vector<Unit> all;
+  int rank;
+  mutable std::vector<std::vector<float>> data[3];
+  FakeRank(const std::vector<Param>& params, Wrap wrap, int ranks, int rank)
+      : all(wrapped(params, wrap, ranks)), rank(rank) {
+    for (auto& kind : data)
+      for (const Unit& u : all) kind.emplace_back(size_t(u.shard), padding);
+  }
+  const std::vector<Unit>& units() const { return all; }
+  float* master(int u) const { return data[0][size_t(u)].data(); }
+  float* first_moment(int u) const { return data[1][size_t(u)].data(); }
+  float* second_moment(int u) const { return data[2][size_t(u)].data(); }
+
+  // f(number, what it should be), for all that the shards hold.
+  template <class F>
+  void each(int64_t step, F f) {
+    for (int kind = 0; kind < 3; ++kind)
+      for (size_t u = 0; u < all.size(); ++u) {
+        std::vector<float> want(size_t(all[u].shard), padding);
+        const int64_t from = rank * all[u].shard;
+        for (const Param& p : all[u].params)
+          for (int64_t i = std::max(p.offset, from); i < std::min(p.offset + p.numel, from + all[u].shard); ++i)
+            want[size_t(i - from)] = value(p.name, kind, i - p.offset, step);
+        for (size_t i = 0; i < want.size(); ++i) f(data[kind][u][i], want[i]);
+      }
+  }
+  void fill(int64_t step) {
+    each(step, [](float& x, float want) { x = want; });
+  }
+  bool holds(int64_t step) {
+    bool same = true;
+    each(step, [&](float x, float want) { same = same && std::memcmp(&x, &want, 4) == 0; });
+    return same;
+  }
+  std::vector<Part> parts() const { return parts_of(*this, rank); }
+  std::string bytes() const {
+    std::string all;
+    for (const Part& p : parts()) all.append(reinterpret_cast<const char*>(p.data), size_t(p.count) * 4);
+    return all;
+  }
+};
+
+json some_state(int64_t step) { return {{"step", step}, {"sequence", step * 12}, {"seed", 7}, {"lr", 0.1}}; }
+
+// A step as `ranks` ranks write it.
+void save_as(const std::string& dir, int64_t step, int64_t keep, const std::vector<Param>& params, Wrap wrap,
+             int ranks) {
+  std::vector<std::string> shards;
+  FakeRank first(params, wrap, ranks, 0);
+  for (int r = 0; r < ranks; ++r) {
+    FakeRank rank(params, wrap, ranks, r);
+    rank.fill(step);
+    shards.push_back(write_shard(dir, step, r, rank.parts(), rank.bytes().data()));
+  }
+  publish(dir, step, keep, shards, first.parts(), some_state(step).dump());
+}
+
+std::vector<Param> few_tensors() { return {param("block0.up", {16, 24}), param("block0.norm", {8})}; }
+
+// The step that a process alone finds in `dir`, all of it checked; -1 if there is none or it is not what it should be.
+int64_t found_in(const std::string& dir) {
+  FakeRank rank(few_tensors(), Wrap::one, 1, 0);
+  try {
+    const json state = load_checkpoint(dir, "", test_device(Backend::cpu), World(), rank.parts());
+    const int64_t step = state.at("step");
+    return state == some_state(step) && rank.holds(step) ? step : -1;
+  } catch (const UsageError& e) {
+    UNSCOPED_INFO(e.what());
+    return -1;
+  }
+}
+
+// The error that all ranks get from a load by all of them; empty: none.
+std::string refusal(const std::string& dir, FakeRank* rank) {
+  std::string text;
+  try {
+    load_checkpoint(dir, "", test_device(Backend::cpu), test_world(), rank->parts());
+  } catch (const UsageError& e) { text = e.what(); }
+  require_same(text, "the refusal");
+  return text;
+}
+
+template <class F>
+std::string error_of(F f) {
+  try {
+    f();
+  } catch (const Error& e) { return e.what(); }
+  return "";
+}
+
+// Set by one thread, waited for by another.
+struct Latch {
+  std::atomic<bool> open{false};
+  void wait() {
+    while (!open) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+};
+
+}  // namespace
+
+TEST_CASE("the checksum is XXH64", "[checkpoint]") {
+  auto of = [](const std::string& text) { return xxh64(text.data(), int64_t(text.size())); };
+  CHECK(of("") == 0xef46db3751d8e999u);
+  CHECK(of("abc") == 0x44bc2cf5ad770999u);
+  CHECK(of("Nobody inspects the spammish repetition") == 0xfbcea83c8a378bf1u);
+}
+
+TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoint]") {
+  const World& world = test_world();
+  Device& dev = test_device(Backend::cpu);
+  const std::string top = common_directory();
+  const Wrap wraps[] = {Wrap::blocks, Wrap::one, Wrap::each};
+  auto dir_of = [&](int ranks, Wrap wrap) { return top + strf("/%d-%d", ranks, int(wrap)); };
+  for (int i = world.rank; i < 12; i += world.size) {
+    const std::string dir = dir_of(1 + i / 3, wraps[i % 3]);
+    REQUIRE(::mkdir(dir.c_str(), 0777) == 0);
+    save_as(dir, 20, 0, tensors(), wraps[i % 3], 1 + i / 3);
+  }
+  barrier();
+  int turn = 0;
+  for (int from = 1; from <= 4; ++from)
+    for (Wrap saved : wraps)
+      for (Wrap loaded : wraps) {
+        // By the ranks there are, together.
+        FakeRank mine(tensors(), loaded, world.size, world.rank);
+        CHECK(load_checkpoint(dir_of(from, saved), "", dev, world, mine.parts()) == some_state(20));
+        CHECK(mine.holds(20));  // the padding too: nothing was written there
+        // By one of other worlds, alone: each pair by one of the ranks that there are.
+        for (int to : {1, 2, 3, 4, 7}) {
+          if (turn++ % world.size != world.rank || (saved != Wrap::blocks && loaded != Wrap::blocks)) continue;
+          for (int r = 0; r < to; ++r) {
+            FakeRank rank(tensors(), loaded, to, r);
+            load_checkpoint(dir_of(from, saved), "", dev, World(), rank.parts());
+            CHECK(rank.holds(20));
+          }
+        }
+      }
+}
+
+TEST_CASE("the calls of a save, in order", "[checkpoint]") {
+  const std::string dir = my_directory();
+  save_as(dir, 10, 1, few_tensors(), Wrap::one, 1);
+  std::string trace;
+  {
+    Hook hook([&](const char* call, const std::string& path) {
+      trace += std::string(call) + " " + (path == dir ? "DIR" : path.substr(dir.size() + 1)) + "\n";
+      return 0;
+    });
+    save_as(dir, 20, 1, few_tensors(), Wrap::one, 2);
+  }
+  // Each file is on the disk before its directory's entry is, that before the step has its name, that before `latest`
+  // says so, and that before the old step goes.
+  CHECK(trace ==
+        "mkdir .tmp-step-20\n"
+        "open .tmp-step-20/rank-0.bin\n"
+        "write .tmp-step-20/rank-0.bin\n"
+        "write .tmp-step-20/rank-0.bin\n"
+        "write .tmp-step-20/rank-0.bin\n"
+        "fsync .tmp-step-20/rank-0.bin\n"
+        "fsync .tmp-step-20\n"
+        "mkdir .tmp-step-20\n"
+        "open .tmp-step-20/rank-1.bin\n"
+        "write .tmp-step-20/rank-1.bin\n"
+        "write .tmp-step-20/rank-1.bin\n"
+        "write .tmp-step-20/rank-1.bin\n"
+        "write .tmp-step-20/rank-1.bin\n"
+        "write .tmp-step-20/rank-1.bin\n"
+        "write .tmp-step-20/rank-1.bin\n"
+        "fsync .tmp-step-20/rank-1.bin\n"
+        "fsync .tmp-step-20\n"
+        "open .tmp-step-20/manifest.json\n"
+        "write .tmp-step-20/manifest.json\n"
+        "fsync .tmp-step-20/manifest.json\n"
+        "fsync .tmp-step-20\n"
+        "rename step-20\n"
+        "fsync DIR\n"
+        "symlink .tmp-latest\n"
+        "rename latest\n"
+        "fsync DIR\n"
+        "rename .tmp-old-step-10\n"
+        "unlink .tmp-old-step-10/manifest.json\n"
+        "unlink .tmp-old-step-10/rank-0.bin\n"
+        "rmdir .tmp-old-step-10\n");
+  CHECK(list(dir) == "latest step-20");
+  CHECK(list(dir + "/step-20") == "manifest.json rank-0.bin rank-1.bin");
+}
+
+TEST_CASE("a save that is killed at any call leaves a step that loads", "[checkpoint]") {
+  // A child that stops at call n, for every n; the ranks share the work. A step of that name may be there already: one
+  // that never became the latest, or the latest.
+  enum Before { none, unfinished, latest };
+  const World& world = test_world();
+  // In memory where there is such a place: this flushes some thousand times.
+  const char* above = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+  for (Before before : {none, unfinished, latest}) {
+    std::string after;
+    bool done = false;
+    for (int n = world.rank; !done; n += world.size) {
+      INFO("call " << n << ", case " << before);
+      const std::string dir = my_directory(above);
+      for (int64_t step : {5, 10}) save_as(dir, step, 0, few_tensors(), Wrap::one, 2);
+      if (before != none) save_as(dir, 20, 0, few_tensors(), Wrap::one, 3);
+      if (before == unfinished) {
+        ::unlink((dir + "/latest").c_str());
+        REQUIRE(::symlink("step-10", (dir + "/latest").c_str()) == 0);
+      }
+      const pid_t child = ::fork();
+      REQUIRE(child >= 0);
+      if (child == 0) {
+        int calls = 0;
+        checkpoint_hook = [&](const char*, const std::string&) {
+          if (calls++ == n) ::_exit(9);
+          return 0;
+        };
+        save_as(dir, 20, 2, few_tensors(), Wrap::one, 2);
+        ::_exit(0);
+      }
+      int status = 0;
+      REQUIRE(::waitpid(child, &status, 0) == child);
+      REQUIRE((WIFEXITED(status) && (WEXITSTATUS(status) == 9 || WEXITSTATUS(status) == 0)));
+      done = WEXITSTATUS(status) == 0;
+      const int64_t step = found_in(dir);
+      CHECK((step == 20 || (step == 10 && before != latest)));
+      const bool is_new = step == 20 && !exists(dir + "/step-20/rank-2.bin");
+      CHECK((is_new || !done));
+      CHECK((is_new || step == (before == latest ? 20 : 10)));
+      after += is_new ? "n" : "o";
+      // The next start cleans up, and its saves go through.
+      {
+        Saver saver(test_device(Backend::cpu), World(), dir, 2, {});
+        CHECK(!has(list(dir), ".tmp"));
+      }
+      CHECK(found_in(dir) == step);
+      save_as(dir, 20, 2, few_tensors(), Wrap::one, 2);
+      save_as(dir, 30, 2, few_tensors(), Wrap::one, 2);
+      CHECK(found_in(dir) == 30);
+      CHECK(list(dir) == "latest step-20 step-30");
+    }
+    // First the old step, from some call on the new one.
+    CHECK(after.find("no") == std::string::npos);
+    CHECK(after.size() >= 5);
+    CHECK(after[0] == 'o');
+  }
+}
+
+TEST_CASE("a full disk at any call leaves the step before and is said in one line", "[checkpoint]") {
+  const World& world = test_world();
+  Device& dev = test_device(Backend::cpu);
+  bool done = false;
+  int failed_calls = 0;
+  for (int n = world.rank; !done; n += world.size) {
+    const std::string dir = my_directory();
+    FakeRank rank(few_tensors(), Wrap::one, 1, 0);
+    std::vector<std::string> notes;
+    Saver saver(dev, World(), dir, 1, rank.parts(), [&](const std::string& note) { notes.push_back(note); });
+    rank.fill(10);
+    saver.begin(10, some_state(10));
+    saver.finish();
+    rank.fill(20);
+    int calls = 0;
+    std::string where, error;
+    bool moved = false;  // before the call that fails
+    {
+      Hook hook([&](const char* call, const std::string& path) {
+        if (calls++ != n) {
+          moved = moved || (where.empty() && path == dir + "/latest");
+          return 0;
+        }
+        where = std::string(call) + " " + path;
+        return ENOSPC;
+      });
+      saver.begin(20, some_state(20));
+      error = error_of([&] { saver.finish(); });
+      CHECK(error_of([&] { saver.check(); }) == error);
+    }
+    done = where.empty();
+    INFO(where << ": " << error);
+    const int64_t step = found_in(dir);
+    CHECK((step == 10 || step == 20));
+    CHECK(!has(list(dir), ".tmp-step"));
+    CHECK(!has(error, "\n"));
+    if (done || has(where, ".tmp-old")) {  // an old step that stays is no error
+      CHECK(error == "");
+      CHECK(step == 20);
+      CHECK(notes.size() == (done ? 0 : 1));
+    } else {
+      ++failed_calls;
+      CHECK(step == (moved ? 20 : 10));
+      CHECK(has(error, "saving step 20 failed: rank 0: " + dir));
+      CHECK(has(error, "No space left on device; make room there"));
+      CHECK(has(error, "resume from " + dir + strf("/step-%d", int(step))));
+      CHECK(error_of([&] { saver.begin(30, some_state(30)); }) == error);
+    }
+  }
+  CHECK(failed_calls > 2);
+}
+
+TEST_CASE("a file that takes no more bytes is noticed", "[checkpoint]") {
+  // No hook here: the system itself writes half of a part and then refuses.
+  if (test_world().rank != 0) return;
+  const std::string dir = my_directory();
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    ::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit = {1000, 1000};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    const std::string error = error_of([&] { save_as(dir, 10, 0, few_tensors(), Wrap::one, 1); });
+    ::_exit(has(error, "rank-0.bin: write failed: File too large") ? 3 : 4);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WEXITSTATUS(status) == 3);
+  CHECK(found_in(dir) == -1);
+}
+
+TEST_CASE("a rank whose disk is full stops all, through rank 0", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string dir = common_directory();
+  FakeRank rank(few_tensors(), Wrap::one, world.size, world.rank);
+  Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts());
+  rank.fill(10);
+  saver.begin(10, some_state(10));
+  saver.finish();
+  const int last = world.size - 1;
+  std::string error;
+  {
+    Hook hook([&](const char* call, const std::string& path) {
+      return world.rank == last && std::string(call) == "fsync" && has(path, "rank-") ? ENOSPC : 0;
+    });
+    saver.begin(20, some_state(20));
+    error = error_of([&] { saver.finish(); });
+  }
+  CHECK(error_of([&] { saver.check(); }) == error);
+  CHECK(error_of([&] { saver.begin(30, some_state(30)); }) == error);
+  if (world.rank == 0) {
+    CHECK(
+        has(error, strf("rank %d: %s/.tmp-step-20/rank-%d.bin: fsync failed: No space left", last, dir.c_str(), last)));
+    CHECK(list(dir) == "latest step-10");
+  } else {
+    CHECK(error == "");
+  }
+  barrier();
+  CHECK(refusal(dir, &rank) == "");
+  CHECK(rank.holds(10));
+}
+
+TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") {
+  const World& world = test_world();
+  for (Backend backend : {Backend::cpu, Backend::gpu}) {
+    if (backend == Backend::gpu && !have_gpu()) continue;
+    Device& dev = test_device(backend);
+    const std::string dir = common_directory();
+    FakeRank rank(tensors(), Wrap::blocks, world.size, world.rank);
+    // The numbers lie in planned memory of the device, as a trainer's do.
+    std::vector<Part> parts = rank.parts();
+    int64_t bytes = 0;
+    for (const Part& p : parts) bytes += p.count * 4;
+    Device own(backend, dev.ordinal);
+    auto memory = [&] { return own.mem.keep<float>(bytes / 4, "parts", Purpose::master); };
+    memory();
+    own.mem.commit();
+    float* at = memory();
+    own.mode = Mode::run;
+    for (Part& p : parts) p.data = at, at += p.count;
+    HostBuffer<char> host(own, bytes);
+    auto put = [&](int64_t step) {
+      own.compute().synchronize();
+      rank.fill(step);
+      const std::string all = rank.bytes();
+      std::memcpy(host.get(), all.data(), all.size());
+      own.compute().copy(at - bytes / 4, host.get(), bytes);
+    };
+    {
+      Latch gate;
+      bool waited = false;
+      int said = 0;
+      Saver saver(own, world, dir, 0, parts, [&](const std::string& note) {
+        ++said;
+        CHECK(has(note, "the checkpoint of step 10 is still being written"));
+        waited = !gate.open;
+        gate.open = true;
+      });
+      Hook hook([&](const char*, const std::string&) {
+        if (world.rank == 0) gate.wait();
+        return 0;
+      });
+      put(10);
+      own.compute().sleep(30);
+      put(11), put(10);
+      saver.begin(10, some_state(10));
+      put(12);  // behind the copy: not what is saved
+      own.compute().synchronize();
+      saver.check();
+      CHECK(!exists(dir + "/step-10"));
+      put(20);
+      saver.begin(20, some_state(20));  // waits; the note opens the gate
+      put(21);
+      saver.finish();
+      CHECK(said == (world.rank == 0));
+      CHECK(waited == (world.rank == 0));
+    }
+    barrier();
+    for (int64_t step : {10, 20}) {
+      put(0);
+      CHECK(load_checkpoint(dir + strf("/step-%d", int(step)), "", own, world, parts) == some_state(step));
+      own.compute().copy(host.get(), at - bytes / 4, bytes);
+      own.compute().synchronize();
+      rank.fill(step);
+      CHECK(std::string(host.get(), size_t(bytes)) == rank.bytes());
+    }
+    CHECK(load_state("latest", dir, world) == some_state(20));
+  }
+}
+
+TEST_CASE("what is damaged is refused, by name", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string good = common_directory() + "/", step = good + "step-20";
+  FakeRank rank(tensors(), Wrap::blocks, world.size, world.rank);
+  const bool writes = world.rank == 0;
+  if (writes) save_as(good, 20, 0, tensors(), Wrap::blocks, 3);
+  barrier();
+  REQUIRE(refusal(good, &rank) == "");
+  const std::string manifest = read_all(step + "/manifest.json");
+  const json content = json::parse(manifest);
+  barrier();
+  // What `change` does to a file is undone after the load.
+  auto after = [&](const std::string& file, auto change) {
+    const std::string was = writes ? read_all(file) : "";
+    if (writes) change(was);
+    barrier();
+    const std::string text = refusal(good, &rank);
+    if (writes) write_all(file, was);
+    barrier();
+    return text;
+  };
+  for (const json& f : content["files"]) {
+    const std::string file = step + "/" + f["file"].get<std::string>();
+    for (const json& p : f["parts"]) {
+      // The first byte of a weight's part, the middle of a moment's, the last of the other's.
+      const int64_t first = p["offset"], length = p["count"].get<int64_t>() * 4;
+      const int64_t byte = p["kind"] == "weight" ? first : p["kind"] == "m" ? first + length / 2 : first + length - 1;
+      const std::string text = after(file, [&](std::string was) {
+        was[size_t(byte)] ^= 0x10;
+        write_all(file, was);
+      });
+      INFO(text);
+      CHECK(has(text, "rank "));
+      CHECK(has(text, file + ": tensor '" + p["tensor"].get<std::string>() + "'"));
+      CHECK(has(text, "AdamW's " + p["kind"].get<std::string>()) == (p["kind"] != "weight"));
+      CHECK(has(text, "the checksum of bytes "));
+    }
+    const int64_t bytes = f["bytes"];
+    for (int64_t size : {int64_t(0), bytes / 2, bytes - 1, bytes + 1}) {
+      const std::string text = after(file, [&](std::string was) {
+        was.resize(size_t(size));
+        write_all(file, was);
+      });
+      INFO(text);
+      CHECK(has(text, strf("rank 0: %s: %lld bytes and not %lld", file.c_str(), (long long)size, (long long)bytes)));
+      CHECK((size > bytes || has(text, "it should hold tensor '")));
+      if (size == bytes - 1)
+        CHECK(has(text, "tensor '" + f["parts"].back()["tensor"].get<std::string>() + "' (AdamW's v) and pieces of 0"));
+    }
+    const std::string text = after(file, [&](const std::string&) { ::unlink(file.c_str()); });
+    CHECK(has(text, file + ": No such file or directory; it should hold tensor '" +
+                        f["parts"][0]["tensor"].get<std::string>() + "'"));
+  }
+
+  // The manifest: any byte, any length.
+  const std::string file = step + "/manifest.json";
+  for (size_t byte = 0; byte < manifest.size(); byte += manifest.size() / 40) {
+    const std::string text = after(file, [&](std::string was) {
+      was[byte] ^= 1;
+      write_all(file, was);
+    });
+    CHECK(has(text, file + ": the checksum does not fit"));
+  }
+  for (size_t size : {size_t(0), manifest.size() / 2, manifest.size() - 1}) {
+    CHECK(has(after(file, [&](const std::string& was) { write_all(file, was.substr(0, size)); }),
+              file + ": the checksum does not fit"));
+  }
+  CHECK(has(after(file, [&](const std::string&) { ::unlink(file.c_str()); }), file + ": No such file"));
+
+  // Another model.
+  auto with = [&](std::vector<Param> params) {
+    FakeRank other(params, Wrap::blocks, world.size, world.rank);
+    return refusal(good, &other);
+  };
+  std::vector<Param> params = tensors();
+  params[4].shape = {24, 16};  // as many elements
+  CHECK(has(with(params), "rank 0: " + file + ": tensor 'block1.up' is 16 x 24 there and 24 x 16 in this model"));
+  params = tensors();
+  params.pop_back();
+  CHECK(has(with(params), file + ": it has tensor 'head.weight', which this model has not"));
+  params = tensors();
+  params.push_back(param("block2.up", {8, 8}));
+  CHECK(has(with(params), file + ": there is no tensor 'block2.up', tensor 'block2.up' (AdamW's m), tensor 'block2.up' "
+                                 "(AdamW's v), which this model has"));
+  CHECK(refusal(good, &rank) == "");
+}
+
+TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
+  if (test_world().rank != 0) return;
+  const std::string dir = my_directory();
+  auto error = [&](const std::string& resume, const std::string& save) {
+    return error_of([&] { find_checkpoint(resume, save); });
+  };
+  CHECK(has(error("latest", ""), "--resume latest: of which directory? Give --save DIR"));
+  CHECK(has(error(dir + "/none", ""), "No such file"));
+  CHECK(has(error(dir, ""), "no checkpoint in " + dir));
+  for (int64_t step : {100, 8, 9, 10}) save_as(dir, step, 2, few_tensors(), Wrap::one, 2);
+  write_all(dir + "/step-by-step", "no step");
+  CHECK(list(dir) == "latest step-10 step-100 step-9 step-by-step");  // 100 is another run's
+  CHECK(find_checkpoint(dir, "") == dir + "/step-10");
+  CHECK(find_checkpoint("latest", dir) == dir + "/step-10");
+  CHECK(find_checkpoint(dir + "/step-9", dir) == dir + "/step-9");
+  CHECK(found_in(dir + "/latest") == 10);
+  ::unlink((dir + "/latest").c_str());
+  CHECK(find_checkpoint(dir, "") == dir + "/step-100");
+  // A step that is saved again where directories cannot change places.
+  {
+    int asked = 0;
+    Hook hook([&](const char* call, const std::string&) {
+      const bool is = std::string(call) == "exchange";
+      asked += is;
+      return is ? EINVAL : 0;
+    });
+    save_as(dir, 10, 2, few_tensors(), Wrap::one, 3);
+    CHECK(asked == 1);
+  }
+  CHECK(list(dir) == "latest step-10 step-100 step-9 step-by-step");
+  CHECK(list(dir + "/step-10") == "manifest.json rank-0.bin rank-1.bin rank-2.bin");
+  CHECK(found_in(dir) == 10);
+  // A directory that cannot be made: said on all ranks when the run starts.
+  write_all(dir + "/file", "");
+  for (const char* name : {"/file", "/file/below"})
+    CHECK(has(error_of([&] { Saver(test_device(Backend::cpu), World(), dir + name, 0, {}); }),
+              "--save: " + dir + "/file"));
+  { Saver(test_device(Backend::cpu), World(), dir + "/a/b/c/", 0, {}); }
+  CHECK(exists(dir + "/a/b/c"));
+}
+
+TEST_CASE("a rank that unwinds does not wait for a save that others never begin", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string dir = common_directory();
+  FakeRank rank(few_tensors(), Wrap::one, world.size, world.rank);
+  try {
+    Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts());
+    if (world.rank == 0) saver.begin(10, some_state(10));
+    throw 1;
+  } catch (int) {}
+  CHECK(!exists(dir + "/step-11"));
+}
+
+// ---------------------------------------------------------------------------------------------------- the real model
+
+namespace {
+
+struct Trainer {
+  static constexpr int64_t rows = 12;
+  World world;
+  Device dev;
+  ModelConfig config;
+  int64_t batch, ints;
+  std::unique_ptr<Model<float, float>> model;
+  std::unique_ptr<HostBuffer<int32_t>> host;
+  Event copied;
+
+  Trainer(Backend backend, const World& world)
+      : world(world),
+        dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size, backend == Backend::gpu),
+        copied(dev) {
+    config.arch = Arch::rope;
+    config.dim = 32, config.depth = 2, config.heads = 4, config.kv_heads = 2, config.hidden = 48, config.vocab = 17;
+    config.seq = 8;
+    batch = (rows + world.size - 1) / world.size, ints = batch_ints(config, batch);
+    for (bool plan : {true, false}) {
+      ops::keep_workspace(dev);
+      const Transport transport = world.size == 1 ? Transport::none : Transport::mpi;
+      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, FsdpOptions(), !plan);
+      if (plan) step_program(1), dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
+    }
+    host = std::make_unique<HostBuffer<int32_t>>(dev, ints);
+    model->init_weights();
+  }
+  ~Trainer() { model.reset(); }
+  void step_program(int64_t n) {
+    dev.mem.begin("step");
+    model->forward_backward(host ? host->get() : nullptr, 1.0 / double(rows * config.seq), true, true, copied);
+    model->step({1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, n}, 1.0f);
+    dev.mem.end();
+  }
+  // Steps [from, to]; their losses and gradient norms.
+  std::vector<double> train(int64_t from, int64_t to) {
+    std::vector<double> results;
+    const int64_t first = world.rank * rows / world.size, last = (world.rank + 1) * rows / world.size;
+    const int64_t T = config.seq, M = batch * T;
+    HostBuffer<double> result(dev, 2);
+    for (int64_t n = from; n <= to; ++n) {
+      for (int64_t i = 0; i < M; ++i) {
+        const int64_t row = first + i / T;
+        auto token = [&](int64_t at) { return int32_t((n * 31 + row * 7 + at * (row % 3 + 1)) % config.vocab); };
+        (*host)[i] = row < last ? token(i % T) : 0;
+        (*host)[M + i] = row < last ? token(i % T + 1) : -1;
+      }
+      index_batch(config, batch, host->get());
+      step_program(n);
+      dev.compute().copy(result.get(), model->fsdp.scalars(), 16);
+      dev.compute().synchronize();
+      results.push_back(result[1]), results.push_back(result[0]);
+    }
+    return results;
+  }
+  std::vector<Part> parts() { return parts_of(model->fsdp, world.rank); }
+  std::string bytes() {
+    std::string all;
+    for (const Part& p : parts()) {
+      HostBuffer<char> part(dev, p.count * 4);
+      dev.compute().copy(part.get(), p.data, p.count * 4);
+      dev.compute().synchronize();
+      all.append(part.get(), size_t(p.count) * 4);
+    }
+    return all;
+  }
+};
+
+double furthest(const std::vector<double>& x, const std::vector<double>& y) {
+  double worst = x.size() == y.size() ? 0 : INFINITY;
+  for (size_t i = 0; i < std::min(x.size(), y.size()); ++i)
+    worst = std::max(worst, std::abs(x[i] - y[i]) / std::abs(y[i]));
+  return worst;
+}
+
+}  // namespace
+
+TEST_CASE("a run that is resumed goes on as if it had never stopped", "[checkpoint]") {
+  const World& world = test_world();
+  for (Backend backend : {Backend::cpu, Backend::gpu}) {
+    if (backend == Backend::gpu && !have_gpu()) continue;
+    const std::string dir = common_directory();
+    std::vector<double> whole;
+    std::string weights;
+    {
+      Trainer t(backend, world);
+      Saver saver(t.dev, world, dir, 2, t.parts());
+      whole = t.train(1, 3);
+      saver.begin(3, some_state(3));
+      for (double x : t.train(4, 6)) whole.push_back(x);
+      saver.finish();
+      weights = t.bytes();
+    }
+    const std::vector<double> rest(whole.begin() + 6, whole.end());
+    barrier();
+    {
+      Trainer t(backend, world);
+      const json state = load_checkpoint("latest", dir, t.dev, world, t.parts());
+      CHECK(state == some_state(3));
+      CHECK(t.train(state.at("step").get<int64_t>() + 1, 6) == rest);  // bit for bit
+      CHECK(t.bytes() == weights);
+    }
+    // Of W ranks, on one; then of one, on W: to rounding.
+    const std::string dir1 = common_directory();
+    if (world.rank == 0) {
+      Trainer t(backend, World());
+      load_checkpoint(dir, "", t.dev, World(), t.parts());
+      CHECK(furthest(t.train(4, 6), rest) < 1e-4);
+      Trainer start(backend, World());
+      Saver saver(start.dev, World(), dir1, 2, start.parts());
+      CHECK(furthest(start.train(1, 3), std::vector<double>(whole.begin(), whole.begin() + 6)) < 1e-4);
+      saver.begin(3, some_state(3));
+      saver.finish();
+    }
+    barrier();
+    Trainer t(backend, world);
+    load_checkpoint(dir1, "", t.dev, world, t.parts());
+    CHECK(furthest(t.train(4, 6), rest) < 1e-4);
+  }
+}
+
+TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint]") {
+  const World& world = test_world();
+  Device& dev = test_device(Backend::cpu);
+  const std::string dir = common_directory(), path = dir + "/model.safetensors";
+  for (Wrap wrap : {Wrap::blocks, Wrap::one})
+    for (Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+      FakeRank rank(tensors(), wrap, world.size, world.rank);
+      rank.fill(20);
+      export_safetensors(path, dtype, dev, world, rank.parts());
+      if (world.rank == 0) {
+        CHECK(list(dir) == "model.safetensors");
+        const std::string text = read_all(path);
+        uint64_t length = 0;
+        std::memcpy(&length, text.data(), 8);
+        REQUIRE(8 + length < text.size());
+        CHECK(length % 8 == 0);
+        json header = json::parse(text.substr(8, length));
+        CHECK(header["__metadata__"]["format"] == "pt");
+        int64_t bytes = 0, wrong = 0;
+        for (const Param& p : tensors()) {
+          const json& t = header.at(p.name);
+          CHECK(t.at("dtype") == (dtype == Dtype::bf16 ? "BF16" : "F32"));
+          CHECK(t.at("shape") == p.shape);
+          const int64_t begin = t.at("data_offsets")[0], end = t.at("data_offsets")[1];
+          int64_t n = 1;
+          for (int64_t size : p.shape) n *= size;
+          REQUIRE(end - begin == n * size_of(dtype));
+          bytes += end - begin;
+          for (int64_t i = 0; i < n; ++i) {
+            const char* at = text.data() + 8 + length + begin + i * size_of(dtype);
+            const float want = value(p.name, 0, i, 20);
+            const bf16 narrow(want);
+            wrong += dtype == Dtype::bf16 ? std::memcmp(at, &narrow, 2) != 0 : std::memcmp(at, &want, 4) != 0;
+          }
+        }
+        CHECK(wrong == 0);
+        CHECK(header.size() == tensors().size() + 1);
+        CHECK(text.size() == 8 + length + uint64_t(bytes));
+      }
+      barrier();
+    }
+  // A disk that is full on one rank: the file that was there stays, and nothing else.
+  FakeRank rank(few_tensors(), Wrap::one, world.size, world.rank);
+  const std::string was = read_all(path);
+  barrier();
+  std::string error;
+  {
+    Hook hook([&](const char* call, const std::string&) {
+      return world.rank == world.size - 1 && std::string(call) == "fsync" ? ENOSPC : 0;
+    });
+    error = error_of([&] { export_safetensors(path, Dtype::f32, dev, world, rank.parts()); });
+  }
+  CHECK(has(error, strf("--export: rank %d: %s.tmp: fsync failed: No space left", world.size - 1, path.c_str())));
+  barrier();
+  CHECK(list(dir) == "model.safetensors");
+  CHECK(read_all(path) == was);
+  CHECK(has(error_of([&] { export_safetensors(dir + "/none/x", Dtype::f32, dev, world, rank.parts()); }),
+            "--export: rank 0: " + dir + "/none/x.tmp: open failed: No such file or directory"));
+}
