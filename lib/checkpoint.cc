@@ -549,9 +549,8 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   // system cannot do that, a kill between two renames leaves the steps before it.
   struct stat s;
   if (::lstat(path.c_str(), &s) == 0) {
-    if (change(
-            "exchange", path, [&] { return ::renameat2(AT_FDCWD, tmp.c_str(), AT_FDCWD, path.c_str(), 2); }, EINVAL) <
-        0) {
+    auto exchange = [&] { return ::renameat2(AT_FDCWD, tmp.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE); };
+    if (change("exchange", path, exchange, EINVAL) < 0) {
       const std::string old = dir + "/.tmp-old-" + name;
       remove_all(old);
       rename_to(path, old);
