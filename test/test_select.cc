@@ -55,8 +55,13 @@ struct Call {
       lse[i] = keys ? acc_t<T>(float(std::log(double(keys)) + 0.5 + 0.3 * double(float(number(3, i))))) : -INFINITY;
     }
   }
-  static T number(uint32_t tensor, int64_t i) {
-    return T(float(bf16(philox_normals(1, tensor, uint64_t(i / 4)).x[i % 4])));
+  static T number(uint32_t tensor, int64_t i) {  // one of 65536, which are made once
+    static const std::vector<float> table = [] {
+      std::vector<float> v(1 << 16);
+      for (size_t i = 0; i < v.size(); ++i) v[i] = float(bf16(philox_normals(1, 0, i / 4).x[i % 4]));
+      return v;
+    }();
+    return T(table[(uint64_t(i) * 8 + tensor + 1) * 0x9E3779B97F4A7C15ull >> 48]);
   }
   T& key(int64_t b, int64_t i, int64_t head, int64_t d) {
     return k[((b * a.compressed() + i) * a.HKV + head) * a.D + d];
@@ -414,9 +419,9 @@ TEST_CASE("GPU: nsa_select for every length", "[select][gpu]") {
     for (int64_t D : {64, 128})
       for (int64_t length : {1, 15, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 2049}) {
         const NsaShape a = shape(2, length, 8, 2, D);
-        check_choice<T>(a, run, 100);
-        check_choice<T>(blocks(a, 32, 16, 64, 4), run, 100);
-        check_choice<T>(blocks(a, 8, 4, 16, 16), run, 100);
+        check_choice<T>(a, run, 40);
+        check_choice<T>(blocks(a, 32, 16, 64, 4), run, 40);
+        check_choice<T>(blocks(a, 8, 4, 16, 16), run, 40);
       }
   });
 #endif
@@ -430,7 +435,7 @@ TEST_CASE("GPU: nsa_select for every group", "[select][gpu]") {
     for (int64_t D : {64, 128})
       for (int64_t group : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 64, 128}) {
         const NsaShape a = blocks(shape(group < 17 ? 2 : 1, group < 32 ? 1100 : 300, 2 * group, 2, D), 8, 4, 16, 16);
-        check_choice<T>(a, run, 1600 / group);
+        check_choice<T>(a, run, 400 / group);
         if (D == 64) check_ties<T>(blocks(shape(1, 700, group, 1, D), 8, 4, 16, 12), run);
       }
   });
