@@ -238,6 +238,21 @@ TEST_CASE("the checksum is XXH64", "[checkpoint]") {
   CHECK(of("Nobody inspects the spammish repetition") == 0xfbcea83c8a378bf1u);
 }
 
+TEST_CASE("texts of any length go between ranks", "[checkpoint]") {
+  const World& world = test_world();
+  TextChannel talk(world);
+  auto text_of = [](int rank, size_t n) { return std::string(n * size_t(rank % 3), char('a' + rank)); };
+  for (size_t n : {0, 1, 100000}) {
+    const std::vector<std::string> all = talk.gather(text_of(world.rank, n));
+    CHECK(all.size() == (world.rank == 0 ? size_t(world.size) : 0));
+    for (size_t r = 0; r < all.size(); ++r) CHECK(all[r] == text_of(int(r), n));
+    CHECK(talk.broadcast(text_of(world.rank + 1, n)) == text_of(1, n));
+  }
+  CHECK(talk.agree("") == "");
+  CHECK(talk.agree(world.rank == world.size - 1 ? "last" : "") == "last");
+  CHECK(talk.agree(strf("rank %d", world.rank)) == "rank 0");
+}
+
 TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoint]") {
   const World& world = test_world();
   Device& dev = test_device(Backend::cpu);
