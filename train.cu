@@ -12,6 +12,7 @@
 #include "nlohmann/json.hpp"
 
 #include "build/version.h"
+#include "lib/checkpoint.h"
 #include "lib/data.h"
 #include "lib/options.h"
 #include "lib/telemetry.h"
@@ -246,6 +247,7 @@ struct Context {
   int gpus_used;
   Corpus *data, *val_data;
   Telemetry* telemetry;  // rank 0's
+  const json& state;     // of the checkpoint that the run goes on from; null: none
 };
 
 // The programs whose memory is planned: one step, and one batch of a validation. The host's pointers are not read
@@ -301,8 +303,31 @@ void report_profile(const std::vector<std::pair<std::string, double>>& times, do
   telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
 }
 
+// What a checkpoint says beside weights and moments. The order of the data and the learning rate follow from the step.
+json state_at(const Run& r, int64_t step) {
+  return {{"step", step},
+          {"sequences", step * r.global_batch},
+          {"global_batch", r.global_batch},
+          {"steps", r.steps},
+          {"seed", r.o.seed},
+          {"commit", FSDP_COMMIT},
+          {"options", to_json(r.o)}};
+}
+
+// What the command line leaves open is the checkpoint's; what contradicts it is refused.
+void take_up(const json& state, Options* o) {
+  if (state.is_null()) return;
+  const uint64_t seed = state.at("seed");
+  REQUIRE_USER(o->seed == 0 || o->seed == seed, "--seed %llu: the checkpoint was made with --seed %llu",
+               static_cast<unsigned long long>(o->seed), static_cast<unsigned long long>(seed));
+  o->seed = seed;
+  if (!o->batch && !o->global_batch && o->grad_accum == 1) o->global_batch = state.at("global_batch");
+  if (!o->steps && !o->tokens) o->steps = state.at("steps");
+}
+
+// Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
 template <class T, class G>
-void train(const Context& c, const Run& r) {
+std::string train(const Context& c, const Run& r) {
   Device& dev = c.dev;
   const World& world = c.world;
   const bool speaks = world.rank == 0;
@@ -330,6 +355,18 @@ void train(const Context& c, const Run& r) {
   dev.mode = Mode::run;
   model.init_weights();
   dev.compute().synchronize();
+  const std::vector<Part> parts = parts_of(model.fsdp, world.rank);
+  std::unique_ptr<Saver> saver;
+  int64_t done_before = 0;
+  try {
+    if (!c.state.is_null())
+      done_before = load_checkpoint(r.o.resume, r.o.save, dev, world, parts).at("step").template get<int64_t>();
+    if (!r.o.save.empty())
+      saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, parts,
+                                      [&](const std::string& line) { c.telemetry->note(line); });
+  } catch (const UsageError& e) { return e.what(); }
+  if (speaks && done_before > 0)
+    c.telemetry->note(strf("going on after step %lld of %s", ll(done_before), r.o.resume.c_str()));
 
   const Sampler sampler{c.data, r.model.seq, r.o.seed};
   const Sampler val_sampler{c.val_data, r.model.seq, r.o.seed, false};
@@ -360,7 +397,7 @@ void train(const Context& c, const Run& r) {
   };
 
   const auto begin = Clock::now();
-  int64_t step = 1;
+  int64_t step = done_before + 1;
   for (; step <= r.last_step; step++) {
     const int slot = int(step % 2);
     synchronize(copied[slot]);  // two steps ago
@@ -399,14 +436,29 @@ void train(const Context& c, const Run& r) {
       s.record(val_done[slot]);
     }
 
-    if (step > 1) report(step - 1, false);
+    if (saver) {
+      saver->check();
+      if (r.o.save_every > 0 && step % r.o.save_every == 0) saver->begin(step, state_at(r, step));
+    }
+    if (step > done_before + 1) report(step - 1, false);
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
       if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
     }
   }
-  report(std::min(step, r.last_step), true);
+  const int64_t last = std::min(step, r.last_step);
+  if (last > done_before) {
+    report(last, true);
+    if (speaks && last < r.last_step) c.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
+    if (saver && (r.o.save_every == 0 || last % r.o.save_every)) saver->begin(last, state_at(r, last));
+  }
+  if (saver) saver->finish();
   dev.compute().synchronize();
+  if (!r.o.export_to.empty()) {
+    export_safetensors(r.o.export_to, r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32, dev, world, parts);
+    if (speaks) c.telemetry->note("the model is in " + r.o.export_to);
+  }
+  return "";
 }
 
 // T of activations, G of whole gradients: the reduction's own dtype where that loses nothing.
@@ -454,11 +506,14 @@ int answer(const Options& o) {
 
 // From here on every rank takes part. An error that all ranks can know of is agreed on and said once; any other ends
 // all ranks from where it happened.
-void run(const Options& o, const World& world, const std::string& command) {
+void run(Options o, const World& world, const std::string& command) {
   const int gpus = gpu_count();
   std::string text = to_config(o) + "commit = " + FSDP_COMMIT;
   std::replace(text.begin(), text.end(), '\n', ';');
   require_same(text, "the configuration");
+
+  json state;
+  if (!o.resume.empty()) state = load_state(o.resume, o.save, world);
 
   Run r;
   std::unique_ptr<Corpus> data, val_data;
@@ -466,7 +521,13 @@ void run(const Options& o, const World& world, const std::string& command) {
   Transport transport = Transport::none;
   std::string error, sharing;
   try {
+    take_up(state, &o);
     r = resolve(o, world.size, gpus);
+    REQUIRE_USER(
+        state.is_null() || r.global_batch == state.at("global_batch"),
+        "a step of %lld sequences: the checkpoint was made with --global-batch %lld, and its place in the data "
+        "counts in those",
+        ll(r.global_batch), ll(state.at("global_batch").get<int64_t>()));
     const bool splits = o.val_every > 0 && o.val_data.empty();
     data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
     if (o.val_every > 0)
@@ -525,8 +586,9 @@ void run(const Options& o, const World& world, const std::string& command) {
   error = agree(error);
   if (!error.empty()) throw Error(error);
 
-  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get()};
-  or_abort([&] { with_types(r, [&](auto t, auto g) { train<decltype(t), decltype(g)>(context, r); }); });
+  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get(), state};
+  or_abort([&] { with_types(r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(context, r); }); });
+  if (!error.empty()) throw UsageError(error);
 }
 
 }  // namespace

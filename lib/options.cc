@@ -205,6 +205,37 @@ const std::vector<Spec>& specs() {
        "units whose gradients may wait for their reduction",
        nullptr},
 
+      {"Checkpoints",
+       "save",
+       "DIR",
+       &Options::save,
+       {},
+       "save to DIR at the end, and every --save-every steps",
+       "never"},
+      {"Checkpoints", "save-every", "STEPS", &Options::save_every, {0, most}, "0: at the end alone", nullptr},
+      {"Checkpoints", "keep", "N", &Options::keep, {0, 1 << 20}, "saved steps that stay; 0: all", nullptr},
+      {"Checkpoints",
+       "resume",
+       "DIR",
+       &Options::resume,
+       {},
+       "go on from a saved step, from the latest in DIR, or from the `latest` in --save; any number of ranks",
+       "start anew"},
+      {"Checkpoints",
+       "export",
+       "FILE",
+       &Options::export_to,
+       {},
+       "write the whole model as safetensors at the end",
+       "no file"},
+      {"Checkpoints",
+       "export-dtype",
+       "TYPE",
+       &Options::export_dtype,
+       {0, 0, "", {"bf16", "fp32"}},
+       "of --export",
+       nullptr},
+
       {"Machine",
        "device",
        "NAME",
@@ -459,6 +490,9 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
     }
     throw UsageError(what + "; see --help");
   }
+  REQUIRE_USER(out->save_every == 0 || !out->save.empty(), "--save-every needs --save DIR");
+  REQUIRE_USER(out->resume != "latest" || !out->save.empty(),
+               "--resume latest is the latest step in --save DIR, which is not given");
   REQUIRE_USER(out->world == 0 || out->plan, "--world is for --plan: the ranks of a run are mpirun's -np");
   return true;
 }

@@ -40,6 +40,13 @@ struct Options {
   bool tf32 = false;
   // Sharding.
   int64_t gather_slots = 2, gradient_slots = 2;
+  // Checkpoints.
+  std::string save;        // directory; empty: none
+  int64_t save_every = 0;  // steps; 0: at the end alone
+  int64_t keep = 2;        // steps that stay; 0: all
+  std::string resume;      // a directory, or "latest" of --save
+  std::string export_to;   // safetensors file, written at the end
+  std::string export_dtype = "bf16";
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
   // Output.

@@ -149,6 +149,47 @@ done
 cp "$dir/log.jsonl" "$dir/out"
 verdict "the log of a run" "${wrong#; }"
 
+# ------------------------------------------------------------------------------------------------------ checkpoints
+# losses LOG: step and loss of each step after the third, from a log.
+losses() { grep '"step"' "$1" 2>/dev/null | sed 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/' | awk '$1 > 3'; }
+run=(--device cpu --preset tiny --seq 64 --global-batch 3 --steps 6)
+mpi -np 2 ./train "${run[@]}" --log "$dir/whole.jsonl"
+mpi -np 2 ./train "${run[@]}" --stop-after 3 --save "$dir/saved"
+mpi -np 2 ./train "${run[@]}" --save "$dir/saved" --resume latest --log "$dir/again.jsonl" --export "$dir/model.safetensors"
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+[ "$(losses "$dir/whole.jsonl" | wc -l)" = 3 ] || wrong="$wrong; the run did not log three more steps"
+[ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
+[ -s "$dir/model.safetensors" ] || wrong="$wrong; nothing was exported"
+verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
+# What the command line leaves open comes from the checkpoint, so other ranks see the same data.
+mpi -np 3 ./train --device cpu --preset tiny --seq 64 --resume "$dir/saved/step-6" --steps 8 --log "$dir/three.jsonl"
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+grep -q '"global_batch":3' "$dir/three.jsonl" || wrong="$wrong; the global batch is not the checkpoint's"
+[ "$(losses "$dir/three.jsonl" | cut -d' ' -f1 | xargs)" = "7 8" ] || wrong="$wrong; it did not run steps 7 and 8"
+verdict "a run goes on at another number of ranks" "${wrong#; }"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --dim 64
+judge "a checkpoint of another shape" "embedding.weight" "manifest.json"
+mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 6 --resume "$dir/saved" --global-batch 4
+judge "a checkpoint of another global batch" "--global-batch 3"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/none"
+judge "no checkpoint" "$dir/none" "No such file"
+bad "save-every without save" "--save-every|--save DIR" --save-every 2
+# Killed at any moment: whatever is there then can be resumed from.
+wrong=""
+for delay in 0.5 0.8 1.1; do
+  # shellcheck disable=SC2086
+  mpirun $MPIRUN_FLAGS -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 \
+    --save "$dir/killed" --save-every 1 >"$dir/out" 2>&1 </dev/null &
+  sleep $delay
+  pkill -9 -f -- "--save $dir/killed" 2>/dev/null
+  wait $! 2>/dev/null
+done
+mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
+[ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="it does not go on: exit status $status"
+verdict "a killed run goes on from what it had saved" "$wrong"
+
 # --------------------------------------------------------------------------------------------------------- the notes
 # NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
 wrong=""

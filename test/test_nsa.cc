@@ -1761,7 +1761,7 @@ TEST_CASE("GPU: equal scores go to the lowest block", "[nsa][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: selected attention around the edges of blocks", "[nsa][gpu]") {
+TEST_CASE("GPU: selected attention of the whole, around the edges of blocks", "[nsa][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   std::vector<NsaShape> list;
@@ -1777,7 +1777,7 @@ TEST_CASE("GPU: selected attention around the edges of blocks", "[nsa][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: selected attention in groups", "[nsa][gpu]") {
+TEST_CASE("GPU: selected attention of the whole, in groups", "[nsa][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   for (int64_t group : {1, 2, 4, 6, 8, 16})
@@ -1797,7 +1797,7 @@ TEST_CASE("GPU: all queries select one block", "[nsa][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: attention to a window and to compressed keys", "[nsa][attention][gpu]") {
+TEST_CASE("GPU: branches that are dense attention under another rule", "[nsa][attention][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   for (int64_t D : {64, 128})
