@@ -270,6 +270,8 @@ Row peer_row(const Settings& s, const Row& ours) {
                        number("seq"),
                        "--bs",
                        number("batch"),
+                       "--ckpt",
+                       c.value("recompute", std::string("none")),
                        "--target",
                        "next",
                        "--reduce-dtype",

@@ -48,6 +48,8 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   REQUIRE_USER(!narrow_gpu || c.vocab % 8 == 0,
                "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; --vocab %lld leaves the rest unused",
                ll(c.vocab), ll((c.vocab + 7) / 8 * 8));
+  REQUIRE_USER(c.attends() || c.recompute != Recompute::attn, "--recompute attn: architecture %s has no attention",
+               name_of(c.arch));
   if (!c.attends()) return;
   const int64_t D = c.head_dim();
   REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
@@ -354,14 +356,71 @@ void Model<T, G>::embed_backward(Buffer<T> dx) {
 
 // ----------------------------------------------------------------------------------------------- transformer block
 
+// x -> norm -> q, k, v -> attention. Fills in statistics, q, k, v and what attention's backward wants.
+template <class T, class G>
+Buffer<T> Model<T, G>::attend(const T* w, Saved* v, Purpose life) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
+  auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
+  dev_.mark("norms");
+  Buffer<T> n = mem.take<T>(M * C, "normed");
+  if (v->stats1) {
+    ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, at(at_.norm1), at(at_.norm1_bias), M, C);
+  } else {
+    v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
+    ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, at(at_.norm1), at(at_.norm1_bias), M, C);
+  }
+  dev_.mark("projections");
+  v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
+  ops::matmul<T>(s, v->qkv, n, at(at_.qkv), nullptr, nullptr, M, QKV, C);
+  n.reset();
+  dev_.mark("positions");
+  if (rope_table_) ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, false);
+  Buffer<T> o = mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
+  if (c_.sparse) {
+    const NsaShape a = c_.nsa_shape(M / c_.seq);
+    ops::add_bias<T>(s, v->qkv + a.gate(0), at(at_.gate_bias), M, c_.gates(), QKV);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_at(w), a, life);
+  } else {
+    dev_.mark("attention");
+    v->lse = mem.take<A>(M * H, "log-sum-exp", life);
+    attention_forward<T>(s, o, v->lse, v->qkv, v->qkv + H * D, v->qkv + (H + c_.kv_heads) * D, attention_shape());
+  }
+  return o;
+}
+
+// x2 = x + Wo o, and its norm in the same pass, which is returned.
+template <class T, class G>
+Buffer<T> Model<T, G>::middle(const T* w, Saved* v, const T* o, Purpose life) {
+  Stream& s = dev_.compute();
+  const int64_t M = M_, C = c_.dim;
+  auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
+  v->x2 = dev_.mem.take<T>(M * C, "middle of the block", life);
+  dev_.mark("projections");
+  ops::matmul<T>(s, v->x2, o, at(at_.o), nullptr, nullptr, M, C, c_.heads * c_.head_dim());
+  dev_.mark("norms");
+  if (!v->stats2) v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
+  Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
+  ops::norm_forward<T>(s, norm_, n, v->x2, v->stats2, v->x, v->x2, at(at_.norm2), at(at_.norm2_bias), M, C);
+  return n;
+}
+
+template <class T, class G>
+void Model<T, G>::hidden_again(const T* w, Saved* v, const T* n) {
+  const int64_t N = c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden;
+  v->h = dev_.mem.take<T>(M_ * N, "MLP hidden");
+  ops::matmul<T>(dev_.compute(), v->h, n, w + at_.up, at_.up_bias < 0 ? nullptr : w + at_.up_bias, nullptr, M_, N,
+                 c_.dim);
+}
+
 template <class T, class G>
 Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const int64_t M = M_, C = c_.dim, F = c_.hidden, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
+  const int64_t M = M_, C = c_.dim, F = c_.hidden;
   const bool llama = c_.arch == Arch::llama;
-  const Purpose life = keep ? Purpose::activations : Purpose::temporaries;
-  auto stats = [&](const char* name) { return mem.take<A>(2 * M, name, life); };
+  auto life = [&](bool kept) { return keep && kept ? Purpose::activations : Purpose::temporaries; };
 
   Saved here;
   Saved& v = keep ? *saved : here;
@@ -370,44 +429,21 @@ Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep
   const T* w = fsdp.use(u);
   auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
 
-  // x -> norm -> q, k, v -> attention
-  v.stats1 = stats("statistics 1");
-  dev_.mark("norms");
-  Buffer<T> n = mem.take<T>(M * C, "normed");
-  ops::norm_forward<T>(s, norm_, n, nullptr, v.stats1, v.x, nullptr, at(at_.norm1), at(at_.norm1_bias), M, C);
-  dev_.mark("projections");
-  v.qkv = mem.take<T>(M * QKV, "q, k, v", life);
-  ops::matmul<T>(s, v.qkv, n, at(at_.qkv), nullptr, nullptr, M, QKV, C);
-  n.reset();
-  dev_.mark("positions");
-  if (rope_table_) ops::rope<T>(s, v.qkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, false);
-  Buffer<T> o = mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
-  if (c_.sparse) {
-    const NsaShape a = c_.nsa_shape(M / c_.seq);
-    ops::add_bias<T>(s, v.qkv + a.gate(0), at(at_.gate_bias), M, c_.gates(), QKV);
-    nsa_forward<T>(dev_, o, &v.nsa, v.qkv, phi_at(w), a, life);
-  } else {
-    dev_.mark("attention");
-    v.lse = mem.take<A>(M * H, "log-sum-exp", life);
-    attention_forward<T>(s, o, v.lse, v.qkv, v.qkv + H * D, v.qkv + (H + c_.kv_heads) * D, attention_shape());
+  Buffer<T> o = attend(w, &v, life(keeps_attention()));
+  if (!keep || !keeps_attention()) {
+    v.qkv.reset(), v.lse.reset();
+    Buffer<int32_t> indices = std::move(v.nsa.indices);
+    v.nsa = NsaSaved<T>();
+    if (keep) v.nsa.indices = std::move(indices);
   }
-  if (!keep) v.qkv.reset(), v.lse.reset(), v.nsa = NsaSaved<T>();
-
-  // x2 = x + Wo o; its norm in the same pass
-  v.x2 = mem.take<T>(M * C, "middle of the block", life);
-  dev_.mark("projections");
-  ops::matmul<T>(s, v.x2, o, at(at_.o), nullptr, nullptr, M, C, H * D);
-  if (keep && !c_.sparse) v.o = std::move(o);
+  Buffer<T> n = middle(w, &v, o, life(keeps_middle()));
+  if (keep && keeps_attention() && !c_.sparse) v.o = std::move(o);
   o.reset();
-  dev_.mark("norms");
-  v.stats2 = stats("statistics 2");
-  n = mem.take<T>(M * C, "normed");
-  ops::norm_forward<T>(s, norm_, n, v.x2, v.stats2, v.x, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
   if (!keep) v.x.reset();
 
   // x2 + W2 gelu(W1 n)
   dev_.mark("MLP");
-  v.h = mem.take<T>(M * (llama ? 2 * F : F), "MLP hidden", life);
+  v.h = mem.take<T>(M * (llama ? 2 * F : F), "MLP hidden", life(keeps_mlp()));
   Buffer<T> g = mem.take<T>(M * F, "activated");
   if (llama) {
     ops::matmul<T>(s, v.h, n, at(at_.up), nullptr, nullptr, M, 2 * F, C);
@@ -416,9 +452,10 @@ Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep
     ops::matmul_gelu<T>(s, g, v.h, n, at(at_.up), at(at_.up_bias), M, F, C);
   }
   n.reset();
-  if (!keep) v.h.reset();
+  if (!keep || !keeps_mlp()) v.h.reset();
   Buffer<T> out = mem.take<T>(M * C, "block input", Purpose::activations);
   ops::matmul<T>(s, out, g, at(at_.down), at(at_.down_bias), v.x2, M, C, F);
+  if (!keeps_middle()) v.x2.reset();
   return out;
 }
 
@@ -445,6 +482,18 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
     ops::norm_backward<T, G>(s, norm_, dx, to(weight), to(bias), dy, dx, x, stats, at(weight), partials, M, C);
   };
 
+  if (!keeps_middle()) {
+    v.o = attend(w, &v, Purpose::temporaries);
+    Buffer<T> n = middle(w, &v, v.o, Purpose::temporaries);
+    hidden_again(w, &v, n);
+  } else if (!keeps_mlp()) {
+    dev_.mark("norms");
+    Buffer<T> n = mem.take<T>(M * C, "normed");
+    ops::norm_apply<T>(s, norm_, n, v.stats2, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
+    dev_.mark("MLP");
+    hidden_again(w, &v, n);
+  }
+
   // MLP. The activation's backward leaves g and dh, each in a place of the two buffers.
   {
     dev_.mark("MLP, backward");
@@ -470,6 +519,7 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   }
 
   // Attention.
+  if (keeps_middle() && !keeps_attention()) v.o = attend(w, &v, Purpose::temporaries);
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
@@ -477,13 +527,14 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
     ops::matmul_dgrad<T>(s, d_o, dx, at(at_.o), M, C, H * D, false);
     if (c_.sparse) {
       const NsaShape a = c_.nsa_shape(M / c_.seq);
-      {
-        Buffer<T> o = mem.take<T>(M * H * D, "attention");
+      if (!v.o) {
+        v.o = mem.take<T>(M * H * D, "attention");
         dev_.mark("gates, backward");
-        nsa_combine<T>(s, o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
-        dev_.mark("projections, backward");
-        ops::matmul_wgrad<T, G>(s, to(at_.o), dx, o, M, C, H * D, false);
+        nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
       }
+      dev_.mark("projections, backward");
+      ops::matmul_wgrad<T, G>(s, to(at_.o), dx, v.o, M, C, H * D, false);
+      v.o.reset();
       dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
       nsa_backward<T, G>(dev_, dqkv, phi_at(dw), d_o, v.qkv, phi_at(w), std::move(v.nsa), a);
       Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
@@ -529,9 +580,10 @@ Buffer<T> Model<T, G>::mlp_block_forward(int u, Saved* saved, Buffer<T> x, bool 
   dev_.mark("waiting for communication");
   const T* w = fsdp.use(u);
   dev_.mark("MLP");
-  v.h = dev_.mem.take<T>(M * F, "MLP hidden", keep ? Purpose::activations : Purpose::temporaries);
+  v.h = dev_.mem.take<T>(M * F, "MLP hidden", keep && keeps_mlp() ? Purpose::activations : Purpose::temporaries);
   Buffer<T> g = dev_.mem.take<T>(M * F, "activated");
   ops::matmul_gelu<T>(s, g, v.h, v.x, w + at_.up, nullptr, M, F, C);
+  if (!keep || !keeps_mlp()) v.h.reset();
   Buffer<T> out = dev_.mem.take<T>(M * C, "block input", Purpose::activations);
   ops::matmul<T>(s, out, g, w + at_.down, nullptr, v.x, M, C, F);
   return out;
@@ -544,6 +596,7 @@ Buffer<T> Model<T, G>::mlp_block_backward(int u, Saved v, Buffer<T> dx) {
   dev_.mark("waiting for communication");
   const T* w = fsdp.use(u);
   G* dw = fsdp.gradient(u);
+  if (!keeps_mlp()) hidden_again(w, &v, v.x);
   dev_.mark("MLP, backward");
   Buffer<T> dh = dev_.mem.take<T>(M * F, "gradient of activated");
   ops::matmul_dgrad<T>(s, dh, dx, w + at_.down, M, C, F, false);

@@ -24,12 +24,22 @@ enum class Arch { simple, rope, llama, mlp };
 const char* name_of(Arch a);
 Arch arch_named(const std::string& name);  // throws UsageError
 
+// What a block's backward makes again instead of keeping it, norms and all; indices of selected blocks are always kept.
+enum class Recompute {
+  none,
+  mlp,    // the MLP's hidden layer
+  attn,   // q, k, v and attention
+  both,   // a block keeps its input and its middle
+  block,  // its input alone
+};
+
 struct ModelConfig {
   Arch arch = Arch::rope;
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000;
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
+  Recompute recompute = Recompute::none;
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
@@ -99,6 +109,11 @@ class Model {
 
   void load(const int32_t* host, Event& copied);
   Buffer<T> embed();
+  // A block's parts, for the forward pass and for making them again: attention's output from the input; the middle and
+  // its norm from that; what the MLP's backward wants from the middle's norm.
+  Buffer<T> attend(const T* w, Saved* v, Purpose life);
+  Buffer<T> middle(const T* w, Saved* v, const T* o, Purpose life);
+  void hidden_again(const T* w, Saved* v, const T* n);
   Buffer<T> block_forward(int u, Saved* saved, Buffer<T> x, bool keep);
   Buffer<T> mlp_block_forward(int u, Saved* saved, Buffer<T> x, bool keep);
   Buffer<T> head(Buffer<T> x, double scale, bool backward, bool first);
@@ -106,6 +121,9 @@ class Model {
   Buffer<T> mlp_block_backward(int u, Saved saved, Buffer<T> dx);
   void embed_backward(Buffer<T> dx);
   int head_unit() const { return int(c_.depth) + 1; }
+  bool keeps_mlp() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::attn; }
+  bool keeps_attention() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::mlp; }
+  bool keeps_middle() const { return c_.recompute != Recompute::block; }
   AttentionShape attention_shape() const;
   template <class E>
   PhiWeights<E> phi_at(E* base) const;

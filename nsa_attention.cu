@@ -187,11 +187,15 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
     if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed, -INFINITY, rows * a.H);
     else s.enqueue([p = v.lse_compressed.get(), n = rows * a.H] { std::fill(p, p + n, -INFINITY); });
   }
-  v.indices = mem.take<int32_t>(a.B * a.HKV * a.T * a.selected, "selected blocks", life);
-  {
-    Buffer<A> scratch = mem.take<A>(nsa_select_scratch<T>(a), "selection workspace");
-    dev.mark("selection");
-    nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a);
+  if (saved && saved->indices) {
+    v.indices = std::move(saved->indices);
+  } else {
+    v.indices = mem.take<int32_t>(a.B * a.HKV * a.T * a.selected, "selected blocks", Purpose::activations);
+    {
+      Buffer<A> scratch = mem.take<A>(nsa_select_scratch<T>(a), "selection workspace");
+      dev.mark("selection");
+      nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a);
+    }
   }
   v.o_selected = mem.take<T>(rows * a.H * a.D, "selected attention", life);
   v.lse_selected = mem.take<A>(rows * a.H, "selected log-sum-exp", life);

@@ -170,7 +170,8 @@ struct NsaSaved {
   Buffer<acc_t<T>> lse_compressed, lse_selected, lse_window;
   Buffer<int32_t> indices;
 };
-// o (B*T, H D) from the fused rows x.
+// o (B*T, H D) from the fused rows x. Indices that saved has already are taken, not chosen again; null: nothing is
+// kept.
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
                  Purpose life);

@@ -80,6 +80,14 @@ Run resolve(const Options& o, int world_size, int gpus) {
   m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window;
   m.nsa.phi = o.nsa_phi == "mean" ? Phi::mean : o.nsa_phi == "linear" ? Phi::linear : Phi::mlp;
 
+  const std::pair<const char*, Recompute> modes[] = {{"none", Recompute::none},
+                                                     {"mlp", Recompute::mlp},
+                                                     {"attn", Recompute::attn},
+                                                     {"both", Recompute::both},
+                                                     {"block", Recompute::block}};
+  for (const auto& mode : modes)
+    if (o.recompute == mode.first) m.recompute = mode.second;
+
   auto dtype = [&](const std::string& name, Dtype otherwise) {
     return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
   };

@@ -236,6 +236,15 @@ const std::vector<Spec>& specs() {
        "of --export",
        nullptr},
 
+      {"Memory",
+       "recompute",
+       "WHAT",
+       &Options::recompute,
+       {0, 0, "", {"none", "mlp", "attn", "both", "block"}},
+       "what the backward pass makes again instead of keeping it (activation checkpointing); block: all but a block's "
+       "input",
+       nullptr},
+
       {"Machine",
        "device",
        "NAME",

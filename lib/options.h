@@ -47,6 +47,8 @@ struct Options {
   std::string resume;      // a directory, or "latest" of --save
   std::string export_to;   // safetensors file, written at the end
   std::string export_dtype = "bf16";
+  // Memory.
+  std::string recompute = "none";  // none, mlp, attn, both, block
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
   // Output.

@@ -494,6 +494,31 @@ TEST_CASE("nothing is read that the step has not written", "[fsdp]") {
   }
 }
 
+TEST_CASE("recomputation changes no bit, and keeps less", "[fsdp]") {
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    INFO(name);
+    Setup s;
+    s.model = model, s.steps = 2, s.poison = true;
+    s.model.depth = 6, s.rows = 48;  // so that what blocks keep is most of the peak
+    const Outcome all = train<float, float>(s, test_world());
+    auto kept = [](const Outcome& o) { return o.memory.peak[int(Purpose::activations)]; };
+    auto with = [&](Recompute mode) {
+      s.model.recompute = mode;
+      const Outcome out = train<float, float>(s, test_world());
+      CHECK(same(out, all));
+      return out;
+    };
+    const Outcome mlp = with(Recompute::mlp);
+    CHECK(kept(mlp) < kept(all));
+    if (!model.attends()) continue;
+    const Outcome attn = with(Recompute::attn), both = with(Recompute::both), block = with(Recompute::block);
+    CHECK(kept(attn) < kept(all));
+    CHECK(kept(both) < kept(mlp));
+    CHECK(kept(both) < kept(attn));
+    CHECK(kept(block) < kept(both));
+  }
+}
+
 TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") {
   const World& world = test_world();
   Setup s;

@@ -195,6 +195,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--nsa-phi",
                             "mlp",
                             "--profile",
+                            "--recompute",
+                            "both",
                             "--save",
                             "a dir",
                             "--save-every",
