@@ -224,6 +224,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
           place("attention.phi_v.position"), place("attention.phi_v.w1"), place("attention.phi_v.w2")}};
   batch_ = dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
+  stats_ = c_.sparse && c_.diagnostics ? dev.mem.keep<NsaStats>(c_.depth, "diagnostics", Purpose::workspace) : nullptr;
   const bool rotates = c_.arch == Arch::rope || c_.arch == Arch::llama;
   rope_table_ = rotates ? dev.mem.keep<A>(c_.seq * c_.head_dim(), "rotary table", Purpose::workspace) : nullptr;
 }
@@ -430,6 +431,11 @@ Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep
   auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
 
   Buffer<T> o = attend(w, &v, life(keeps_attention()));
+  if (keep && stats_) {
+    const NsaShape a = c_.nsa_shape(M / c_.seq);
+    Buffer<double> partials = mem.take<double>(nsa_stats_partials(a), "partial sums");
+    nsa_stats<T>(s, stats_ + (u - 1), v.qkv, v.nsa.indices, partials, a);
+  }
   if (!keep || !keeps_attention()) {
     v.qkv.reset(), v.lse.reset();
     Buffer<int32_t> indices = std::move(v.nsa.indices);

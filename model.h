@@ -40,6 +40,7 @@ struct ModelConfig {
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
+  bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
@@ -91,6 +92,9 @@ class Model {
   // Ends a validation: scalars()[1] holds the sum of losses.
   void finish_evaluation();
 
+  // On the device, one for each block; null without ModelConfig::diagnostics.
+  const NsaStats* stats() const { return stats_; }
+
   Fsdp<T, G> fsdp;
 
  private:
@@ -135,4 +139,5 @@ class Model {
   Places at_;
   int32_t* batch_;
   A *rope_table_, *loss_sum_;
+  NsaStats* stats_;
 };

@@ -94,7 +94,7 @@ struct NsaShape {
   int64_t select_blocks() const { return (T + select_block - 1) / select_block; }
   int64_t k(int branch) const { return (H + branch * HKV) * D; }  // columns
   int64_t v(int branch) const { return (H + (3 + branch) * HKV) * D; }
-  int64_t gate(int branch) const { return (H + 6 * HKV) * D + branch * H; }
+  HD int64_t gate(int branch) const { return (H + 6 * HKV) * D + branch * H; }
   int64_t columns() const { return (H + 6 * HKV) * D + 3 * H; }
 };
 // Throws UsageError: a combination that the equations forbid (block and select_block are multiples of stride,
@@ -159,6 +159,21 @@ void nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t rows,
 template <class T>
 void nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
                  const NsaShape& a);
+
+// ---- Diagnostics: what the gates and the selection of a layer do, from the gates' columns and the indices alone.
+struct NsaStats {
+  // Over all queries and heads. A branch's share is its gate over the sum of the three.
+  float entropy_mean, entropy_min;  // of the shares, in nats: ln 3 where the gates are equal, 0 where one has all
+  float gate_max;
+  float share[3];   // means: compressed, selected, window
+  float collapsed;  // part with entropy below 0.1 and a share above 0.95
+  // Over all queries and KV heads: keys that the query sees in its selected blocks.
+  float keys_mean, keys_max, rows, at_max;  // rows: how many; at_max: the part of them with keys_max keys
+};
+// partials: nsa_stats_partials(a) doubles.
+int64_t nsa_stats_partials(const NsaShape& a);
+template <class T>
+void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a);
 
 // ---- The whole, with its temporaries taken from the memory plan.
 

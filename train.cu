@@ -85,6 +85,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
                                                      {"attn", Recompute::attn},
                                                      {"both", Recompute::both},
                                                      {"block", Recompute::block}};
+  m.diagnostics = o.nsa_stats;
   for (const auto& mode : modes)
     if (o.recompute == mode.first) m.recompute = mode.second;
 
@@ -298,6 +299,23 @@ void plan(Device& dev, const World& world, Transport transport, const Run& r) {
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
 }
 
+json stats_json(const NsaStats* blocks, int64_t depth) {
+  json all = json::array();
+  for (int64_t i = 0; i < depth; i++) {
+    const NsaStats& b = blocks[i];
+    all.push_back({{"gate_entropy_mean", b.entropy_mean},
+                   {"gate_entropy_min", b.entropy_min},
+                   {"gate_max", b.gate_max},
+                   {"branch_shares", {b.share[0], b.share[1], b.share[2]}},
+                   {"gate_collapse_frac", b.collapsed},
+                   {"sel_k_mean", b.keys_mean},
+                   {"sel_k_max", b.keys_max},
+                   {"sel_rows", b.rows},
+                   {"sel_pct_at_max", b.at_max}});
+  }
+  return {{"nsa", all}};
+}
+
 // host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited for it.
 void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
   if (!telemetry) return;
@@ -349,10 +367,12 @@ std::string train(const Context& c, const Run& r) {
   // The host is one step ahead of the device: two of each, for the step that runs and the one being prepared.
   std::vector<HostBuffer<int32_t>> batches;
   std::vector<HostBuffer<double>> results;
+  std::vector<HostBuffer<char>> stats;
   std::vector<Event> copied, started, done, val_done;
   for (int i = 0; i < 2; i++) {
     batches.emplace_back(dev, ints * r.grad_accum);
     results.emplace_back(dev, 4);  // squared norm, loss; validation's
+    stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     copied.emplace_back(dev), val_done.emplace_back(dev);
     started.emplace_back(dev, true), done.emplace_back(dev, true);
   }
@@ -401,6 +421,7 @@ std::string train(const Context& c, const Run& r) {
     s.peak_mib = mib(dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
     if (r.o.comm_timing) model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+    if (model.stats()) s.more = stats_json(reinterpret_cast<const NsaStats*>(stats[slot].get()), r.model.depth);
     c.telemetry->step(s);
   };
 
@@ -426,6 +447,7 @@ std::string train(const Context& c, const Run& r) {
                         step};
     step_program(dev, model, r, batches[slot].get(), adamw, copied[slot]);
     s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
+    if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
     s.record(done[slot]);
     if (profiled) {
       const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();

@@ -6,6 +6,7 @@
 
 #if FSDP_CUDA
 #include "attention/compress.cuh"
+#include "attention/stats.cuh"
 #endif
 
 #if FSDP_CUDA
@@ -62,13 +63,22 @@ void nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const 
   RUN(T, nsa_combine, o, compressed, selected, window, x, a);
 }
 
-#define INSTANTIATE(T)                                                                      \
-  template void nsa_mean(Stream&, T*, const T*, const NsaShape&);                           \
-  template void nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                  \
-  template void nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);               \
-  template void nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&); \
-  template void nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);           \
-  template void nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);          \
+int64_t nsa_stats_partials(const NsaShape& a) {
+  return (a.B * a.T + stats_rows - 1) / stats_rows * int64_t(sizeof(StatsSum) / sizeof(double));
+}
+template <class T>
+void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a) {
+  RUN(T, nsa_stats, out, x, indices, partials, a);
+}
+
+#define INSTANTIATE(T)                                                                             \
+  template void nsa_mean(Stream&, T*, const T*, const NsaShape&);                                  \
+  template void nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                         \
+  template void nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                      \
+  template void nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);        \
+  template void nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                  \
+  template void nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);                 \
+  template void nsa_stats(Stream&, NsaStats*, const T*, const int32_t*, double*, const NsaShape&); \
   template void nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
 INSTANTIATE(float)
 INSTANTIATE(double)

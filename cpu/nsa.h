@@ -9,6 +9,7 @@
 // dv sum over the heads of the group, then over queries.
 #pragma once
 
+#include "attention/stats.h"
 #include "cpu/attention.h"
 
 namespace cpu {
@@ -332,6 +333,14 @@ void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, 
       for (int64_t d = at; d < at + a.D; ++d)
         o[d] = T(g[0] * A(branch[0][d]) + g[1] * A(branch[1][d]) + g[2] * A(branch[2][d]));
     }
+}
+
+template <class T>
+void nsa_stats(NsaStats* out, const T* x, const int32_t* indices, double* /*partials*/, const NsaShape& a) {
+  StatsSum sum;
+  for (int64_t i = 0; i < a.B * a.T; ++i)
+    for (int h = 0; h < a.H; ++h) sum.add_row(i, h, x, indices, a);
+  *out = sum.result();
 }
 
 }  // namespace cpu

@@ -263,6 +263,13 @@ const std::vector<Spec>& specs() {
        "measure the communication that the computation does not hide",
        nullptr},
 
+      {"Output",
+       "nsa-stats",
+       "",
+       &Options::nsa_stats,
+       {},
+       "log for each block what gates and selection do, on rank 0's sequences; needs --log",
+       nullptr},
       {"Output", "profile", "", &Options::profile, {}, "print and log where the time of the last step went", nullptr},
 
       {"Instead of training", "plan", "", &Options::plan, {}, "print the planned memory; needs no GPU", nullptr},
@@ -499,6 +506,8 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
     }
     throw UsageError(what + "; see --help");
   }
+  REQUIRE_USER(!out->nsa_stats || !out->log.empty(), "--nsa-stats needs --log FILE, where they go");
+  REQUIRE_USER(!out->nsa_stats || out->attn != "dense", "--nsa-stats: --attn dense has none");
   REQUIRE_USER(out->save_every == 0 || !out->save.empty(), "--save-every needs --save DIR");
   REQUIRE_USER(out->resume != "latest" || !out->save.empty(),
                "--resume latest is the latest step in --save DIR, which is not given");

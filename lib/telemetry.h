@@ -17,6 +17,7 @@ struct StepRecord {
   double mfu;                                   // 0..1; negative: unknown chip
   double exposed_gather_ms, exposed_reduce_ms;  // negative: not measured
   double val_loss;                              // NaN: none at this step
+  nlohmann::json more = {};                     // an object: what else goes into the log
 };
 
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON

@@ -1834,3 +1834,71 @@ TEST_CASE("GPU: NSA does not see the future", "[nsa][gpu]") {
     }
 #endif
 }
+
+// ------------------------------------------------------------------------------------------------------- diagnostics
+
+namespace {
+// Stats of one layer from gates' logits (B*T, 3H by branch) and indices, through the stream function.
+NsaStats stats_of(Backend backend, const NsaShape& a, const std::vector<float>& gates,
+                  const std::vector<int32_t>& indices) {
+  Device& dev = test_device(backend);
+  Stream& s = dev.compute();
+  HostBuffer<char> host(dev, a.B * a.T * a.ld * 4), result(dev, sizeof(NsaStats));
+  HostBuffer<int32_t> chosen(dev, int64_t(indices.size()));
+  HostBuffer<double> partials(dev, nsa_stats_partials(a));
+  auto* x = reinterpret_cast<float*>(host.get());
+  for (int64_t i = 0; i < a.B * a.T; ++i)
+    for (int64_t g = 0; g < 3 * a.H; ++g) x[i * a.ld + a.gate(0) + g] = gates[size_t(i * 3 * a.H + g)];
+  std::copy(indices.begin(), indices.end(), chosen.get());
+  auto* out = reinterpret_cast<NsaStats*>(result.get());
+  nsa_stats<float>(s, out, x, chosen.get(), partials.get(), a);  // pinned memory: a GPU reads it too
+  s.synchronize();
+  return *out;
+}
+
+void check_stats(Backend backend) {
+  NsaShape a = {};
+  a.B = 2, a.T = 2048, a.H = 6, a.HKV = 2, a.D = 8, a.scale = 1;
+  a.ld = a.columns() + 5;
+  // The first and the last blocks: as any choice of 16, they hold 15 whole blocks and a part of the query's own.
+  std::vector<int32_t> indices(size_t(a.B * a.HKV * a.T * a.selected), -1);
+  for (int64_t row = 0; row < a.B * a.HKV * a.T; ++row) {
+    const int64_t current = row % a.T / a.select_block, count = std::min(a.selected, current + 1);
+    for (int64_t i = 0; i < count; ++i)
+      indices[size_t(row * a.selected + i)] = int32_t(i < count / 2 ? i : current - count + 1 + i);
+  }
+  const int64_t n = a.B * a.T * a.H;
+  std::vector<float> gates(size_t(3 * n), 0.5f);
+  NsaStats s = stats_of(backend, a, gates, indices);
+  CHECK(s.keys_mean == 752.5f);
+  CHECK(s.keys_max == 1024);
+  CHECK(s.at_max == 17.0f / 2048);
+  CHECK(s.rows == float(a.B * a.T * a.HKV));
+  CHECK(s.entropy_mean == Approx(std::log(3.0)));
+  CHECK(s.entropy_min == Approx(std::log(3.0)));
+  CHECK(s.gate_max == Approx(1 / (1 + std::exp(-0.5))));
+  for (float share : s.share) CHECK(share == Approx(1 / 3.0));
+  CHECK(s.collapsed == 0);
+
+  // The selected branch has all of every fourth query's gates, and one gate of one head is wide open.
+  for (int64_t i = 0; i < a.B * a.T; i += 4)
+    for (int64_t g = 0; g < 3 * a.H; ++g) gates[size_t(i * 3 * a.H + g)] = g / a.H == 1 ? 0.5f : -20.0f;
+  gates[size_t(1 * 3 * a.H + 2 * a.H + 3)] = 30;
+  s = stats_of(backend, a, gates, indices);
+  CHECK(s.collapsed == 0.25f);
+  CHECK(s.entropy_min < 1e-6);
+  CHECK(s.entropy_mean == Approx(0.75 * std::log(3.0)).epsilon(1e-4));
+  CHECK(s.gate_max == 1);
+  CHECK(s.share[1] == Approx(0.5).epsilon(1e-4));
+  CHECK(s.share[0] == Approx(0.25).epsilon(1e-4));
+  const NsaStats again = stats_of(backend, a, gates, indices);
+  CHECK(std::memcmp(&s, &again, sizeof s) == 0);
+}
+}  // namespace
+
+TEST_CASE("diagnostics count gates and selected keys", "[nsa]") { check_stats(Backend::cpu); }
+
+TEST_CASE("GPU: diagnostics count gates and selected keys", "[nsa][gpu][small]") {
+  NEEDS_GPU();
+  check_stats(Backend::gpu);
+}
