@@ -22,6 +22,16 @@ void lay_out(std::vector<Unit>* units, int world_size) {
   }
 }
 
+const char* name_of(Issued::Kind kind) {
+  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "optimizer", "use", "release"};
+  return names[kind];
+}
+
+const char* stream_of(Issued::Kind kind) {
+  static const char* streams[] = {"gather", "reduce", "reduce", "compute", "compute", "compute"};
+  return streams[kind];
+}
+
 namespace {
 int64_t largest(const std::vector<Unit>& units) {
   int64_t most = 0;
@@ -122,6 +132,7 @@ const T* Fsdp<T, G>::use(int u) {
   for (Slot& s : slots_)
     if (s.unit == u) {
       timed_wait(0, s.gathered);
+      note(Issued::use, u, 0);
       return s.p;
     }
   throw Error(strf("internal error: no slot for unit '%s': release a unit first", units_[size_t(u)].name.c_str()));
@@ -135,6 +146,7 @@ void Fsdp<T, G>::release(int u) {
       dev_.compute().record(s.released);
       s.in_use = false;
       s.last_release = ++releases_;
+      note(Issued::release, u, 0);
       return;
     }
   ASSERT(!"a unit that was released is in a slot");

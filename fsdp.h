@@ -57,10 +57,13 @@ struct FsdpOptions {
 
 // What was issued, in order: for tests and for people.
 struct Issued {
-  enum Kind { all_gather, reduce_scatter, all_reduce, optimizer } kind;
+  enum Kind { all_gather, reduce_scatter, all_reduce, optimizer, use, release } kind;
   int unit;       // -1: all
-  int64_t bytes;  // of the whole buffer
+  int64_t bytes;  // of the whole buffer; 0: nothing moves
+  bool moves() const { return kind != use && kind != release; }
 };
+const char* name_of(Issued::Kind kind);
+const char* stream_of(Issued::Kind kind);  // gather, reduce or compute
 
 template <class T, class G>
 class Fsdp {

@@ -51,12 +51,13 @@ struct Run {
 Run resolve(const Options& o, int world_size, int gpus) {
   Run r;
   r.o = o;
-  REQUIRE_USER(o.device != "gpu" || gpus > 0 || o.plan,
+  REQUIRE_USER(o.device != "gpu" || gpus > 0 || o.plan || o.show_schedule,
                FSDP_CUDA
                    ? "--device gpu: there is no GPU here that this process can use (nvidia-smi lists them); "
                      "--device cpu runs without"
                    : "--device gpu: this build has no GPU backend; install CUDA and rebuild, or use --device cpu");
-  r.backend = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || o.plan)) ? Backend::gpu : Backend::cpu;
+  r.backend = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || o.plan || o.show_schedule)) ? Backend::gpu
+                                                                                                   : Backend::cpu;
   const bool gpu = r.backend == Backend::gpu;
   const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
   if (!gpu && o.device == "auto")
@@ -183,6 +184,54 @@ std::string parameters_text(const ModelConfig& c, int world_size) {
   return text + strf("%s parameters\n", grouped(total).c_str());
 }
 
+json stats_json(const NsaStats* blocks, int64_t depth) {
+  json all = json::array();
+  for (int64_t i = 0; i < depth; i++) {
+    const NsaStats& b = blocks[i];
+    all.push_back({{"gate_entropy_mean", b.entropy_mean},
+                   {"gate_entropy_min", b.entropy_min},
+                   {"gate_max", b.gate_max},
+                   {"branch_shares", {b.share[0], b.share[1], b.share[2]}},
+                   {"gate_collapse_frac", b.collapsed},
+                   {"sel_k_mean", b.keys_mean},
+                   {"sel_k_max", b.keys_max},
+                   {"sel_rows", b.rows},
+                   {"sel_pct_at_max", b.at_max}});
+  }
+  return {{"nsa", all}};
+}
+
+// host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited for it.
+void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
+  if (!telemetry) return;
+  double sum = 0;
+  json j = json::object();
+  for (const auto& t : times) sum += t.second, j[t.first] = t.second;
+  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", host_ms));
+  for (const auto& t : times)
+    telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
+  telemetry->note(strf("  %-36s %9.3f", "sum", sum));
+  telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
+}
+
+std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size) {
+  std::vector<Unit> units = parameter_table(c);
+  std::string text = strf("%5s  %-8s %-15s %-12s %10s\n", "", "stream", "what", "unit", "MiB");
+  double moved[2] = {0, 0};
+  for (size_t i = 0; i < issued.size(); i++) {
+    const Issued& e = issued[i];
+    const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
+    text += strf("%5zu  %-8s %-15s ", i + 1, stream_of(e.kind), name_of(e.kind));
+    text += e.bytes > 0 ? strf("%-12s %10.3f\n", unit.c_str(), mib(e.bytes)) : unit + "\n";
+    if (e.kind == Issued::all_gather) moved[0] += mib(e.bytes);
+    if (e.kind == Issued::reduce_scatter) moved[1] += mib(e.bytes);
+  }
+  // A ring sends every part but one's own once.
+  const double part = double(world_size - 1) / world_size;
+  return text + strf("a rank of %d sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
+                     moved[0] * part, moved[1] * part);
+}
+
 json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus_used,
             const std::string& command) {
   json config = to_json(r.o);
@@ -288,45 +337,19 @@ FsdpOptions fsdp_options(const Run& r) {
   return f;
 }
 
-// Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak.
+// Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak; returns what a step
+// issues.
 template <class T, class G>
-void plan(Device& dev, const World& world, Transport transport, const Run& r) {
+std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r) {
   dev.mode = Mode::plan;
   ops::keep_workspace(dev);
   Model<T, G> model(dev, world, transport, r.model, r.batch, fsdp_options<T, G>(r), false);
   Event copied(dev);
+  model.fsdp.begin_trace();
   step_program(dev, model, r, nullptr, ops::AdamW(), copied);
+  std::vector<Issued> issued = model.fsdp.trace();
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
-}
-
-json stats_json(const NsaStats* blocks, int64_t depth) {
-  json all = json::array();
-  for (int64_t i = 0; i < depth; i++) {
-    const NsaStats& b = blocks[i];
-    all.push_back({{"gate_entropy_mean", b.entropy_mean},
-                   {"gate_entropy_min", b.entropy_min},
-                   {"gate_max", b.gate_max},
-                   {"branch_shares", {b.share[0], b.share[1], b.share[2]}},
-                   {"gate_collapse_frac", b.collapsed},
-                   {"sel_k_mean", b.keys_mean},
-                   {"sel_k_max", b.keys_max},
-                   {"sel_rows", b.rows},
-                   {"sel_pct_at_max", b.at_max}});
-  }
-  return {{"nsa", all}};
-}
-
-// host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited for it.
-void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
-  if (!telemetry) return;
-  double sum = 0;
-  json j = json::object();
-  for (const auto& t : times) sum += t.second, j[t.first] = t.second;
-  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", host_ms));
-  for (const auto& t : times)
-    telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
-  telemetry->note(strf("  %-36s %9.3f", "sum", sum));
-  telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
+  return issued;
 }
 
 // What a checkpoint says beside weights and moments. The order of the data and the learning rate follow from the step.
@@ -523,12 +546,15 @@ int answer(const Options& o) {
       Device dev(r.backend, Device::plan_only);
       World world;
       world.size = ranks;
+      std::vector<Issued> issued;
       with_types(r, [&](auto t, auto g) {
-        plan<decltype(t), decltype(g)>(dev, world, ranks > 1 ? Transport::nccl : Transport::none, r);
+        issued = plan<decltype(t), decltype(g)>(dev, world, ranks > 1 ? Transport::nccl : Transport::none, r);
       });
-      std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n%s", name_of(r.model.arch),
+      std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                   r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
-                  name_of(r.dtype), ll(r.batch), ll(r.model.seq), memory_table(dev.mem.report(), ranks).c_str());
+                  name_of(r.dtype), ll(r.batch), ll(r.model.seq));
+      if (o.plan) std::printf("%s", memory_table(dev.mem.report(), ranks).c_str());
+      if (o.show_schedule) std::printf("%s", schedule_text(issued, r.model, ranks).c_str());
     }
   }
   return 0;
@@ -631,7 +657,7 @@ int main(int argc, char** argv) {
       std::printf("%s", text.c_str());
       return 0;
     }
-    if (o.version || o.hardware || o.show_params || o.plan) return answer(o);
+    if (o.version || o.hardware || o.show_params || o.plan || o.show_schedule) return answer(o);
   } catch (const Error& e) { error = e.what(); }
   World world;
   int status = 0;

@@ -278,8 +278,15 @@ const std::vector<Spec>& specs() {
        "N",
        &Options::world,
        {1, 1 << 20},
-       "with --plan: for this many ranks",
+       "with --plan, --show-schedule and --show-params: for this many ranks",
        "the ranks there are"},
+      {"Instead of training",
+       "show-schedule",
+       "",
+       &Options::show_schedule,
+       {},
+       "print what a step gathers, uses, releases and reduces, in order",
+       nullptr},
       {"Instead of training", "show-params", "", &Options::show_params, {}, "print the table of parameters", nullptr},
       {"Instead of training", "hardware", "", &Options::hardware, {}, "print what there is, as JSON", nullptr},
       {"Instead of training", "version", "", &Options::version, {}, "print commit, CUDA, NCCL and MPI", nullptr},
@@ -511,7 +518,8 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
   REQUIRE_USER(out->save_every == 0 || !out->save.empty(), "--save-every needs --save DIR");
   REQUIRE_USER(out->resume != "latest" || !out->save.empty(),
                "--resume latest is the latest step in --save DIR, which is not given");
-  REQUIRE_USER(out->world == 0 || out->plan, "--world is for --plan: the ranks of a run are mpirun's -np");
+  REQUIRE_USER(out->world == 0 || out->plan || out->show_schedule || out->show_params,
+               "--world is for --plan, --show-schedule and --show-params: the ranks of a run are mpirun's -np");
   return true;
 }
 

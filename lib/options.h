@@ -58,7 +58,7 @@ struct Options {
   bool profile = false;      // where the time of the last step went
   int64_t log_every = 1;
   // Instead of training.
-  bool plan = false, version = false, hardware = false, show_params = false;
+  bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;
   int64_t world = 0;  // --plan: pretend this many ranks
 };
 

@@ -138,6 +138,7 @@ good "version" "MPI" --version
 good "hardware" '"gpus"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
+good "schedule" "reduce_scatter  block.0" --show-schedule --world 4 --preset tiny
 good "a run" "step" "${small[@]}" --log "$dir/log.jsonl"
 wrong=""
 touch "$dir/log.jsonl"

@@ -1,5 +1,6 @@
 // Sharding, on the whole model: what W ranks do together is what one rank does alone. Run at 1, 2, 3 and 4 ranks; the
 // one-rank run that they are compared with is made by rank 0 in a world of its own.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -158,6 +159,7 @@ bool same(const Outcome& a, const Outcome& b) { return a.losses == b.losses && a
 std::string text_of(const std::vector<Issued>& trace) {
   std::string text;
   for (const Issued& i : trace) {
+    if (!i.moves()) continue;
     static const char* names[] = {"gather", "reduce", "sum", "step"};
     text += (text.empty() ? "" : " ") + std::string(names[i.kind]);
     if (i.unit >= 0) text += std::to_string(i.unit);
@@ -310,7 +312,33 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   lay_out(&units, world.size);
   s.fsdp.gather_slots = 2, s.micro_batches = 1;
   for (const Issued& i : train<float, float>(s, world).trace)
-    if (i.unit >= 0) CHECK(i.bytes == units[size_t(i.unit)].padded * 4);
+    if (i.unit >= 0 && i.moves()) CHECK(i.bytes == units[size_t(i.unit)].padded * 4);
+}
+
+TEST_CASE("a unit is used between its gather and its release", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::llama, 4 * test_world().size + 1);
+  s.steps = 2, s.micro_batches = 2;  // the trace is the second step's, which begins with empty slots
+  for (int slots : {1, 2, 3, 5}) {
+    s.fsdp.gather_slots = slots;
+    std::vector<int> held;  // units in slots, as far as the trace tells
+    std::vector<int> used;
+    for (const Issued& i : train<float, float>(s, test_world()).trace) {
+      if (i.kind == Issued::all_gather) held.push_back(i.unit);
+      if (i.kind == Issued::use) {
+        CHECK(std::find(held.begin(), held.end(), i.unit) != held.end());
+        CHECK(std::find(used.begin(), used.end(), i.unit) == used.end());
+        used.push_back(i.unit);
+      }
+      if (i.kind == Issued::release) {
+        const auto at = std::find(used.begin(), used.end(), i.unit);
+        REQUIRE(at != used.end());
+        used.erase(at);
+      }
+      CHECK(int(used.size()) <= slots);
+    }
+    CHECK(used.empty());
+  }
 }
 
 TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[fsdp]") {
@@ -669,10 +697,14 @@ TEST_CASE("GPU: sharded over NCCL as on one GPU", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   for (Arch arch : all_archs)
-    for (Dtype reduce : {Dtype::bf16, Dtype::f32}) {
-      INFO(name_of(arch) << ", reduced in " << name_of(reduce));
+    for (bool sparse_too : {false, true}) {
+      if (sparse_too && arch != Arch::rope) continue;
+      // Communicators take long to make: each architecture is run with one of the two.
+      const Dtype reduce = arch == Arch::rope || arch == Arch::mlp ? Dtype::bf16 : Dtype::f32;
+      INFO(name_of(arch) << (sparse_too ? " with NSA" : "") << ", reduced in " << name_of(reduce));
       Setup s;
       s.model = small_on_gpu(arch), s.lr = 1e-3;
+      s.model.sparse = sparse_too, s.model.seq = sparse_too ? 1100 : s.model.seq;
       s.backend = Backend::gpu, s.fsdp.reduce_dtype = reduce, s.micro_batches = 2;
       const auto run = [&](const World& w) {
         return reduce == Dtype::bf16 ? train<bf16, bf16>(s, w) : train<bf16, float>(s, w);

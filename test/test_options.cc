@@ -216,6 +216,7 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--world",
                             "8",
                             "--show-params",
+                            "--show-schedule",
                             "--hardware",
                             "--version"});
   const auto changed = to_json(o), unset = to_json(Options());
