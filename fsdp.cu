@@ -2,34 +2,37 @@
 
 #include <algorithm>
 
-void lay_out(std::vector<Unit>* units, int world_size) {
+bool Unit::trained() const {
+  return std::any_of(params.begin(), params.end(), [](const Param& p) { return !p.frozen; });
+}
+
+void lay_out(std::vector<Unit>* units, int shards) {
   for (Unit& u : *units) {
+    std::stable_partition(u.params.begin(), u.params.end(), [](const Param& p) { return p.decay; });
     u.numel = u.decayed = 0;
-    bool vectors = false;
     for (Param& p : u.params) {
       p.numel = 1;
       for (int64_t n : p.shape) p.numel *= n;
       ASSERT(p.numel % 8 == 0);
-      ASSERT(!(p.decay && vectors));  // decayed elements are a prefix
-      vectors = vectors || !p.decay;
       p.offset = u.numel;
       u.numel += p.numel;
       if (p.decay) u.decayed += p.numel;
     }
-    int64_t pieces = (u.numel + shard_align * world_size - 1) / (shard_align * world_size);
+    const int parts = u.replicated ? 1 : shards;
+    const int64_t pieces = (u.numel + shard_align * parts - 1) / (shard_align * parts);
     u.shard = pieces * shard_align;
-    u.padded = u.shard * world_size;
+    u.padded = u.shard * parts;
   }
 }
 
 const char* name_of(Issued::Kind kind) {
-  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "optimizer", "use", "release"};
+  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "optimizer", "use", "release", "cast"};
   return names[kind];
 }
 
-const char* stream_of(Issued::Kind kind) {
-  static const char* streams[] = {"gather", "reduce", "reduce", "compute", "compute", "compute"};
-  return streams[kind];
+const char* stream_of(const Issued& i) {
+  static const char* streams[] = {"gather", "reduce", "reduce", "compute", "compute", "compute", "gather"};
+  return i.kind == Issued::optimizer && i.unit >= 0 ? "reduce" : streams[i.kind];
 }
 
 namespace {
@@ -38,42 +41,99 @@ int64_t largest(const std::vector<Unit>& units) {
   for (const Unit& u : units) most = std::max(most, u.padded);
   return most;
 }
+int64_t largest_shard(const std::vector<Unit>& units) {
+  int64_t most = 0;
+  for (const Unit& u : units) most = std::max(most, u.shard);
+  return most;
+}
 }  // namespace
 
 template <class T, class G>
 Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vector<Unit> units,
                  const FsdpOptions& options, bool open)
     : dev_(dev),
-      world_(world),
+      shard_world_(shard_group(world, options.shard_ranks ? options.shard_ranks : world.size)),
+      replica_world_(replica_group(world, options.shard_ranks ? options.shard_ranks : world.size)),
       options_(options),
       units_(std::move(units)),
-      gather_channel_(dev, dev.gather(), world, transport, "gather",
-                      dev.backend == Backend::gpu ? largest(units_) * int64_t(sizeof(T)) : 0, open),
-      reduce_channel_(dev, dev.reduce(), world, transport, "reduce", largest(units_) * size_of(options.reduce_dtype),
-                      open),
+      gather_channel_(
+          dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
+          dev.backend == Backend::gpu ? largest(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0, open),
+      reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
+                      largest(units_) * size_of(options.reduce_dtype), open),
+      // A multiple of what its pieces of a shard are rounded to.
+      replica_channel_(
+          dev, dev.reduce(), replica_world_, transport, "replicas",
+          std::max<int64_t>(largest_shard(units_) * size_of(options.reduce_dtype), replica_world_.size * 512), open),
       weights_ready_(dev),
       scalars_ready_(dev),
-      scalars_summed_(dev) {
+      scalars_summed_(dev),
+      late_(dev) {
   Memory& mem = dev.mem;
-  for (const Unit& u : units_) {
+  const bool narrow_moments = options.moment_dtype == Dtype::bf16;
+  for (size_t i = 0; i < units_.size(); i++) {
+    const Unit& u = units_[i];
     State s;
     s.master = mem.keep<float>(u.shard, u.name + " master", Purpose::master);
-    s.m = mem.keep<float>(u.shard, u.name + " first moment", Purpose::moments);
-    s.v = mem.keep<float>(u.shard, u.name + " second moment", Purpose::moments);
+    auto moment = [&](const char* name) -> void* {
+      if (!u.trained()) return nullptr;
+      if (narrow_moments) return mem.keep<bf16>(u.shard, u.name + name, Purpose::moments);
+      return mem.keep<float>(u.shard, u.name + name, Purpose::moments);
+    };
+    s.m = moment(" first moment"), s.v = moment(" second moment");
+    // Neighbours that are trained make one range.
+    const int64_t from = first(int(i)), to = from + u.shard;
+    for (const Param& p : u.params) {
+      const int64_t a = std::max(from, p.offset), b = std::min(to, p.offset + p.numel);
+      if (a >= b || p.frozen) continue;
+      if (!s.trained.empty() && s.trained.back().second == a - from) s.trained.back().second = b - from;
+      else s.trained.emplace_back(a - from, b - from);
+    }
     state_.push_back(std::move(s));
   }
-  for (int i = 0; i < options.gather_slots; i++)
-    slots_.emplace_back(dev, mem.keep<T>(largest(units_), strf("gather slot %d", i), Purpose::gather_slots));
-  bool narrow = options.reduce_dtype != dtype_of<G>;
-  ASSERT(!narrow || (options.reduce_dtype == Dtype::bf16 && dtype_of<G> == Dtype::f32));
-  for (int i = 0; i < options.gradient_slots; i++) {
-    G* p = mem.keep<G>(largest(units_), strf("gradient slot %d", i), Purpose::gradient_slots);
-    bf16* q = narrow ? mem.keep<bf16>(largest(units_), strf("gradient slot %d, narrow", i), Purpose::gradient_slots)
-                     : nullptr;
-    gradient_slots_.emplace_back(dev, p, q);
+
+  // A slot of its own for each unit that stays where it is once gathered; the others share as many as there are to be.
+  auto add_slot = [&](int owner, int64_t numel, const std::string& name) {
+    const bool is_master = std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1;
+    const Purpose p = Purpose::gather_slots;
+    T* to = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : mem.keep<T>(numel, name, p);
+    float* wide = options.gather_wide && !is_master ? mem.keep<float>(numel, name + ", fp32", p) : nullptr;
+    slots_.emplace_back(dev, to, wide);
+    slots_.back().owner = owner;
+  };
+  const bool own = !options.reshard_after_forward || options.gather_slots == 0;
+  for (size_t i = 0; i < units_.size(); i++)
+    if (own || units_[i].replicated) add_slot(int(i), units_[i].padded, units_[i].name + " gathered");
+  int64_t most = 0, most_trained = 0, most_shard = 0;
+  int sharded = 0;
+  for (const Unit& u : units_) {
+    if (u.replicated) continue;
+    sharded++;
+    most = std::max(most, u.padded);
+    if (u.trained()) most_trained = std::max(most_trained, u.padded), most_shard = std::max(most_shard, u.shard);
   }
+  for (int i = 0; !own && i < std::min(options.gather_slots, sharded); i++)
+    add_slot(-1, most, strf("gather slot %d", i));
+
+  const bool narrow = options.reduce_dtype != dtype_of<G>;
+  ASSERT(!narrow || (options.reduce_dtype == Dtype::bf16 && dtype_of<G> == Dtype::f32));
+  auto add_gradient_slot = [&](int owner, int64_t numel, int64_t shard, const std::string& name) {
+    const Purpose p = Purpose::gradient_slots;
+    G* to = mem.keep<G>(numel, name, p);
+    gradient_slots_.emplace_back(dev, to, narrow ? mem.keep<bf16>(numel, name + ", narrow", p) : nullptr);
+    gradient_slots_.back().owner = owner;
+    if (options.update_in_backward) gradient_slots_.back().mine = mem.keep<float>(shard, name + ", my part", p);
+  };
+  for (int i = 0; most_trained > 0 && i < std::min(options.gradient_slots, sharded); i++)
+    add_gradient_slot(-1, most_trained, most_shard, strf("gradient slot %d", i));
+  rotating_ = gradient_slots_.size();
+  for (size_t i = 0; i < units_.size(); i++)
+    if (units_[i].replicated && units_[i].trained())
+      add_gradient_slot(int(i), units_[i].padded, units_[i].shard, units_[i].name + " gradient");
+
   scalars_ = mem.keep<double>(n_scalars, "scalars", Purpose::workspace);
   partials_ = mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
+  adamw_ = mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
 }
 
 template <class T, class G>
@@ -86,109 +146,226 @@ int64_t Fsdp<T, G>::parameters() const {
 template <class T, class G>
 void Fsdp<T, G>::init_weights() {
   Stream& s = dev_.compute();
+  auto make = [&](const Unit& u, float* to, int64_t from, int64_t numel) {
+    s.zero(to, numel * 4);  // the padding stays zero for ever: its gradient is zero
+    for (const Param& p : u.params) {
+      const int64_t a = std::max(from, p.offset), b = std::min(from + numel, p.offset + p.numel);
+      if (a >= b) continue;
+      if (p.std == 0) ops::fill(s, to + (a - from), p.mean, b - a);
+      else ops::init_normal(s, to + (a - from), options_.seed, p.id, a - p.offset, b - a, p.mean, p.std);
+    }
+  };
+  std::vector<Buffer<float>> whole;
+  if (options_.whole_init) {
+    dev_.mem.begin("init");
+    dev_.mem.phase("making the whole model's weights");
+    for (const Unit& u : units_) {
+      whole.push_back(dev_.mem.take<float>(u.padded, "whole weights", Purpose::master));
+      make(u, whole.back(), 0, u.padded);
+    }
+  }
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
-    int64_t from = world_.rank * u.shard, to = from + u.shard;
-    s.zero(state_[i].master, u.shard * 4);  // the padding stays zero for ever: its gradient is zero
-    s.zero(state_[i].m, u.shard * 4);
-    s.zero(state_[i].v, u.shard * 4);
-    for (const Param& p : u.params) {
-      int64_t a = std::max(from, p.offset), b = std::min(to, p.offset + p.numel);
-      if (a >= b) continue;
-      float* w = state_[i].master + (a - from);
-      if (p.std == 0) ops::fill(s, w, p.mean, b - a);
-      else ops::init_normal(s, w, options_.seed, p.id, a - p.offset, b - a, p.mean, p.std);
-    }
+    if (options_.whole_init) s.copy(state_[i].master, whole[i] + first(int(i)), u.shard * 4);
+    else make(u, state_[i].master, first(int(i)), u.shard);
+    if (!state_[i].m) continue;
+    s.zero(state_[i].m, u.shard * size_of(options_.moment_dtype));
+    s.zero(state_[i].v, u.shard * size_of(options_.moment_dtype));
+  }
+  if (options_.whole_init) {
+    whole.clear();
+    dev_.mem.end();
   }
   s.record(weights_ready_);
 }
 
 template <class T, class G>
-void Fsdp<T, G>::gather(int u) {
+void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
+  dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
+  clip_ = clip;
+  norm_begun_ = false;
+  ASSERT(clip == 0 || !options_.update_in_backward);
+}
+
+// The slot that holds the unit, or else one that it may be gathered into, or none.
+template <class T, class G>
+typename Fsdp<T, G>::Slot* Fsdp<T, G>::slot_of(int u) {
   Slot* free = nullptr;
   for (Slot& s : slots_) {
-    if (s.unit == u) {
-      s.in_use = true;  // still there, or already on its way
-      return;
-    }
-    if (!s.in_use && (!free || s.last_release < free->last_release)) free = &s;
+    if (s.unit == u || s.owner == u) return &s;
+    if (s.owner < 0 && !s.in_use && (!free || s.last_release < free->last_release)) free = &s;
   }
-  if (!free) return;
+  return free;
+}
+
+template <class T, class G>
+void Fsdp<T, G>::gather(int u, bool late) {
+  Slot* slot = slot_of(u);
+  if (!slot) return;
+  slot->in_use = true;
+  if (slot->unit == u) return;  // still there, or already on its way
+  slot->unit = u;
   const Unit& unit = units_[size_t(u)];
   Stream& stream = gather_channel_.stream();
+  if (late) {
+    dev_.compute().record(late_);
+    stream.wait(late_);
+  }
   stream.wait(weights_ready_);
-  stream.wait(free->released);
-  ops::cast(stream, free->p + world_.rank * unit.shard, state_[size_t(u)].master, unit.shard);
-  gather_channel_.all_gather(free->p, unit.shard, dtype_of<T>);
-  stream.record(free->gathered);
-  free->unit = u;
-  free->in_use = true;
-  note(Issued::all_gather, u, unit.padded * int64_t(sizeof(T)));
+  stream.wait(slot->released);
+  const float* master = state_[size_t(u)].master;
+  const bool sharded = !(shards(u) == 1 && slot->owner == u);
+  auto bring = [&](auto* to) {
+    using E = std::remove_pointer_t<decltype(to)>;
+    if (static_cast<const void*>(to) != master) ops::cast(stream, to + first(u), master, unit.shard);
+    if (sharded) gather_channel_.all_gather(to, unit.shard, dtype_of<E>);
+    note(sharded ? Issued::all_gather : Issued::cast, u, sharded ? unit.padded * int64_t(sizeof(E)) : 0, dtype_of<E>);
+  };
+  if (slot->wide && sharded) {
+    bring(slot->wide);
+    ops::cast(stream, slot->p, slot->wide, unit.padded);
+  } else {
+    bring(slot->p);
+  }
+  stream.record(slot->gathered);
 }
 
 template <class T, class G>
 const T* Fsdp<T, G>::use(int u) {
-  gather(u);
-  for (Slot& s : slots_)
-    if (s.unit == u) {
-      timed_wait(0, s.gathered);
-      note(Issued::use, u, 0);
-      return s.p;
-    }
-  throw Error(strf("internal error: no slot for unit '%s': release a unit first", units_[size_t(u)].name.c_str()));
+  Slot* slot = slot_of(u);
+  if (!slot)
+    throw Error(strf("internal error: no slot for unit '%s': release a unit first", units_[size_t(u)].name.c_str()));
+  gather(u, true);
+  timed_wait(0, slot->gathered);
+  note(Issued::use, u, 0);
+  return slot->p;
 }
 
 template <class T, class G>
-void Fsdp<T, G>::release(int u) {
-  for (Slot& s : slots_)
-    if (s.unit == u) {
-      ASSERT(s.in_use);
-      dev_.compute().record(s.released);
-      s.in_use = false;
-      s.last_release = ++releases_;
-      note(Issued::release, u, 0);
-      return;
-    }
-  ASSERT(!"a unit that was released is in a slot");
+void Fsdp<T, G>::release(int u, bool forget) {
+  Slot* slot = slot_of(u);
+  ASSERT(slot && slot->unit == u && slot->in_use);
+  dev_.compute().record(slot->released);
+  slot->in_use = false;
+  slot->last_release = ++releases_;
+  if (forget && options_.reshard_after_forward && !units_[size_t(u)].replicated) slot->unit = -1;
+  note(Issued::release, u, 0);
+}
+
+template <class T, class G>
+typename Fsdp<T, G>::GradientSlot& Fsdp<T, G>::gradient_slot_of(int u) {
+  for (size_t i = rotating_; i < gradient_slots_.size(); i++)
+    if (gradient_slots_[i].owner == u) return gradient_slots_[i];
+  return gradient_slots_[next_gradient_slot_];
+}
+
+template <class T, class G>
+void Fsdp<T, G>::await(GradientSlot& s) {
+  timed_wait(1, s.reduced);
+  for (Buffer<float>& b : s.done) b.reset();
 }
 
 template <class T, class G>
 G* Fsdp<T, G>::gradient(int u) {
-  GradientSlot& s = gradient_slots_[next_gradient_slot_];
+  GradientSlot& s = gradient_slot_of(u);
   ASSERT(s.unit == -1);
   const Unit& unit = units_[size_t(u)];
-  timed_wait(1, s.reduced);
-  dev_.compute().zero(s.p + unit.numel, (unit.padded - unit.numel) * int64_t(sizeof(G)));
+  await(s);
+  // What nobody writes: the padding; of a unit that is reduced in two goes, what the other go writes.
+  const int64_t from = unit.reductions > 1 ? 0 : unit.numel;
+  dev_.compute().zero(s.p + from, (unit.padded - from) * int64_t(sizeof(G)));
   s.unit = u;
   return s.p;
 }
 
 template <class T, class G>
 void Fsdp<T, G>::reduce(int u) {
-  GradientSlot& s = gradient_slots_[next_gradient_slot_];
+  GradientSlot& s = gradient_slot_of(u);
   ASSERT(s.unit == u);
   const Unit& unit = units_[size_t(u)];
   State& state = state_[size_t(u)];
-  bool first = state.gradient.get() == nullptr;
-  if (first) state.gradient = dev_.mem.take<float>(unit.shard, "gradient shard", Purpose::gradients);
+  const bool last_here = ++state.reductions == unit.reductions, complete = last_here && last_micro_batch_;
+  if (last_here) state.reductions = 0;
+  const bool later = options_.reduce_last && !complete, update = options_.update_in_backward && complete;
+  const bool first_whole = later && !state.whole.get(), first_shard = !later && !state.gradient.get();
+  if (first_whole) state.whole = dev_.mem.take<float>(unit.padded, "whole gradient", Purpose::gradients);
+  if (first_shard && !update) state.gradient = dev_.mem.take<float>(unit.shard, "gradient shard", Purpose::gradients);
+  float* shard = state.gradient.get() ? state.gradient.get() : s.mine;
+
+  for (const Param& p : unit.params)
+    if (p.frozen) dev_.compute().zero(s.p + p.offset, p.numel * int64_t(sizeof(G)));
   dev_.compute().record(s.ready);
   Stream& stream = reduce_channel_.stream();
   stream.wait(s.ready);
   auto sum = [&](auto* p, Dtype dtype) {
-    reduce_channel_.reduce_scatter(p, unit.shard, dtype);
-    ops::accumulate_gradient(stream, state.gradient.get(), p + world_.rank * unit.shard, unit.shard, !first);
+    auto* mine = p + first(u);
+    if (unit.replicated) reduce_channel_.all_reduce(p, unit.shard, dtype);
+    else reduce_channel_.reduce_scatter(p, unit.shard, dtype);
+    replica_channel_.all_reduce(mine, unit.shard, dtype);
+    ops::accumulate_gradient(stream, shard, mine, unit.shard, !first_shard);
+    if (unit.replicated || (shard_world_.size == 1 && replica_world_.size > 1))
+      note(Issued::all_reduce, u, unit.shard * size_of(dtype), dtype);
+    else note(Issued::reduce_scatter, u, unit.padded * size_of(dtype), dtype);
+    if (replica_world_.size > 1 && shard_world_.size > 1)
+      note(Issued::all_reduce, u, unit.shard * size_of(dtype), dtype);
   };
-  if (!s.narrow) sum(s.p, dtype_of<G>);
-  if constexpr (std::is_same_v<G, float>) {
-    if (s.narrow) {
-      ops::cast(stream, s.narrow, s.p, unit.padded);
-      sum(s.narrow, Dtype::bf16);
+  if (state.whole.get()) ops::accumulate_gradient(stream, state.whole.get(), s.p, unit.padded, !first_whole);
+  if (!later) {
+    if (state.whole.get() && !s.narrow)
+      ops::cast(stream, s.p, static_cast<const float*>(state.whole.get()), unit.padded);
+    if (!s.narrow) sum(s.p, dtype_of<G>);
+    if constexpr (std::is_same_v<G, float>) {
+      if (s.narrow) {
+        const float* from = state.whole.get() ? state.whole.get() : s.p;
+        ops::cast(stream, s.narrow, from, unit.padded);
+        sum(s.narrow, Dtype::bf16);
+      }
     }
   }
+  if (update) {
+    if (unit.replicated ? shard_world_.rank == 0 : true) {
+      ops::sum_powers(stream, options_.norm, scalars_, shard, partials_, unit.shard, norm_begun_);
+      norm_begun_ = true;
+    }
+    this->update(stream, u, shard, 0);
+    note(Issued::optimizer, u, 0);
+  }
   stream.record(s.reduced);
-  note(Issued::reduce_scatter, u, unit.padded * size_of(options_.reduce_dtype));
+  if (!later) s.done[0] = std::move(state.whole);
+  if (update) s.done[1] = std::move(state.gradient);
   s.unit = -1;
-  next_gradient_slot_ = (next_gradient_slot_ + 1) % gradient_slots_.size();
+  if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
+}
+
+template <class T, class G>
+void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
+  const State& state = state_[size_t(u)];
+  for (const auto& range : state.trained) {
+    const int64_t from = range.first, n = range.second - from, at = first(u) + from;
+    const int64_t decayed = std::min(std::max<int64_t>(units_[size_t(u)].decayed - at, 0), n);
+    auto step = [&](auto* m, auto* v) {
+      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, scalars_, clip, adamw_, n, decayed,
+                 options_.seed, uint32_t(u), at);
+    };
+    if (options_.moment_dtype == Dtype::bf16) step(static_cast<bf16*>(state.m), static_cast<bf16*>(state.v));
+    else step(static_cast<float*>(state.m), static_cast<float*>(state.v));
+  }
+}
+
+// Replicas may sum their shards' norms in another order: all take the first one's, so that they clip, and stay, alike.
+template <class T, class G>
+void Fsdp<T, G>::all_reduce_norm(Stream& s) {
+  if (options_.norm == ops::GradNorm::inf) {
+    reduce_channel_.all_reduce(scalars_, 1, Dtype::f64, Channel::max);
+    reduce_channel_.all_reduce(scalars_ + 1, 1, Dtype::f64);
+  } else {
+    reduce_channel_.all_reduce(scalars_, n_scalars, Dtype::f64);
+  }
+  if (replica_world_.size > 1) {
+    if (replica_world_.rank > 0) s.zero(scalars_, 8);
+    replica_channel_.all_reduce(scalars_, n_scalars, Dtype::f64);
+  }
+  ops::squared_norm(s, options_.norm, scalars_);
 }
 
 template <class T, class G>
@@ -197,45 +374,46 @@ void Fsdp<T, G>::sum_scalars() {
   Stream& stream = reduce_channel_.stream();
   compute.record(scalars_ready_);
   stream.wait(scalars_ready_);
-  reduce_channel_.all_reduce(scalars_, n_scalars);
+  all_reduce_norm(stream);
   stream.record(scalars_summed_);
   timed_wait(1, scalars_summed_);
-  note(Issued::all_reduce, -1, n_scalars * 8);
+  note(Issued::all_reduce, -1, n_scalars * 8, Dtype::f64);
 }
 
 template <class T, class G>
-void Fsdp<T, G>::step(const ops::AdamW& adamw, float clip) {
+void Fsdp<T, G>::end_step() {
   Stream& s = dev_.compute();
-  // The last reductions end in issue order on their stream, so the last gradient slots' events cover all.
-  for (GradientSlot& g : gradient_slots_) timed_wait(1, g.reduced);
-  bool accumulate = false;
-  for (size_t i = 0; i < units_.size(); i++) {
-    ASSERT(state_[i].gradient.get() != nullptr);
-    ops::sum_squares(s, scalars_, state_[i].gradient.get(), partials_, units_[i].shard, accumulate);
-    accumulate = true;
-  }
+  for (GradientSlot& g : gradient_slots_) await(g);
+  if (!options_.update_in_backward)
+    for (size_t i = 0; i < units_.size(); i++) {
+      if (!units_[i].trained()) continue;
+      ASSERT(state_[i].gradient.get() != nullptr);
+      if (units_[i].replicated && shard_world_.rank > 0) continue;  // counted once
+      ops::sum_powers(s, options_.norm, scalars_, state_[i].gradient.get(), partials_, units_[i].shard, norm_begun_);
+      norm_begun_ = true;
+    }
+  if (!norm_begun_) s.zero(scalars_, 8);
   sum_scalars();
   s.sleep(optimizer_delay_ms_);
-  for (size_t i = 0; i < units_.size(); i++) {
-    const Unit& u = units_[i];
-    int64_t decayed = std::min(std::max<int64_t>(u.decayed - world_.rank * u.shard, 0), u.shard);
-    // The gathers of the next step read the master copies behind weights_ready_; those of this step are over, because
-    // the compute stream has waited for each of them.
-    ops::adamw(s, state_[i].master, state_[i].m, state_[i].v, state_[i].gradient.get(), scalars_, clip, adamw, u.shard,
-               decayed);
-    state_[i].gradient.reset();
-  }
+  if (!options_.update_in_backward)
+    for (size_t i = 0; i < units_.size(); i++) {
+      if (!units_[i].trained()) continue;
+      // The gathers of the next step read the master copies behind weights_ready_; those of this step are over, because
+      // the compute stream has waited for each of them.
+      update(s, int(i), state_[i].gradient.get(), clip_);
+      state_[i].gradient.reset();
+    }
+  if (!options_.update_in_backward) note(Issued::optimizer, -1, 0);
   s.record(weights_ready_);
   for (Slot& slot : slots_) {
     ASSERT(!slot.in_use);
     slot.unit = -1;
   }
-  note(Issued::optimizer, -1, 0);
 }
 
 template <class T, class G>
-void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes) {
-  if (tracing_) trace_.push_back({kind, unit, bytes});
+void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype) {
+  if (tracing_) trace_.push_back({kind, unit, bytes, dtype});
 }
 
 template <class T, class G>
@@ -266,7 +444,7 @@ void Fsdp<T, G>::exposed_ms(bool latest, double* gathers, double* reductions) {
 template <class T, class G>
 void Fsdp<T, G>::set_delays(double gather_ms, double reduce_ms, double optimizer_ms) {
   gather_channel_.delay_ms = gather_ms;
-  reduce_channel_.delay_ms = reduce_ms;
+  reduce_channel_.delay_ms = replica_channel_.delay_ms = reduce_ms;
   optimizer_delay_ms_ = optimizer_ms;
 }
 

@@ -2,19 +2,22 @@
 // arXiv 2304.11277), written out: gather -> use -> release -> reduce.
 //
 // A unit is a set of parameters that are gathered together (embedding, one block, head). They lie in one flat buffer,
-// padded so that it cuts into W equal shards; rank r owns shard r of every unit, as an fp32 master copy with AdamW's
-// two moments. Nothing else of the model lives on a rank for longer than it is used:
+// padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of every unit, as
+// an fp32 master copy with AdamW's two moments. Nothing else of the model lives on a rank for longer than it is used:
 //
 //   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place
 //   use(u)        compute stream waits for that; returns the whole unit in the compute dtype
 //   release(u)    compute stream is done reading; the slot may be gathered into again
 //   gradient(u)   a slot to write the unit's whole gradient into; compute waits until its last reduction is done
 //   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my fp32 gradient shard
-//   step(...)     global gradient norm, clip, AdamW on the shards
+//   end_step()    global gradient norm, clip, AdamW on the shards
 //
-// There are as many slots as the options say, and no other buffers: their number is the rate limiter. A slot keeps its
-// unit until it is gathered over, so the block that the forward pass ends with is not gathered again for the backward.
-// This file knows units of parameters and nothing of transformers.
+// There are as many slots as the options say, and no other buffers: their number is the rate limiter. Between the
+// backward pass and the next forward pass a slot keeps its unit until another is gathered into it.
+//
+// A shard group is all ranks, or fewer, and then the groups are replicas of each other: gradients are summed within the
+// group by the reduce_scatter, and between the replicas of a shard by an all_reduce. A group of one rank is plain data
+// parallelism. This file knows units of parameters and nothing of transformers.
 #pragma once
 
 #include <cstdint>
@@ -28,70 +31,102 @@
 struct Param {
   std::string name;
   std::vector<int64_t> shape;
-  float mean, std;  // initial weights: normal(mean, std) clamped at 3 std, keyed by `id`, so they do not depend on W
-  bool decay;       // weight decay: matrices only
-  int unit;
-  uint32_t id;            // place in the model's table
+  float mean,
+      std;      // initial weights: normal(mean, std) clamped at 3 std, keyed by `id`, so they depend on nothing else
+  bool decay;   // weight decay: matrices only
+  bool joined;  // lies right behind the one before it, because one product takes both
+  bool frozen;  // is not trained
+  int module;   // of the model, in the order of its forward pass
+  uint32_t id;  // place in the model's table
   int64_t numel, offset;  // offset in the unit's flat buffer
 };
 
 struct Unit {
   std::string name;
-  std::vector<Param> params;  // matrices first: the decayed elements are a prefix of the flat buffer
+  std::vector<Param> params;  // lay_out sorts matrices first: the decayed elements are a prefix of the flat buffer
+  bool replicated = false;    // whole on every rank
+  int reductions = 1;         // a micro-batch; 2 where two distant modules share a weight
   int64_t numel = 0, decayed = 0;
-  int64_t padded = 0, shard = 0;  // padded = W * shard
+  int64_t padded = 0, shard = 0;  // padded = shards * shard
+  bool trained() const;           // any of it
 };
 
 // Shards are cut at multiples of this, so that every rank's part is aligned for vectors and for the network. A small
 // unit may leave ranks at the end with padding only.
 constexpr int64_t shard_align = 64;
-// Fills in offset, numel, padded and shard. Sizes must be multiples of 8 (16-byte loads of any parameter).
-void lay_out(std::vector<Unit>* units, int world_size);
+// Sorts the parameters; fills in offset, numel, padded and shard. Sizes must be multiples of 8 (16-byte loads of any
+// parameter).
+void lay_out(std::vector<Unit>* units, int shards);
 
 struct FsdpOptions {
+  int shard_ranks = 0;                // ranks of a shard group, neighbours; 0: all. They must divide the world
+  bool reshard_after_forward = true;  // false: a unit has a slot of its own and is gathered once a step
+  int gather_slots = 2;               // 0: as many as units
+  int gradient_slots = 2;
   Dtype reduce_dtype = Dtype::f32;  // G's dtype, or bf16 for a float G: the gradient is then cast before the reduction
-  int gather_slots = 2, gradient_slots = 2;
+  bool gather_wide = false;         // gather fp32 and cast to T behind the gather, instead of before it
+  Dtype moment_dtype = Dtype::f32;  // or bf16
+  bool reduce_last = false;  // keep whole gradients, in fp32, until a step's last micro-batch, and reduce them then
+  bool update_in_backward = false;  // AdamW on a unit as soon as its gradient is reduced; excludes clipping
+  ops::GradNorm norm = ops::GradNorm::two;
+  bool gather_over_mpi = false;  // where reductions go over NCCL
+  bool whole_init = false;  // make the whole model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;
   bool timing = false;  // measure how long the compute stream waits for gathers and reductions
 };
 
 // What was issued, in order: for tests and for people.
 struct Issued {
-  enum Kind { all_gather, reduce_scatter, all_reduce, optimizer, use, release } kind;
+  enum Kind { all_gather, reduce_scatter, all_reduce, optimizer, use, release, cast } kind;
   int unit;       // -1: all
-  int64_t bytes;  // of the whole buffer; 0: nothing moves
-  bool moves() const { return kind != use && kind != release; }
+  int64_t bytes;  // of the whole buffer; 0: nothing moves between ranks
+  Dtype dtype;
+  bool moves() const { return bytes > 0 || kind == optimizer; }
 };
 const char* name_of(Issued::Kind kind);
-const char* stream_of(Issued::Kind kind);  // gather, reduce or compute
+const char* stream_of(const Issued& i);  // gather, reduce or compute
 
 template <class T, class G>
 class Fsdp {
  public:
-  // Plans or takes the memory (see Memory). Collective over all ranks when `open`.
+  // Plans or takes the memory (see Memory). Collective over all ranks when `open`. units: laid out for the ranks of a
+  // shard group.
   Fsdp(Device& dev, const World& world, Transport transport, std::vector<Unit> units, const FsdpOptions& options,
        bool open);
 
   void init_weights();
+  // adamw: on the host, pinned; it is read when the compute stream comes to it.
+  void begin_step(const ops::AdamW* adamw, float clip);
+  // last: the step's last micro-batch; gradients are complete when it has reduced them.
+  void begin_micro_batch(bool last) { last_micro_batch_ = last; }
   // Issues the gather of a unit unless a slot still holds it. With no slot free it does nothing, and use() gathers.
-  void gather(int u);
+  // late: only when the compute stream has come to this point.
+  void gather(int u, bool late = false);
+  // Gathers, late, what was not gathered ahead.
   const T* use(int u);
-  void release(int u);
+  // forget: the slot is empty then, whatever gathers cost.
+  void release(int u, bool forget = false);
   G* gradient(int u);
   void reduce(int u);
   // Mean-gradient scaling is the caller's: gradients arrive as sums over ranks and micro-batches. scalars[0] becomes
-  // the sum of squares of the whole gradient, the others are summed over ranks (loss); all on the device.
-  void step(const ops::AdamW& adamw, float clip);
-  // Sums scalars() over the ranks without a step (validation).
+  // the square of the whole gradient's norm, scalars[1] is summed over all ranks (loss); all on the device.
+  void end_step();
+  // Sums scalars()[1] over the ranks without a step (validation).
   void sum_scalars();
   static constexpr int n_scalars = 2;
   double* scalars() const { return scalars_; }
 
   const std::vector<Unit>& units() const { return units_; }
-  // This rank's shard of a unit: weights and AdamW's moments, unit(u).shard numbers each.
+  // This rank's shard of a unit: its place in the unit, how many ranks hold the same; weights and AdamW's moments.
+  int64_t first(int u) const { return units_[size_t(u)].replicated ? 0 : shard_world_.rank * units_[size_t(u)].shard; }
+  bool first_replica(int u) const {
+    return replica_world_.rank == 0 && (!units_[size_t(u)].replicated || shard_world_.rank == 0);
+  }
   float* master(int u) const { return state_[size_t(u)].master; }
-  float* first_moment(int u) const { return state_[size_t(u)].m; }
-  float* second_moment(int u) const { return state_[size_t(u)].v; }
+  void* first_moment(int u) const { return state_[size_t(u)].m; }
+  void* second_moment(int u) const { return state_[size_t(u)].v; }
+  Dtype moment_dtype() const { return options_.moment_dtype; }
+  bool keeps_slots() const { return !options_.reshard_after_forward; }
   int64_t parameters() const;
   void begin_trace() { trace_.clear(), tracing_ = true; }
   const std::vector<Issued>& trace() const { return trace_; }
@@ -108,12 +143,19 @@ class Fsdp {
 
  private:
   struct State {
-    float *master, *m, *v;
-    Buffer<float> gradient;  // my shard; lives from the unit's first reduction to the optimizer
+    float* master;
+    void *m = nullptr, *v = nullptr;
+    // My shard of the gradient; lives from the unit's first reduction to the optimizer.
+    Buffer<float> gradient;
+    Buffer<float> whole;  // the whole gradient so far, where it is not reduced in every micro-batch
+    int reductions = 0;   // so far in this micro-batch
+    std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
   };
   struct Slot {
-    Slot(Device& dev, T* p) : p(p), gathered(dev), released(dev) {}
+    Slot(Device& dev, T* p, float* wide) : p(p), wide(wide), gathered(dev), released(dev) {}
     T* p;
+    float* wide;          // what is gathered, where that is not p
+    int owner = -1;       // the one unit that goes here; -1: any
     int unit = -1;        // what it holds, -1: nothing that is current
     bool in_use = false;  // gathered and not yet released
     int64_t last_release = 0;
@@ -122,25 +164,37 @@ class Fsdp {
   struct GradientSlot {
     GradientSlot(Device& dev, G* p, bf16* narrow) : p(p), narrow(narrow), ready(dev), reduced(dev) {}
     G* p;
-    bf16* narrow;  // the copy in the reduce dtype, where that is not G
+    bf16* narrow;           // the copy in the reduce dtype, where that is not G
+    float* mine = nullptr;  // my part in fp32, for AdamW in the backward pass
+    int owner = -1;
     int unit = -1;
     Event ready, reduced;
+    Buffer<float> done[2];  // what the reduction reads: given back when compute has waited for it
   };
-  void note(Issued::Kind kind, int unit, int64_t bytes);
+  int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
+  Slot* slot_of(int u);
+  GradientSlot& gradient_slot_of(int u);
+  void await(GradientSlot& s);
+  void update(Stream& s, int u, const float* gradient, float clip);
+  void note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype = Dtype::f32);
   void timed_wait(int kind, const Event& e);
+  void all_reduce_norm(Stream& s);
 
   Device& dev_;
-  World world_;
+  World shard_world_, replica_world_;
   FsdpOptions options_;
   std::vector<Unit> units_;
   std::vector<State> state_;
   std::vector<Slot> slots_;
   std::vector<GradientSlot> gradient_slots_;
-  size_t next_gradient_slot_ = 0;
+  size_t next_gradient_slot_ = 0, rotating_ = 0;
   int64_t releases_ = 0;
+  ops::AdamW* adamw_;
+  float clip_ = 0;
+  bool last_micro_batch_ = true, norm_begun_ = false;
   double *scalars_, *partials_;
-  Channel gather_channel_, reduce_channel_;
-  Event weights_ready_, scalars_ready_, scalars_summed_;
+  Channel gather_channel_, reduce_channel_, replica_channel_;
+  Event weights_ready_, scalars_ready_, scalars_summed_, late_;
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;
   std::vector<Issued> trace_;

@@ -72,24 +72,26 @@ NsaShape ModelConfig::nsa_shape(int64_t batch) const {
 
 // ------------------------------------------------------------------------------------------------------ parameters
 
-std::vector<Unit> parameter_table(const ModelConfig& c) {
-  std::vector<Unit> units;
-  uint32_t id = 0;
-  auto add = [&](const std::string& name, std::vector<int64_t> shape, double mean, double std) {
+namespace {
+
+// All parameters in the order of the forward pass, which numbers them: initial weights do not depend on units.
+std::vector<Param> all_parameters(const ModelConfig& c) {
+  std::vector<Param> params;
+  std::string prefix;
+  int module = 0;
+  auto add = [&](const std::string& name, std::vector<int64_t> shape, double mean, double std, bool joined = false) {
     Param p = {};
-    p.name = units.back().name + "." + name;
+    p.name = prefix + "." + name;
     p.decay = shape.size() > 1;
+    p.joined = joined;
     p.shape = std::move(shape);
     p.mean = float(mean), p.std = float(std);
-    p.unit = int(units.size()) - 1;
-    p.id = id++;
+    p.module = module;
+    p.id = uint32_t(params.size());
     p.numel = 1;
     for (int64_t n : p.shape) p.numel *= n;
-    units.back().params.push_back(std::move(p));
-  };
-  auto unit = [&](const std::string& name) {
-    units.emplace_back();
-    units.back().name = name;
+    for (const std::string& start : c.frozen) p.frozen = p.frozen || p.name.compare(0, start.size(), start) == 0;
+    params.push_back(std::move(p));
   };
   // Small init (Nguyen & Salazar 2019), and 1/sqrt(2L) on what writes into the residual stream (Radford et al. 2019).
   // Where positions are added to the embedding, or no norm comes before its first use, the embedding must be as large
@@ -101,20 +103,21 @@ std::vector<Unit> parameter_table(const ModelConfig& c) {
     add(name, {C}, 1, 0);
     if (layer_norm) add(name + ".bias", {C}, 0, 0);
   };
-  unit("embedding");
-  add("weight", {c.vocab, C}, 0, layer_norm ? 1 : small);
+  prefix = "embedding";
+  add("weight", {c.vocab, C}, 0, layer_norm && !c.tied ? 1 : small);
   for (int64_t i = 0; i < c.depth; i++) {
-    unit(strf("block.%lld", static_cast<long long>(i)));
+    prefix = strf("block.%lld", static_cast<long long>(i));
     if (c.attends()) {
+      module = c.attention_module(i);
       const int64_t D = c.head_dim();
       // Neighbours, so that one product makes them all.
       add("attention.q", {c.heads * D, C}, 0, small);
       const std::vector<const char*> branches =
           c.sparse ? std::vector<const char*>{"_compressed", "_selected", "_window"} : std::vector<const char*>{""};
       for (const char* kind : {"attention.k", "attention.v"})
-        for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * D, C}, 0, small);
+        for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * D, C}, 0, small, true);
       if (c.sparse) {
-        add("attention.gate", {c.gates(), C}, 0, small);
+        add("attention.gate", {c.gates(), C}, 0, small, true);
         // phi, for keys and for values.
         const int64_t wide = c.nsa.block * D;
         for (const char* of : {"attention.phi_k", "attention.phi_v"}) {
@@ -125,22 +128,93 @@ std::vector<Unit> parameter_table(const ModelConfig& c) {
         }
       }
       add("attention.o", {C, c.heads * D}, 0, into_stream);
+      norm("norm1");
+      if (c.sparse) {
+        add("attention.gate.bias", {c.gates()}, 0, 0);  // gates start at one half
+        if (c.nsa.phi != Phi::mean)
+          for (const char* of : {"attention.phi_k", "attention.phi_v"})
+            add(std::string(of) + ".position", {c.kv_heads * c.nsa.block * D}, 0, 0.02);
+      }
     }
+    module = c.mlp_module(i);
     if (c.arch == Arch::llama) add("mlp.gate", {F, C}, 0, small);
-    add("mlp.up", {F, C}, 0, small);
+    add("mlp.up", {F, C}, 0, small, c.arch == Arch::llama);
     add("mlp.down", {C, F}, 0, into_stream);
-    if (c.attends()) norm("norm1"), norm("norm2");
-    if (c.attends() && c.sparse) {
-      add("attention.gate.bias", {c.gates()}, 0, 0);  // gates start at one half
-      if (c.nsa.phi != Phi::mean)
-        for (const char* of : {"attention.phi_k", "attention.phi_v"})
-          add(std::string(of) + ".position", {c.kv_heads * c.nsa.block * c.head_dim()}, 0, 0.02);
-    }
+    if (c.attends()) norm("norm2");
     if (biases) add("mlp.up.bias", {F}, 0, 0), add("mlp.down.bias", {C}, 0, 0);
   }
-  unit("head");
-  add("weight", {c.vocab, C}, 0, small);
+  prefix = "head", module = c.modules() - 1;
+  if (!c.tied) add("weight", {c.vocab, C}, 0, small);
   norm("norm");
+  return params;
+}
+
+// The unit of each module, counted in the order of the forward pass. sizes: parameters of each module.
+std::vector<int> wrap(const ModelConfig& c, const std::vector<int64_t>& sizes) {
+  const int n = c.modules();
+  std::vector<int> unit_of(static_cast<size_t>(n));
+  int unit = -1;
+  int64_t size = 0;  // of the unit that small modules are being put into; 0: none is open
+  for (int m = 0; m < n; m++) {
+    const int64_t own = sizes[size_t(m)];
+    bool begins = true;
+    if (c.wrap == Wrap::single) begins = m == 0;
+    if (c.wrap == Wrap::block) begins = m == 0 || m == n - 1 || !c.attends() || m % 2 == 1;
+    if (c.wrap == Wrap::size) {
+      const bool small = own < c.wrap_min_params;
+      begins = !small || size == 0 || (c.bucket_params > 0 && size + own > c.bucket_params);
+      size = !small ? 0 : begins ? own : size + own;
+      if (size >= c.wrap_min_params) size = 0;
+    }
+    unit += begins;
+    unit_of[size_t(m)] = unit;
+  }
+  if (c.tied) unit_of.back() = unit_of.front();
+  return unit_of;
+}
+
+std::string module_name(const ModelConfig& c, int m) {
+  if (m == 0) return "embedding";
+  if (m == c.modules() - 1) return "head";
+  const int block = c.attends() ? (m - 1) / 2 : m - 1;
+  if (!c.attends()) return strf("block.%d", block);
+  return strf("block.%d.%s", block, m % 2 ? "attention" : "mlp");
+}
+
+}  // namespace
+
+std::vector<Unit> parameter_table(const ModelConfig& c) {
+  const std::vector<Param> params = all_parameters(c);
+  std::vector<int64_t> sizes(static_cast<size_t>(c.modules()));
+  for (const Param& p : params) sizes[size_t(p.module)] += p.numel;
+  const std::vector<int> unit_of = wrap(c, sizes);
+
+  std::vector<Unit> units(size_t(*std::max_element(unit_of.begin(), unit_of.end()) + 1));
+  Unit replicated;
+  replicated.name = "replicated", replicated.replicated = true;
+  for (size_t i = 0; i < params.size();) {  // what is joined goes together
+    size_t end = i + 1;
+    int64_t numel = params[i].numel;
+    for (; end < params.size() && params[end].joined; end++) numel += params[end].numel;
+    Unit& u = numel < c.replicate_below ? replicated : units[size_t(unit_of[size_t(params[i].module)])];
+    u.params.insert(u.params.end(), params.begin() + int64_t(i), params.begin() + int64_t(end));
+    i = end;
+  }
+  for (size_t u = 0; u < units.size(); u++) {
+    int first = -1, last = -1;
+    for (int m = 0; m < c.modules() - (c.tied ? 1 : 0); m++)
+      if (unit_of[size_t(m)] == int(u)) first = first < 0 ? m : first, last = m;
+    const bool whole = first == 0 && last >= c.modules() - (c.tied ? 2 : 1);
+    const bool block = c.attends() && first > 0 && first % 2 == 1 && last == first + 1;
+    units[u].name = whole   ? "model"
+                    : block ? strf("block.%d", (first - 1) / 2)
+                            : module_name(c, first) + (last > first ? ".." + module_name(c, last) : "");
+    // Distant modules that share a weight make two goes of it, if a unit in between sends it away.
+    if (c.tied && u == 0 && !whole) units[u].name += " and head", units[u].reductions = 2;
+  }
+  units.erase(std::remove_if(units.begin(), units.end(), [](const Unit& u) { return u.params.empty(); }), units.end());
+  if (units.size() == 1) units[0].reductions = 1;
+  if (!replicated.params.empty()) units.push_back(std::move(replicated));
   return units;
 }
 
@@ -152,10 +226,10 @@ int64_t parameter_count(const ModelConfig& c) {
 }
 
 double flops_per_token(const ModelConfig& c) {
-  double weights = 0, keys = 0;
+  double weights = c.tied ? double(c.vocab * c.dim) : 0, keys = 0;
   for (const Unit& u : parameter_table(c))
     for (const Param& p : u.params) {
-      if (p.shape.size() < 2 || u.name == "embedding") continue;
+      if (p.shape.size() < 2 || p.module == 0) continue;
       const bool phi = p.name.find(".phi_") != std::string::npos;  // once for each compressed key
       weights += double(p.numel) / (phi ? double(c.nsa.stride) : 1.0);
     }
@@ -191,7 +265,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
           dev, world, transport,
           [&] {
             std::vector<Unit> units = parameter_table(config);
-            lay_out(&units, world.size);
+            lay_out(&units, options.shard_ranks ? options.shard_ranks : world.size);
             return units;
           }(),
           options, open),
@@ -199,34 +273,63 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       c_(config),
       M_(batch * config.seq),
       norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms) {
-  // Chunks of the head: in whole tiles where they are large, all alike but the last.
-  const int64_t most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * int64_t(sizeof(T))), 1);
-  const int64_t chunks = (M_ + most - 1) / most, tile = most < 128 ? 1 : 128;
-  chunk_ = std::min(M_, ((M_ + chunks - 1) / chunks + tile - 1) / tile * tile);
-  const Unit& block = fsdp.units()[1];
-  auto place = [&](const char* name) -> int64_t {
-    for (const Param& p : block.params)
-      if (p.name == block.name + "." + name) return p.offset;
-    return -1;
+  // In whole tiles where pieces are large, all alike but the last.
+  auto piece = [&](int64_t pieces) {
+    const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows < 128 ? 1 : 128;
+    return std::min(M_, (rows + tile - 1) / tile * tile);
   };
-  at_ = {place("attention.q"),
-         place("attention.o"),
-         c_.arch == Arch::llama ? place("mlp.gate") : place("mlp.up"),
-         place("mlp.down"),
-         place("mlp.up.bias"),
-         place("mlp.down.bias"),
-         place("norm1"),
-         place("norm1.bias"),
-         place("norm2"),
-         place("norm2.bias"),
-         place("attention.gate.bias"),
-         {place("attention.phi_k.position"), place("attention.phi_k.w1"), place("attention.phi_k.w2"),
-          place("attention.phi_v.position"), place("attention.phi_v.w1"), place("attention.phi_v.w2")}};
+  const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
+  chunk_ = piece((M_ + most - 1) / most);
+  const int64_t hidden = M_ * hidden_row() * size;
+  const int64_t sums = std::is_same_v<G, A> ? 0 : (c_.hidden + hidden_row()) * c_.dim * int64_t(sizeof(A));
+  wide_ = hidden > 2 * c_.hidden_bytes + sums;
+  rows_ = piece(hidden <= c_.hidden_bytes ? 1 : wide_ ? (hidden + c_.hidden_bytes - 1) / c_.hidden_bytes : 2);
+  wide_ = wide_ && sums > 0;
+  const int64_t half = (rows_ + 1) / 2;
+  forward_rows_ = rows_ * hidden_row() * size * 2 <= c_.hidden_bytes ? rows_ : (half + 127) / 128 * 128;
+
+  for (int64_t i = 0; i < c_.depth; i++) {
+    auto at = [&](const char* name) { return place(strf("block.%lld.%s", static_cast<long long>(i), name)); };
+    at_.push_back({at("attention.q"),
+                   at("attention.o"),
+                   at(c_.arch == Arch::llama ? "mlp.gate" : "mlp.up"),
+                   at("mlp.down"),
+                   at("mlp.up.bias"),
+                   at("mlp.down.bias"),
+                   at("norm1"),
+                   at("norm1.bias"),
+                   at("norm2"),
+                   at("norm2.bias"),
+                   at("attention.gate.bias"),
+                   {at("attention.phi_k.position"), at("attention.phi_k.w1"), at("attention.phi_k.w2"),
+                    at("attention.phi_v.position"), at("attention.phi_v.w1"), at("attention.phi_v.w2")}});
+  }
+  embedding_ = place("embedding.weight");
+  head_ = c_.tied ? embedding_ : place("head.weight");
+  head_norm_ = place("head.norm"), head_norm_bias_ = place("head.norm.bias");
+  unit_of_.assign(size_t(c_.modules()), -1);
+  const std::vector<Unit>& units = fsdp.units();
+  weights_.resize(units.size()), grads_.resize(units.size());
+  for (size_t u = 0; u < units.size(); u++) {
+    if (units[u].replicated) replicated_ = int(u);
+    for (const Param& p : units[u].params)
+      if (!units[u].replicated) unit_of_[size_t(p.module)] = int(u);
+  }
+  if (c_.tied) unit_of_.back() = unit_of_.front();
+
   batch_ = dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
   stats_ = c_.sparse && c_.diagnostics ? dev.mem.keep<NsaStats>(c_.depth, "diagnostics", Purpose::workspace) : nullptr;
   const bool rotates = c_.arch == Arch::rope || c_.arch == Arch::llama;
   rope_table_ = rotates ? dev.mem.keep<A>(c_.seq * c_.head_dim(), "rotary table", Purpose::workspace) : nullptr;
+}
+
+template <class T, class G>
+typename Model<T, G>::Place Model<T, G>::place(const std::string& name) const {
+  for (size_t u = 0; u < fsdp.units().size(); u++)
+    for (const Param& p : fsdp.units()[u].params)
+      if (p.name == name) return {int(u), p.offset, p.frozen};
+  return {};
 }
 
 template <class T, class G>
@@ -242,10 +345,19 @@ AttentionShape Model<T, G>::attention_shape() const {
 }
 
 template <class T, class G>
-template <class E>
-PhiWeights<E> Model<T, G>::phi_at(E* base) const {
-  auto at = [&](int i) { return at_.phi[i] < 0 ? nullptr : base + at_.phi[i]; };
-  return {at(0), at(1), at(2), at(3), at(4), at(5)};
+PhiWeights<const T> Model<T, G>::phi_weights(const Places& at) const {
+  auto w = [&](int i) { return weight(at.phi[i]); };
+  return {w(0), w(1), w(2), w(3), w(4), w(5)};
+}
+template <class T, class G>
+PhiWeights<G> Model<T, G>::phi_grads(const Places& at) const {
+  auto dw = [&](int i) { return grad(at.phi[i]); };
+  return {dw(0), dw(1), dw(2), dw(3), dw(4), dw(5)};
+}
+
+template <class T, class G>
+void Model<T, G>::wgrad(const Place& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
+  if (!p.frozen) ops::matmul_wgrad<T, G>(dev_.compute(), grad(p), dy, x, M, N, K, accumulate);
 }
 
 template <class T, class G>
@@ -256,72 +368,151 @@ void Model<T, G>::load(const int32_t* host, Event& copied) {
 
 // ------------------------------------------------------------------------------------------------------- the step
 
-// While a block computes, the next one is on its way. With two slots the gather of unit i+1 waits, on its own stream,
-// for the release of unit i-1; with one, gather(i+1) finds no slot and does nothing, and nothing overlaps.
+// While a unit computes, the next one is on its way. With two slots the gather of a unit waits, on its own stream, for
+// the release of the unit two before it; with one it finds no slot and does nothing, and nothing overlaps.
 template <class T, class G>
 void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied) {
-  const int L = int(c_.depth), H = head_unit();
-  const bool attends = c_.attends();
-  std::vector<Saved> saved(size_t(L) + 1);
+  std::vector<Saved> saved(static_cast<size_t>(c_.depth));
 
   dev_.mem.phase("forward");
-  fsdp.gather(0);
+  begin_pass(Pass::forward, last);
   load(host, copied);
-  fsdp.gather(1);
   Buffer<T> x = embed();
-  for (int u = 1; u <= L; u++) {
-    fsdp.gather(u);
-    fsdp.gather(u + 1);
-    Saved* s = &saved[size_t(u)];
-    x = attends ? block_forward(u, s, std::move(x), true) : mlp_block_forward(u, s, std::move(x), true);
-    fsdp.release(u);
-  }
+  for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), true);
 
   dev_.mem.phase("head");
-  fsdp.gather(H);
-  fsdp.gather(L);  // its slot still holds it: this keeps it there
+  begin_pass(Pass::backward, last);
   x = head(std::move(x), scale, true, first);
-  fsdp.release(H);
-  fsdp.reduce(H);
 
-  for (int u = L; u >= 1; u--) {
-    dev_.mem.phase(strf("backward of block %d", u - 1));
-    fsdp.gather(u);
-    if (u > 1) fsdp.gather(u - 1);
-    else if (!last) fsdp.gather(0);  // the next micro-batch begins with it
-    Saved s = std::move(saved[size_t(u)]);
-    x = attends ? block_backward(u, std::move(s), std::move(x)) : mlp_block_backward(u, std::move(s), std::move(x));
+  for (int64_t i = c_.depth - 1; i >= 0; i--) {
+    dev_.mem.phase(strf("backward of block %lld", static_cast<long long>(i)));
+    x = block_backward(i, std::move(saved[size_t(i)]), std::move(x));
   }
 
   dev_.mem.phase("backward of the embedding");
   embed_backward(std::move(x));
+  end_pass();
 }
 
 template <class T, class G>
 void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied) {
-  const int L = int(c_.depth);
   dev_.mem.phase("validation");
-  fsdp.gather(0);
+  begin_pass(Pass::evaluation, true);
   load(host, copied);
-  fsdp.gather(1);
   Buffer<T> x = embed();
-  for (int u = 1; u <= L; u++) {
-    fsdp.gather(u);
-    fsdp.gather(u + 1);
-    x = c_.attends() ? block_forward(u, nullptr, std::move(x), false)
-                     : mlp_block_forward(u, nullptr, std::move(x), false);
-    fsdp.release(u);
-  }
+  for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, nullptr, std::move(x), false);
   head(std::move(x), 0, false, first);
-  fsdp.release(L + 1);
+  end_pass();
+}
+
+// The backward pass begins where the forward pass ends, with units in hand.
+template <class T, class G>
+void Model<T, G>::begin_pass(Pass pass, bool last) {
+  pass_ = pass, last_ = last;
+  const bool trained = replicated_ >= 0 && fsdp.units()[size_t(replicated_)].trained();
+  if (pass == Pass::backward) {
+    fsdp.begin_micro_batch(last);
+    if (trained) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
+    if (replicated_ >= 0 && !trained) {
+      discarded_replicated_ = dev_.mem.take<G>(fsdp.units()[size_t(replicated_)].padded, "gradient of what is frozen");
+      grads_[size_t(replicated_)] = discarded_replicated_;
+    }
+    return;
+  }
+  if (replicated_ >= 0) weights_[size_t(replicated_)] = fsdp.use(replicated_);
+  if (c_.forward_prefetch > 0 && unit_of_[0] >= 0) fsdp.gather(unit_of_[0]);
 }
 
 template <class T, class G>
-void Model<T, G>::step(const ops::AdamW& adamw, float clip) {
+void Model<T, G>::end_pass() {
+  leave();
+  ASSERT(open_ < 0);
+  if (replicated_ < 0) return;
+  fsdp.release(replicated_);
+  if (pass_ == Pass::backward && !discarded_replicated_) fsdp.reduce(replicated_);
+  discarded_replicated_.reset();
+}
+
+template <class T, class G>
+void Model<T, G>::enter(int module, int next) {
+  const int u = unit_of_[size_t(module)];
+  if (u < 0 || u == current_) return;
+  leave();
+  dev_.mark("waiting for communication");
+  fsdp.gather(u, true);
+  if (next >= 0) {
+    const int then = unit_of_[size_t(next)];
+    if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::pre) fsdp.gather(then);
+  } else if (pass_ == Pass::backward) {
+    const int then = following_unit(module, u);
+    if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::pre) fsdp.gather(then);
+  } else {
+    int ahead = 0, before = u;
+    for (int m = module + 1; m < c_.modules() && ahead < c_.forward_prefetch; m++) {
+      const int then = unit_of_[size_t(m)];
+      if (then < 0 || then == before) continue;
+      fsdp.gather(then);
+      before = then, ahead++;
+    }
+  }
+  weights_[size_t(u)] = fsdp.use(u);
+  current_ = u;
+}
+
+template <class T, class G>
+void Model<T, G>::leave() {
+  if (current_ < 0) return;
+  fsdp.release(current_, pass_ != Pass::backward);
+  weights_[size_t(current_)] = nullptr;
+  current_ = -1;
+}
+
+// The embedding's backward wants no weights; but the next micro-batch begins with it.
+template <class T, class G>
+int Model<T, G>::following_unit(int module, int u) const {
+  for (int m = module - 1; m >= (last_ ? 1 : 0); m--)
+    if (unit_of_[size_t(m)] >= 0 && unit_of_[size_t(m)] != u) return unit_of_[size_t(m)];
+  return -1;
+}
+
+template <class T, class G>
+void Model<T, G>::open(int module) {
+  const int u = unit_of_[size_t(module)];
+  if (u < 0 || u == open_) return;
+  ASSERT(open_ < 0);
+  dev_.mark("waiting for communication");
+  open_ = u;
+  if (fsdp.units()[size_t(u)].trained()) {
+    grads_[size_t(u)] = fsdp.gradient(u);
+  } else {
+    discarded_ = dev_.mem.take<G>(fsdp.units()[size_t(u)].padded, "gradient of what is frozen");
+    grads_[size_t(u)] = discarded_;
+  }
+}
+
+template <class T, class G>
+void Model<T, G>::close(int module) {
+  if (open_ < 0 || unit_of_[size_t(module)] < 0) return;
+  for (int m = module - 1; m >= 0; m--) {
+    if (unit_of_[size_t(m)] < 0) continue;
+    if (unit_of_[size_t(m)] == open_) return;
+    break;
+  }
+  if (current_ == open_) leave();
+  const int then = following_unit(module, open_);
+  if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::post) fsdp.gather(then, true);
+  if (discarded_) discarded_.reset();
+  else fsdp.reduce(open_);
+  grads_[size_t(open_)] = nullptr;
+  open_ = -1;
+}
+
+template <class T, class G>
+void Model<T, G>::end_step() {
   dev_.mem.phase("optimizer");
   dev_.mark("optimizer, with the last reductions");
   ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
-  fsdp.step(adamw, clip);
+  fsdp.end_step();
 }
 
 template <class T, class G>
@@ -336,53 +527,53 @@ void Model<T, G>::finish_evaluation() {
 template <class T, class G>
 Buffer<T> Model<T, G>::embed() {
   Buffer<T> x = dev_.mem.take<T>(M_ * c_.dim, "block input", Purpose::activations);
-  dev_.mark("waiting for communication");
-  const T* table = fsdp.use(0);
+  enter(0);
   dev_.mark("embedding");
-  ops::embedding_forward(dev_.compute(), x.get(), table, batch_, M_, c_.seq, c_.dim, c_.arch == Arch::simple);
-  fsdp.release(0);
+  ops::embedding_forward(dev_.compute(), x.get(), weight(embedding_), batch_, M_, c_.seq, c_.dim,
+                         c_.arch == Arch::simple);
   return x;
 }
 
 template <class T, class G>
 void Model<T, G>::embed_backward(Buffer<T> dx) {
   Buffer<A> partials = dev_.mem.take<A>(ops::embedding_partials(M_, c_.dim), "partial sums");
-  dev_.mark("waiting for communication");
-  G* dtable = fsdp.gradient(0);
+  open(0);
   dev_.mark("embedding, backward");
-  ops::embedding_backward(dev_.compute(), dtable, dx.get(), ops::token_index_at(batch_ + 2 * M_, M_, c_.vocab),
-                          partials.get(), M_, c_.vocab, c_.dim);
-  fsdp.reduce(0);
+  if (!embedding_.frozen)
+    ops::embedding_backward(dev_.compute(), grad(embedding_), dx.get(),
+                            ops::token_index_at(batch_ + 2 * M_, M_, c_.vocab), partials.get(), M_, c_.vocab, c_.dim,
+                            c_.tied);
+  close(0);
 }
 
-// ----------------------------------------------------------------------------------------------- transformer block
+// ------------------------------------------------------------------------------------------------ block: attention
 
 // x -> norm -> q, k, v -> attention. Fills in statistics, q, k, v and what attention's backward wants.
 template <class T, class G>
-Buffer<T> Model<T, G>::attend(const T* w, Saved* v, Purpose life) {
+Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
+  const Places& at = at_[size_t(block)];
   const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
-  auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
   dev_.mark("norms");
   Buffer<T> n = mem.take<T>(M * C, "normed");
   if (v->stats1) {
-    ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, at(at_.norm1), at(at_.norm1_bias), M, C);
+    ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight(at.norm1_bias), M, C);
   } else {
     v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
-    ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, at(at_.norm1), at(at_.norm1_bias), M, C);
+    ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, weight(at.norm1), weight(at.norm1_bias), M, C);
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
-  ops::matmul<T>(s, v->qkv, n, at(at_.qkv), nullptr, nullptr, M, QKV, C);
+  ops::matmul<T>(s, v->qkv, n, weight(at.qkv), nullptr, nullptr, M, QKV, C);
   n.reset();
   dev_.mark("positions");
   if (rope_table_) ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, false);
   Buffer<T> o = mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
   if (c_.sparse) {
     const NsaShape a = c_.nsa_shape(M / c_.seq);
-    ops::add_bias<T>(s, v->qkv + a.gate(0), at(at_.gate_bias), M, c_.gates(), QKV);
-    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_at(w), a, life);
+    ops::add_bias<T>(s, v->qkv + a.gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(at), a, life);
   } else {
     dev_.mark("attention");
     v->lse = mem.take<A>(M * H, "log-sum-exp", life);
@@ -391,146 +582,91 @@ Buffer<T> Model<T, G>::attend(const T* w, Saved* v, Purpose life) {
   return o;
 }
 
+// Wo o, which the MLP's norm adds to x to make x2.
+template <class T, class G>
+void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
+  v->x2 = dev_.mem.take<T>(M_ * c_.dim, "middle of the block", life);
+  dev_.mark("projections");
+  ops::matmul<T>(dev_.compute(), v->x2, o, weight(at_[size_t(block)].o), nullptr, nullptr, M_, c_.dim,
+                 c_.heads * c_.head_dim());
+}
+
 // x2 = x + Wo o, and its norm in the same pass, which is returned.
 template <class T, class G>
-Buffer<T> Model<T, G>::middle(const T* w, Saved* v, const T* o, Purpose life) {
-  Stream& s = dev_.compute();
+Buffer<T> Model<T, G>::middle(int64_t block, Saved* v) {
+  const Places& at = at_[size_t(block)];
   const int64_t M = M_, C = c_.dim;
-  auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
-  v->x2 = dev_.mem.take<T>(M * C, "middle of the block", life);
-  dev_.mark("projections");
-  ops::matmul<T>(s, v->x2, o, at(at_.o), nullptr, nullptr, M, C, c_.heads * c_.head_dim());
   dev_.mark("norms");
   if (!v->stats2) v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
   Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
-  ops::norm_forward<T>(s, norm_, n, v->x2, v->stats2, v->x, v->x2, at(at_.norm2), at(at_.norm2_bias), M, C);
+  ops::norm_forward<T>(dev_.compute(), norm_, n, v->x2, v->stats2, v->x, v->x2, weight(at.norm2), weight(at.norm2_bias),
+                       M, C);
   return n;
 }
 
 template <class T, class G>
-void Model<T, G>::hidden_again(const T* w, Saved* v, const T* n) {
-  const int64_t N = c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden;
-  v->h = dev_.mem.take<T>(M_ * N, "MLP hidden");
-  ops::matmul<T>(dev_.compute(), v->h, n, w + at_.up, at_.up_bias < 0 ? nullptr : w + at_.up_bias, nullptr, M_, N,
-                 c_.dim);
-}
-
-template <class T, class G>
-Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep) {
-  Stream& s = dev_.compute();
-  Memory& mem = dev_.mem;
-  const int64_t M = M_, C = c_.dim, F = c_.hidden;
-  const bool llama = c_.arch == Arch::llama;
-  auto life = [&](bool kept) { return keep && kept ? Purpose::activations : Purpose::temporaries; };
-
+Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep) {
   Saved here;
   Saved& v = keep ? *saved : here;
   v.x = std::move(x);
-  dev_.mark("waiting for communication");
-  const T* w = fsdp.use(u);
-  auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
-
-  Buffer<T> o = attend(w, &v, life(keeps_attention()));
-  if (keep && stats_) {
-    const NsaShape a = c_.nsa_shape(M / c_.seq);
-    Buffer<double> partials = mem.take<double>(nsa_stats_partials(a), "partial sums");
-    nsa_stats<T>(s, stats_ + (u - 1), v.qkv, v.nsa.indices, partials, a);
-  }
-  if (!keep || !keeps_attention()) {
-    v.qkv.reset(), v.lse.reset();
-    Buffer<int32_t> indices = std::move(v.nsa.indices);
-    v.nsa = NsaSaved<T>();
-    if (keep) v.nsa.indices = std::move(indices);
-  }
-  Buffer<T> n = middle(w, &v, o, life(keeps_middle()));
-  if (keep && keeps_attention() && !c_.sparse) v.o = std::move(o);
-  o.reset();
-  if (!keep) v.x.reset();
-
-  // x2 + W2 gelu(W1 n)
-  dev_.mark("MLP");
-  v.h = mem.take<T>(M * (llama ? 2 * F : F), "MLP hidden", life(keeps_mlp()));
-  Buffer<T> g = mem.take<T>(M * F, "activated");
-  if (llama) {
-    ops::matmul<T>(s, v.h, n, at(at_.up), nullptr, nullptr, M, 2 * F, C);
-    ops::swiglu_forward<T>(s, g, v.h, M, F);
+  auto life = [&](bool kept) { return keep && kept ? Purpose::activations : Purpose::temporaries; };
+  Buffer<T> n;
+  if (c_.attends()) {
+    enter(c_.attention_module(block));
+    Buffer<T> o = attend(block, &v, life(keeps_attention()));
+    if (keep && stats_) {
+      const NsaShape a = c_.nsa_shape(M_ / c_.seq);
+      Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
+      nsa_stats<T>(dev_.compute(), stats_ + block, v.qkv, v.nsa.indices, partials, a);
+    }
+    if (!keep || !keeps_attention()) {
+      v.qkv.reset(), v.lse.reset();
+      Buffer<int32_t> indices = std::move(v.nsa.indices);
+      v.nsa = NsaSaved<T>();
+      if (keep) v.nsa.indices = std::move(indices);
+    }
+    project(block, &v, o, life(keeps_middle()));
+    if (keep && keeps_attention() && !c_.sparse) v.o = std::move(o);
+    o.reset();
+    enter(c_.mlp_module(block));
+    n = middle(block, &v);
+    if (!keep) v.x.reset();
   } else {
-    ops::matmul_gelu<T>(s, g, v.h, n, at(at_.up), at(at_.up_bias), M, F, C);
+    enter(c_.mlp_module(block));
   }
-  n.reset();
-  if (!keep || !keeps_mlp()) v.h.reset();
-  Buffer<T> out = mem.take<T>(M * C, "block input", Purpose::activations);
-  ops::matmul<T>(s, out, g, at(at_.down), at(at_.down_bias), v.x2, M, C, F);
-  if (!keeps_middle()) v.x2.reset();
-  return out;
+  return mlp_forward(block, &v, std::move(n), keep);
 }
 
 // dx arrives as the gradient of the block's output and leaves, in the same buffer, as that of its input.
 template <class T, class G>
-Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
+Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const int64_t M = M_, C = c_.dim, F = c_.hidden, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
-  const bool llama = c_.arch == Arch::llama;
-  const int64_t UP = llama ? 2 * F : F;
-  dev_.mark("waiting for communication");
-  const T* w = fsdp.use(u);
-  G* dw = fsdp.gradient(u);
-  auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
-  auto to = [&](int64_t place) { return place < 0 ? nullptr : dw + place; };
-  auto bias_grad = [&](int64_t place, const T* dy, int64_t N, int64_t ld) {
-    if (place < 0) return;
-    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, N), "partial sums");
-    ops::bias_grad<T, G>(s, to(place), dy, partials, M, N, ld);
-  };
-  auto norm_backward = [&](int64_t weight, int64_t bias, const T* dy, const T* x, const A* stats) {
-    Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
-    ops::norm_backward<T, G>(s, norm_, dx, to(weight), to(bias), dy, dx, x, stats, at(weight), partials, M, C);
-  };
-
-  if (!keeps_middle()) {
-    v.o = attend(w, &v, Purpose::temporaries);
-    Buffer<T> n = middle(w, &v, v.o, Purpose::temporaries);
-    hidden_again(w, &v, n);
-  } else if (!keeps_mlp()) {
-    dev_.mark("norms");
-    Buffer<T> n = mem.take<T>(M * C, "normed");
-    ops::norm_apply<T>(s, norm_, n, v.stats2, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
-    dev_.mark("MLP");
-    hidden_again(w, &v, n);
+  const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
+  const int mlp = c_.mlp_module(block), attention = c_.attention_module(block);
+  if (c_.attends() && !keeps_middle()) {
+    enter(attention, mlp);
+    v.o = attend(block, &v, Purpose::temporaries);
+    project(block, &v, v.o, Purpose::temporaries);
+    enter(mlp, attention);
+    middle(block, &v);
   }
+  enter(mlp);
+  open(mlp);
+  mlp_backward(block, &v, dx);
+  close(mlp);
+  if (!c_.attends()) return dx;
+  v.x2.reset(), v.stats2.reset();
 
-  // MLP. The activation's backward leaves g and dh, each in a place of the two buffers.
-  {
-    dev_.mark("MLP, backward");
-    Buffer<T> dg = mem.take<T>(M * F, "gradient of activated");
-    ops::matmul_dgrad<T>(s, dg, dx, at(at_.down), M, C, F, false);
-    if (llama) ops::swiglu_backward<T>(s, dg, v.h, M, F);
-    else ops::gelu_backward<T>(s, dg, v.h, M * F);
-    Buffer<T>&g = llama ? dg : v.h, &dh = llama ? v.h : dg;
-    ops::matmul_wgrad<T, G>(s, to(at_.down), dx, g, M, C, F, false);
-    bias_grad(at_.down_bias, dx, C, C);
-    g.reset();
-    dev_.mark("norms, backward");
-    Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
-    ops::norm_apply<T>(s, norm_, n, v.stats2, v.x2, at(at_.norm2), at(at_.norm2_bias), M, C);
-    dev_.mark("MLP, backward");
-    ops::matmul_wgrad<T, G>(s, to(at_.up), dh, n, M, UP, C, false);
-    bias_grad(at_.up_bias, dh, F, F);
-    ops::matmul_dgrad<T>(s, n, dh, at(at_.up), M, UP, C, false);
-    dh.reset();
-    dev_.mark("norms, backward");
-    norm_backward(at_.norm2, at_.norm2_bias, n, v.x2, v.stats2);
-    v.x2.reset(), v.stats2.reset();
-  }
-
-  // Attention.
-  if (keeps_middle() && !keeps_attention()) v.o = attend(w, &v, Purpose::temporaries);
+  enter(attention);
+  open(attention);
+  const Places& at = at_[size_t(block)];
+  if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries);
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
     dev_.mark("projections, backward");
-    ops::matmul_dgrad<T>(s, d_o, dx, at(at_.o), M, C, H * D, false);
+    ops::matmul_dgrad<T>(s, d_o, dx, weight(at.o), M, C, H * D, false);
     if (c_.sparse) {
       const NsaShape a = c_.nsa_shape(M / c_.seq);
       if (!v.o) {
@@ -539,15 +675,15 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
         nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
       }
       dev_.mark("projections, backward");
-      ops::matmul_wgrad<T, G>(s, to(at_.o), dx, v.o, M, C, H * D, false);
+      wgrad(at.o, dx, v.o, M, C, H * D, false);
       v.o.reset();
       dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
-      nsa_backward<T, G>(dev_, dqkv, phi_at(dw), d_o, v.qkv, phi_at(w), std::move(v.nsa), a);
+      nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v.qkv, phi_weights(at), std::move(v.nsa), a);
       Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
       dev_.mark("gates, backward");
-      ops::bias_grad<T, G>(s, to(at_.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
+      ops::bias_grad<T, G>(s, grad(at.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
     } else {
-      ops::matmul_wgrad<T, G>(s, to(at_.o), dx, v.o, M, C, H * D, false);
+      wgrad(at.o, dx, v.o, M, C, H * D, false);
       const AttentionShape a = attention_shape();
       dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
       Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
@@ -562,57 +698,133 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   if (rope_table_) ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
   dev_.mark("norms, backward");
   Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
-  ops::norm_apply<T>(s, norm_, n, v.stats1, v.x, at(at_.norm1), at(at_.norm1_bias), M, C);
+  ops::norm_apply<T>(s, norm_, n, v.stats1, v.x, weight(at.norm1), weight(at.norm1_bias), M, C);
   dev_.mark("projections, backward");
-  ops::matmul_wgrad<T, G>(s, to(at_.qkv), dqkv, n, M, QKV, C, false);
-  ops::matmul_dgrad<T>(s, n, dqkv, at(at_.qkv), M, QKV, C, false);
+  wgrad(at.qkv, dqkv, n, M, QKV, C, false);
+  ops::matmul_dgrad<T>(s, n, dqkv, weight(at.qkv), M, QKV, C, false);
   dqkv.reset();
   dev_.mark("norms, backward");
-  norm_backward(at_.norm1, at_.norm1_bias, n, v.x, v.stats1);
-  fsdp.release(u);
-  fsdp.reduce(u);
+  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
+  ops::norm_backward<T, G>(s, norm_, dx, grad(at.norm1), grad(at.norm1_bias), n, dx, v.x, v.stats1, weight(at.norm1),
+                           partials, M, C);
+  close(attention);
   return dx;
 }
 
-// ------------------------------------------------------------------------------------------------------- MLP block
+// ------------------------------------------------------------------------------------------------------ block: MLP
 
+// x2 + W2 gelu(W1 n), n the norm of x2; without attention x + W2 gelu(W1 x). In the same pieces whether the hidden
+// layer is kept or made again: the same products, so the same bits.
 template <class T, class G>
-Buffer<T> Model<T, G>::mlp_block_forward(int u, Saved* saved, Buffer<T> x, bool keep) {
+Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool keep) {
   Stream& s = dev_.compute();
-  const int64_t M = M_, C = c_.dim, F = c_.hidden;
-  Saved here;
-  Saved& v = keep ? *saved : here;
-  v.x = std::move(x);
-  dev_.mark("waiting for communication");
-  const T* w = fsdp.use(u);
+  Memory& mem = dev_.mem;
+  const Places& at = at_[size_t(block)];
+  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const T *in = c_.attends() ? n.get() : v->x.get(), *residual = c_.attends() ? v->x2.get() : v->x.get();
   dev_.mark("MLP");
-  v.h = dev_.mem.take<T>(M * F, "MLP hidden", keep && keeps_mlp() ? Purpose::activations : Purpose::temporaries);
-  Buffer<T> g = dev_.mem.take<T>(M * F, "activated");
-  ops::matmul_gelu<T>(s, g, v.h, v.x, w + at_.up, nullptr, M, F, C);
-  if (!keep || !keeps_mlp()) v.h.reset();
-  Buffer<T> out = dev_.mem.take<T>(M * C, "block input", Purpose::activations);
-  ops::matmul<T>(s, out, g, w + at_.down, nullptr, v.x, M, C, F);
+  Buffer<T> out = mem.take<T>(M_ * C, "block input", Purpose::activations);
+  const bool keeps = keep && keeps_mlp();
+  if (keeps) v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
+  for (int64_t i = 0, rows; i < M_; i += rows) {
+    rows = forward_piece(i);
+    Buffer<T> here;
+    if (!keeps) here = mem.take<T>(rows * UP, "MLP hidden");
+    T* h = keeps ? v->h + i * UP : here.get();
+    Buffer<T> g = mem.take<T>(rows * F, "activated");
+    if (c_.arch == Arch::llama) {
+      ops::matmul<T>(s, h, in + i * C, weight(at.up), nullptr, nullptr, rows, UP, C);
+      ops::swiglu_forward<T>(s, g, h, rows, F);
+    } else {
+      ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight(at.up_bias), rows, F, C);
+    }
+    here.reset();
+    ops::matmul<T>(s, out + i * C, g, weight(at.down), weight(at.down_bias), residual + i * C, rows, C, F);
+  }
+  n.reset();
+  if (!keep || !keeps_middle()) v->x2.reset();
   return out;
 }
 
+// Rows of the forward's piece that begins at row i; pieces of the backward are made of whole ones.
 template <class T, class G>
-Buffer<T> Model<T, G>::mlp_block_backward(int u, Saved v, Buffer<T> dx) {
+int64_t Model<T, G>::forward_piece(int64_t i) const {
+  return std::min(forward_rows_, std::min(M_ - i, rows_ - i % rows_));
+}
+
+template <class T, class G>
+void Model<T, G>::mlp_backward(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
-  const int64_t M = M_, C = c_.dim, F = c_.hidden;
-  dev_.mark("waiting for communication");
-  const T* w = fsdp.use(u);
-  G* dw = fsdp.gradient(u);
-  if (!keeps_mlp()) hidden_again(w, &v, v.x);
+  Memory& mem = dev_.mem;
+  const Places& at = at_[size_t(block)];
+  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const bool llama = c_.arch == Arch::llama, normed = c_.attends();
+  const bool keeps = keeps_mlp();
+  // Over pieces: onto what the pieces before have left, or into sums of their own.
+  Buffer<A> up_sum, down_sum;
+  if (wide_ && !at.up.frozen) up_sum = mem.take<A>(UP * C, "gradient of the MLP");
+  if (wide_ && !at.down.frozen) down_sum = mem.take<A>(C * F, "gradient of the MLP");
+  auto add = [&](const Place& p, A* sum, const T* dy, const T* x, int64_t rows, int64_t N, int64_t K, bool more) {
+    if (sum) ops::matmul_wgrad<T, A>(s, sum, dy, x, rows, N, K, more);
+    else wgrad(p, dy, x, rows, N, K, more);
+  };
+  auto bias = [&](const Place& p, const T* dy, int64_t rows, int64_t N, bool more) {
+    if (p.unit < 0) return;
+    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, N), "partial sums");
+    ops::bias_grad<T, G>(s, grad(p), dy, partials, rows, N, N, more);
+  };
   dev_.mark("MLP, backward");
-  Buffer<T> dh = dev_.mem.take<T>(M * F, "gradient of activated");
-  ops::matmul_dgrad<T>(s, dh, dx, w + at_.down, M, C, F, false);
-  ops::gelu_backward<T>(s, dh, v.h, M * F);
-  ops::matmul_wgrad<T, G>(s, dw + at_.down, dx, v.h, M, C, F, false);
-  ops::matmul_wgrad<T, G>(s, dw + at_.up, dh, v.x, M, F, C, false);
-  ops::matmul_dgrad<T>(s, dx, dh, w + at_.up, M, F, C, true);
-  fsdp.release(u);
-  fsdp.reduce(u);
-  return dx;
+  bias(at.down_bias, dx, M_, C, false);
+  for (int64_t i = 0; i < M_; i += rows_) {
+    const int64_t rows = std::min(rows_, M_ - i);
+    const bool more = i > 0;
+    T* dxi = dx + i * C;
+    const T* x = (normed ? v->x2.get() : v->x.get()) + i * C;
+    auto norm = [&](const char* name) {
+      dev_.mark("norms, backward");
+      Buffer<T> n = mem.take<T>(rows * C, name);
+      ops::norm_apply<T>(s, norm_, n, v->stats2 + 2 * i, x, weight(at.norm2), weight(at.norm2_bias), rows, C);
+      dev_.mark("MLP, backward");
+      return n;
+    };
+    Buffer<T> here;
+    if (!keeps) {
+      Buffer<T> n;
+      if (normed) n = norm("normed");
+      here = mem.take<T>(rows * UP, "MLP hidden");
+      const T* in = normed ? n.get() : x;
+      for (int64_t j = 0, some; j < rows; j += some) {
+        some = forward_piece(i + j);
+        ops::matmul<T>(s, here + j * UP, in + j * C, weight(at.up), weight(at.up_bias), nullptr, some, UP, C);
+      }
+    }
+    T* h = keeps ? v->h + i * UP : here.get();
+    Buffer<T> dg = mem.take<T>(rows * F, "gradient of activated");
+    ops::matmul_dgrad<T>(s, dg, dxi, weight(at.down), rows, C, F, false);
+    // It leaves g and dh, each in the place of the other's counterpart.
+    if (llama) ops::swiglu_backward<T>(s, dg, h, rows, F);
+    else ops::gelu_backward<T>(s, dg, h, rows * F);
+    const T *g = llama ? dg.get() : h, *dh = llama ? h : dg.get();
+    add(at.down, down_sum, dxi, g, rows, C, F, more);
+    if (llama) dg.reset();
+    else here.reset();
+    Buffer<T> n;
+    if (normed) n = norm("normed, then its gradient");
+    add(at.up, up_sum, dh, normed ? n.get() : x, rows, UP, C, more);
+    bias(at.up_bias, dh, rows, F, more);
+    ops::matmul_dgrad<T>(s, normed ? n.get() : dxi, dh, weight(at.up), rows, UP, C, !normed);
+    here.reset(), dg.reset();
+    if (!normed) continue;
+    dev_.mark("norms, backward");
+    Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
+    ops::norm_backward<T, G>(s, norm_, dxi, grad(at.norm2), grad(at.norm2_bias), n, dxi, x, v->stats2 + 2 * i,
+                             weight(at.norm2), partials, rows, C, more);
+  }
+  v->h.reset();
+  if constexpr (!std::is_same_v<G, A>) {
+    if (up_sum) ops::cast<G, A>(s, grad(at.up), up_sum, UP * C);
+    if (down_sum) ops::cast<G, A>(s, grad(at.down), down_sum, C * F);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------------ head
@@ -624,32 +836,30 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, V = c_.vocab;
-  const Unit& unit = fsdp.units()[size_t(head_unit())];
-  const int64_t gamma = unit.params[1].offset, beta = unit.params.size() > 2 ? unit.params[2].offset : -1;
-  dev_.mark("waiting for communication");
-  const T* w = fsdp.use(head_unit());
+  const int module = c_.modules() - 1;
+  enter(module);
   dev_.mark("head and loss");
   Buffer<A> stats = mem.take<A>(2 * M, "final statistics"), losses = mem.take<A>(M, "losses");
   Buffer<T> n = mem.take<T>(M * C, "final normed, then its gradient");
-  ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, w + gamma, beta < 0 ? nullptr : w + beta, M, C);
-  G* dw = backward ? fsdp.gradient(head_unit()) : nullptr;
+  ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, weight(head_norm_), weight(head_norm_bias_), M, C);
+  if (backward) open(module);
   {
     Buffer<T> logits = mem.take<T>(chunk_ * V, "logits of a chunk");
     // Chunks are summed in the accumulation type: a sum of many roundings to bf16 would lose what they add.
-    const bool wide = backward && !std::is_same_v<G, A> && chunk_ < M;
+    const bool wide = backward && !head_.frozen && !std::is_same_v<G, A> && chunk_ < M;
     Buffer<A> sum;
     if (wide) sum = mem.take<A>(V * C, "head's gradient");
     for (int64_t i = 0; i < M; i += chunk_) {
       const int64_t rows = std::min(chunk_, M - i);
-      ops::matmul<T>(s, logits, n + i * C, w, nullptr, nullptr, rows, V, C);
+      ops::matmul<T>(s, logits, n + i * C, weight(head_), nullptr, nullptr, rows, V, C);
       ops::cross_entropy<T>(s, logits, losses + i, batch_ + M + i, A(scale), backward, rows, V);
       if (!backward) continue;
       if (wide) ops::matmul_wgrad<T, A>(s, sum, logits, n + i * C, rows, V, C, i > 0);
-      else ops::matmul_wgrad<T, G>(s, dw, logits, n + i * C, rows, V, C, i > 0);
-      ops::matmul_dgrad<T>(s, n + i * C, logits, w, rows, V, C, false);
+      else wgrad(head_, logits, n + i * C, rows, V, C, i > 0);
+      ops::matmul_dgrad<T>(s, n + i * C, logits, weight(head_), rows, V, C, false);
     }
     if constexpr (!std::is_same_v<G, A>)
-      if (wide) ops::cast<G, A>(s, dw, sum, V * C);
+      if (wide) ops::cast<G, A>(s, grad(head_), sum, V * C);
   }
   {
     Buffer<A> partials = mem.take<A>(ops::sum_partials(), "partial sums");
@@ -657,8 +867,9 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   }
   if (!backward) return Buffer<T>();
   Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
-  ops::norm_backward<T, G>(s, norm_, n, dw + gamma, beta < 0 ? nullptr : dw + beta, n, nullptr, x, stats, w + gamma,
-                           partials, M, C);
+  ops::norm_backward<T, G>(s, norm_, n, grad(head_norm_), grad(head_norm_bias_), n, nullptr, x, stats,
+                           weight(head_norm_), partials, M, C);
+  close(module);
   return n;
 }
 

@@ -40,6 +40,7 @@ double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 struct Run {
   Options o;
   ModelConfig model;
+  FsdpOptions fsdp;
   Backend backend = Backend::cpu;
   Dtype dtype = Dtype::f32, reduce_dtype = Dtype::f32;
   int64_t batch = 0, grad_accum = 1, global_batch = 0;
@@ -47,6 +48,63 @@ struct Run {
   std::vector<std::string> notices;  // what was chosen that a user may not expect
   int64_t tokens_per_step() const { return global_batch * model.seq; }
 };
+
+// The knobs of sharding. gathered: the dtype in which parameters are gathered.
+void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
+  FsdpOptions& f = r->fsdp;
+  ModelConfig& m = r->model;
+  const std::string hybrid = "hybrid:";
+  if (o.shard.rfind(hybrid, 0) == 0) {
+    const std::string k = o.shard.substr(hybrid.size());
+    f.shard_ranks = k.size() < 7 && k.find_first_not_of("0123456789") == std::string::npos ? std::atoi(k.c_str()) : 0;
+    REQUIRE_USER(f.shard_ranks > 0, "--shard %s: hybrid:K wants a number of ranks, as in hybrid:2", o.shard.c_str());
+    REQUIRE_USER(world_size % f.shard_ranks == 0, "--shard %s: %d ranks cannot be cut into groups of %d",
+                 o.shard.c_str(), world_size, f.shard_ranks);
+  } else {
+    REQUIRE_USER(o.shard == "full" || o.shard == "grad" || o.shard == "none",
+                 "--shard %s: allowed is full, grad, none or hybrid:K", o.shard.c_str());
+    f.shard_ranks = o.shard == "none" ? 1 : 0;
+  }
+  const bool keeps = o.shard == "grad" || o.shard == "none" || o.reshard_after_forward == 0;
+  f.reshard_after_forward = !keeps;
+  if (o.limit_all_gathers == "off") {
+    f.gather_slots = 0;
+  } else if (!o.limit_all_gathers.empty()) {
+    const std::string& n = o.limit_all_gathers;
+    f.gather_slots = n.size() < 3 && n.find_first_not_of("0123456789") == std::string::npos ? std::atoi(n.c_str()) : 0;
+    REQUIRE_USER(f.gather_slots >= 1 && f.gather_slots <= 64,
+                 "--limit-all-gathers %s: allowed is a number of slots from 1 to 64, or off", n.c_str());
+  }
+  f.gradient_slots = int(o.gradient_slots);
+  f.reduce_dtype = r->reduce_dtype;
+  f.gather_wide = !o.autocast.empty();
+  f.moment_dtype = o.moments == "bf16" ? Dtype::bf16 : Dtype::f32;
+  f.reduce_last = o.accum_sync == "last";
+  f.update_in_backward = o.optimizer_in_backward == 1;
+  f.norm = o.clip_norm == "inf" ? ops::GradNorm::inf : ops::GradNorm(std::atoi(o.clip_norm.c_str()));
+  f.whole_init = o.meta_init == 0;
+  f.gather_over_mpi = o.gather == "mpi";
+  f.seed = o.seed;
+  f.timing = o.comm_timing;
+
+  const std::pair<const char*, Wrap> wraps[] = {
+      {"block", Wrap::block}, {"sublayer", Wrap::sublayer}, {"auto", Wrap::size}, {"single", Wrap::single}};
+  for (const auto& w : wraps)
+    if (o.wrap == w.first) m.wrap = w.second;
+  m.wrap_min_params = o.wrap_min_params;
+  m.bucket_params = (o.bucket_mb << 20) / size_of(gathered);
+  m.replicate_below = (o.replicate_below + size_of(gathered) - 1) / size_of(gathered);
+  m.tied = o.tie_embeddings;
+  for (size_t at = 0; at < o.freeze.size();) {
+    const size_t end = std::min(o.freeze.find(',', at), o.freeze.size());
+    if (end > at) m.frozen.push_back(o.freeze.substr(at, end - at));
+    at = end + 1;
+  }
+  m.forward_prefetch = int(o.forward_prefetch);
+  m.backward_prefetch = o.backward_prefetch == "pre"    ? BackwardPrefetch::pre
+                        : o.backward_prefetch == "post" ? BackwardPrefetch::post
+                                                        : BackwardPrefetch::none;
+}
 
 Run resolve(const Options& o, int world_size, int gpus) {
   Run r;
@@ -93,8 +151,10 @@ Run resolve(const Options& o, int world_size, int gpus) {
   auto dtype = [&](const std::string& name, Dtype otherwise) {
     return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
   };
-  r.dtype = dtype(o.param_dtype, gpu ? Dtype::bf16 : Dtype::f32);
-  r.reduce_dtype = dtype(o.reduce_dtype, r.dtype);
+  const bool autocast = !o.autocast.empty();
+  r.dtype = autocast ? Dtype::bf16 : dtype(o.param_dtype, gpu ? Dtype::bf16 : Dtype::f32);
+  r.reduce_dtype = dtype(o.reduce_dtype, autocast ? Dtype::f32 : r.dtype);
+  shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
 
   // A preset's accumulation holds as long as nothing is said about batches.
   const bool batch_said = o.batch || o.global_batch || o.grad_accum != 1;
@@ -111,6 +171,12 @@ Run resolve(const Options& o, int world_size, int gpus) {
       ll(r.global_batch), world_size, ll(r.batch), ll(r.grad_accum), ll(places * r.batch),
       ll((most + r.batch - 1) / r.batch));
   check_config(m, r.batch, r.backend, r.dtype);
+  for (const std::string& start : m.frozen) {
+    bool any = false;
+    for (const Unit& u : parameter_table(m))
+      for (const Param& p : u.params) any = any || p.name.compare(0, start.size(), start) == 0;
+    REQUIRE_USER(any, "--freeze %s: no parameter's name begins so; --show-params lists them", start.c_str());
+  }
 
   const int64_t for_tokens = (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step();
   r.steps = o.steps ? o.steps : o.tokens ? for_tokens : gpu ? 200 : 32;
@@ -164,9 +230,10 @@ std::string memory_table(const MemoryReport& m, int world_size) {
   return text;
 }
 
-std::string parameters_text(const ModelConfig& c, int world_size) {
+std::string parameters_text(const ModelConfig& c, const FsdpOptions& o, int world_size) {
   std::vector<Unit> units = parameter_table(c);
-  lay_out(&units, world_size);
+  const int shards = o.shard_ranks ? o.shard_ranks : world_size;
+  lay_out(&units, shards);
   std::string text = strf("%-28s %-18s %14s  %-22s %s\n", "parameter", "shape", "elements", "initial weights", "decay");
   int64_t total = 0;
   for (const Unit& u : units) {
@@ -175,10 +242,12 @@ std::string parameters_text(const ModelConfig& c, int world_size) {
       for (int64_t n : p.shape) shape += (shape.empty() ? "" : " x ") + std::to_string(n);
       const std::string init = p.std > 0 ? strf("normal(%g, %.4g)", p.mean, p.std) : strf("%g", p.mean);
       text += strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(),
-                   init.c_str(), p.decay ? "yes" : "no");
+                   init.c_str(), p.frozen ? "frozen" : p.decay ? "yes" : "no");
     }
-    text += strf("  unit %-21s %-18s %14s  shard of a rank of %d: %s\n", u.name.c_str(), "", grouped(u.numel).c_str(),
-                 world_size, grouped(u.shard).c_str());
+    text += strf("  unit %-21s %-18s %14s  ", u.name.c_str(), "", grouped(u.numel).c_str());
+    text += u.replicated || shards == 1 ? "whole on every rank\n"
+                                        : strf("shard of a rank of %d: %s, padding %s\n", shards,
+                                               grouped(u.shard).c_str(), grouped(u.padded - u.numel).c_str());
     total += u.numel;
   }
   return text + strf("%s parameters\n", grouped(total).c_str());
@@ -216,13 +285,13 @@ void report_profile(const std::vector<std::pair<std::string, double>>& times, do
 
 std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size) {
   std::vector<Unit> units = parameter_table(c);
-  std::string text = strf("%5s  %-8s %-15s %-12s %10s\n", "", "stream", "what", "unit", "MiB");
+  std::string text = strf("%5s  %-8s %-15s %-20s %12s\n", "", "stream", "what", "unit", "MiB");
   double moved[2] = {0, 0};
   for (size_t i = 0; i < issued.size(); i++) {
     const Issued& e = issued[i];
     const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
-    text += strf("%5zu  %-8s %-15s ", i + 1, stream_of(e.kind), name_of(e.kind));
-    text += e.bytes > 0 ? strf("%-12s %10.3f\n", unit.c_str(), mib(e.bytes)) : unit + "\n";
+    text += strf("%5zu  %-8s %-15s ", i + 1, stream_of(e), name_of(e.kind));
+    text += e.bytes > 0 ? strf("%-20s %12.3f  %s\n", unit.c_str(), mib(e.bytes), name_of(e.dtype)) : unit + "\n";
     if (e.kind == Issued::all_gather) moved[0] += mib(e.bytes);
     if (e.kind == Issued::reduce_scatter) moved[1] += mib(e.bytes);
   }
@@ -250,6 +319,8 @@ json header(const Run& r, const Device& dev, const World& world, Transport trans
                  {"batch", r.batch},
                  {"grad_accum", r.grad_accum},
                  {"global_batch", r.global_batch},
+                 {"limit_all_gathers", r.fsdp.gather_slots},
+                 {"reshard_after_forward", r.fsdp.reshard_after_forward},
                  {"steps", r.steps},
                  {"warmup", r.warmup},
                  {"param_dtype", name_of(r.dtype)},
@@ -311,13 +382,14 @@ struct Context {
 // The programs whose memory is planned: one step, and one batch of a validation. The host's pointers are not read
 // unless the device's mode is run.
 template <class T, class G>
-void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, const ops::AdamW& adamw,
+void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, const ops::AdamW* adamw,
                   Event& copied) {
   dev.mem.begin("step");
+  model.begin_step(adamw, float(r.o.clip));
   const double scale = 1.0 / double(r.tokens_per_step());
   for (int64_t m = 0; m < r.grad_accum; m++)
     model.forward_backward(host + m * batch_ints(r.model, r.batch), scale, m == 0, m + 1 == r.grad_accum, copied);
-  model.step(adamw, float(r.o.clip));
+  model.end_step();
   dev.mem.end();
 }
 template <class T, class G>
@@ -327,26 +399,17 @@ void validation_program(Device& dev, Model<T, G>& model, const int32_t* host, bo
   dev.mem.end();
 }
 
-template <class T, class G>
-FsdpOptions fsdp_options(const Run& r) {
-  FsdpOptions f;
-  f.reduce_dtype = r.reduce_dtype;
-  f.gather_slots = int(r.o.gather_slots), f.gradient_slots = int(r.o.gradient_slots);
-  f.seed = r.o.seed;
-  f.timing = r.o.comm_timing;
-  return f;
-}
-
 // Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak; returns what a step
 // issues.
 template <class T, class G>
 std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r) {
   dev.mode = Mode::plan;
   ops::keep_workspace(dev);
-  Model<T, G> model(dev, world, transport, r.model, r.batch, fsdp_options<T, G>(r), false);
+  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
   Event copied(dev);
+  model.init_weights();
   model.fsdp.begin_trace();
-  step_program(dev, model, r, nullptr, ops::AdamW(), copied);
+  step_program(dev, model, r, nullptr, nullptr, copied);
   std::vector<Issued> issued = model.fsdp.trace();
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
   return issued;
@@ -385,15 +448,17 @@ std::string train(const Context& c, const Run& r) {
   dev.mem.rewind();
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
-  Model<T, G> model(dev, world, c.transport, r.model, r.batch, fsdp_options<T, G>(r), true);
+  Model<T, G> model(dev, world, c.transport, r.model, r.batch, r.fsdp, true);
   const int64_t ints = batch_ints(r.model, r.batch);
   // The host is one step ahead of the device: two of each, for the step that runs and the one being prepared.
   std::vector<HostBuffer<int32_t>> batches;
   std::vector<HostBuffer<double>> results;
   std::vector<HostBuffer<char>> stats;
+  std::vector<HostBuffer<ops::AdamW>> adamw;
   std::vector<Event> copied, started, done, val_done;
   for (int i = 0; i < 2; i++) {
     batches.emplace_back(dev, ints * r.grad_accum);
+    adamw.emplace_back(dev, 1);
     results.emplace_back(dev, 4);  // squared norm, loss; validation's
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     copied.emplace_back(dev), val_done.emplace_back(dev);
@@ -401,19 +466,19 @@ std::string train(const Context& c, const Run& r) {
   }
   HostBuffer<int32_t> val_batch(dev, ints);
   Event val_copied(dev);
-  step_program(dev, model, r, batches[0].get(), ops::AdamW(), copied[0]);  // times the matmuls
+  step_program(dev, model, r, batches[0].get(), adamw[0].get(), copied[0]);  // times the matmuls
   if (r.o.val_every > 0) validation_program(dev, model, val_batch.get(), true, val_copied);
   dev.mode = Mode::run;
   model.init_weights();
   dev.compute().synchronize();
-  const std::vector<Part> parts = parts_of(model.fsdp, world.rank);
+  const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_of(model.fsdp, true);
   std::unique_ptr<Saver> saver;
   int64_t done_before = 0;
   try {
     if (!c.state.is_null())
       done_before = load_checkpoint(r.o.resume, r.o.save, dev, world, parts).at("step").template get<int64_t>();
     if (!r.o.save.empty())
-      saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, parts,
+      saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, own_parts,
                                       [&](const std::string& line) { c.telemetry->note(line); });
   } catch (const UsageError& e) { return e.what(); }
   if (speaks && done_before > 0)
@@ -462,13 +527,9 @@ std::string train(const Context& c, const Run& r) {
     s.record(started[slot]);
     dev.mark("tokens");
     if (r.o.comm_timing) model.fsdp.begin_timing();
-    ops::AdamW adamw = {float(learning_rate(r, step)),
-                        float(r.o.beta1),
-                        float(r.o.beta2),
-                        float(r.o.eps),
-                        float(r.o.weight_decay),
-                        step};
-    step_program(dev, model, r, batches[slot].get(), adamw, copied[slot]);
+    adamw[slot][0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
+                                float(r.o.weight_decay), step);
+    step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]);
     s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
     if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
     s.record(done[slot]);
@@ -508,7 +569,7 @@ std::string train(const Context& c, const Run& r) {
   if (saver) saver->finish();
   dev.compute().synchronize();
   if (!r.o.export_to.empty()) {
-    export_safetensors(r.o.export_to, r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32, dev, world, parts);
+    export_safetensors(r.o.export_to, r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32, dev, world, own_parts);
     if (speaks) c.telemetry->note("the model is in " + r.o.export_to);
   }
   return "";
@@ -541,7 +602,7 @@ int answer(const Options& o) {
   } else {
     const Run r = resolve(o, ranks, gpu_count());
     if (o.show_params) {
-      std::printf("%s", parameters_text(r.model, ranks).c_str());
+      std::printf("%s", parameters_text(r.model, r.fsdp, ranks).c_str());
     } else {
       Device dev(r.backend, Device::plan_only);
       World world;

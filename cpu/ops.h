@@ -16,6 +16,7 @@
 namespace cpu {
 
 using ops::AdamW;
+using ops::GradNorm;
 using ops::Norm;
 using ops::TokenIndex;
 
@@ -133,11 +134,11 @@ void matmul_wgrad(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t 
 }
 
 template <class T, class G>
-void bias_grad(G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld) {
+void bias_grad(G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate = false) {
   std::fill(partials, partials + N, acc_t<T>(0));
   for (int64_t m = 0; m < M; ++m)
     for (int64_t n = 0; n < N; ++n) partials[n] += acc_t<T>(dy[m * ld + n]);
-  for (int64_t n = 0; n < N; ++n) db[n] = G(partials[n]);
+  for (int64_t n = 0; n < N; ++n) db[n] = G(accumulate ? acc_t<T>(db[n]) + partials[n] : partials[n]);
 }
 
 template <class T>
@@ -186,7 +187,7 @@ void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T*
 // because the forward takes the mean off, so the RMS norm lacks it.
 template <class T, class G>
 void norm_backward(Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x, const acc_t<T>* stats,
-                   const T* gamma, acc_t<T>* partials, int64_t M, int64_t C) {
+                   const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate = false) {
   using A = acc_t<T>;
   A *sum_gamma = partials, *sum_beta = partials + C;
   std::fill(partials, partials + 2 * C, A(0));
@@ -203,8 +204,8 @@ void norm_backward(Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* 
       dx[m * C + c] = T(through + (dres ? A(dres[m * C + c]) : A(0)));
     }
   }
-  for (int64_t c = 0; c < C; ++c) dgamma[c] = G(sum_gamma[c]);
-  for (int64_t c = 0; dbeta && c < C; ++c) dbeta[c] = G(sum_beta[c]);
+  for (int64_t c = 0; c < C; ++c) dgamma[c] = G(accumulate ? A(dgamma[c]) + sum_gamma[c] : sum_gamma[c]);
+  for (int64_t c = 0; dbeta && c < C; ++c) dbeta[c] = G(accumulate ? A(dbeta[c]) + sum_beta[c] : sum_beta[c]);
 }
 
 // -------------------------------------------------------------------------------------------------------- activations
@@ -304,7 +305,8 @@ void embedding_forward(T* x, const T* table, const int32_t* tokens, int64_t M, i
 
 // Sums in the kernels' order: each chunk of occurrences from zero, then the chunks.
 template <class T, class G>
-void embedding_backward(G* dtable, const T* dx, TokenIndex index, acc_t<T>*, int64_t, int64_t V, int64_t C) {
+void embedding_backward(G* dtable, const T* dx, TokenIndex index, acc_t<T>*, int64_t, int64_t V, int64_t C,
+                        bool accumulate) {
   using A = acc_t<T>;
   std::vector<A> row(C), part(C);
   for (int64_t v = 0; v < V; ++v) {
@@ -316,7 +318,7 @@ void embedding_backward(G* dtable, const T* dx, TokenIndex index, acc_t<T>*, int
         for (int64_t c = 0; c < C; ++c) part[c] += A(dx[index.order[i] * C + c]);
       for (int64_t c = 0; c < C; ++c) row[c] += part[c];
     }
-    for (int64_t c = 0; c < C; ++c) dtable[v * C + c] = G(row[c]);
+    for (int64_t c = 0; c < C; ++c) dtable[v * C + c] = G(accumulate ? A(dtable[v * C + c]) + row[c] : row[c]);
   }
 }
 
@@ -376,23 +378,50 @@ void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate
   else
     for (int64_t i = 0; i < n; ++i) shard[i] = float(grad[i]);
 }
-inline void sum_squares(double* out, const float* x, double*, int64_t n, bool accumulate) {
-  const double total = sum_of<double>(n, [=](int64_t i) { return double(x[i]) * double(x[i]); });
-  *out = accumulate ? *out + total : total;
+inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate) {
+  double total = 0;
+  if (p == GradNorm::inf) {
+    for (int64_t i = 0; i < n; ++i)
+      if (const double a = std::fabs(double(x[i])); a > total || a != a) total = a;
+    if (accumulate && !(*out <= total)) total = *out;
+  } else {
+    total = sum_of<double>(n, [=](int64_t i) {
+      const double a = std::fabs(double(x[i]));
+      return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
+    });
+    if (accumulate) total += *out;
+  }
+  *out = total;
+}
+inline void squared_norm(GradNorm p, double* out) {
+  if (p == GradNorm::inf) *out *= *out;
+  else if (p != GradNorm::two) *out = std::pow(*out, 2.0 / double(int(p)));
 }
 
-inline void adamw(float* w, float* m, float* v, const float* grad, const double* sumsq, float clip, AdamW a, int64_t n,
-                  int64_t decayed) {
+// Element i of a tensor takes its two random halves from word i % 4 of the draw for i / 4.
+inline Philox4 rounding_bits(uint64_t seed, uint32_t tensor, uint32_t step, int64_t quad) {
+  return philox4x32({{uint32_t(quad), uint32_t(quad >> 32), tensor, step}}, uint32_t(seed), uint32_t(seed >> 32));
+}
+
+template <class M>
+void adamw(float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
+           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  const AdamW a = *now;
   const float factor = clip > 0 ? std::min(1.0f, clip / float(std::sqrt(*sumsq))) : 1.0f;
-  // Bias corrections: 1 / (1 - beta^step).
-  const float c1 = float(1 / (1 - std::pow(double(a.beta1), double(a.step))));
-  const float c2 = float(1 / (1 - std::pow(double(a.beta2), double(a.step))));
   const auto update = [=](int64_t begin, int64_t end, float weight_decay) {
+    Philox4 bits{};
     for (int64_t i = begin; i < end; ++i) {
       const float g = grad[i] * factor;
-      m[i] = a.beta1 * m[i] + (1 - a.beta1) * g;
-      v[i] = a.beta2 * v[i] + (1 - a.beta2) * g * g;
-      w[i] -= a.lr * (c1 * m[i] / (std::sqrt(c2 * v[i]) + a.eps) + weight_decay * w[i]);
+      const float mi = a.beta1 * float(m[i]) + (1 - a.beta1) * g;
+      const float vi = a.beta2 * float(v[i]) + (1 - a.beta2) * g * g;
+      if constexpr (std::is_same_v<M, bf16>) {
+        if (i == begin || (first + i) % 4 == 0) bits = rounding_bits(seed, tensor, a.step, (first + i) / 4);
+        const uint32_t word = bits.x[(first + i) % 4];
+        m[i] = bf16::stochastic(mi, word & 0xffffu), v[i] = bf16::stochastic(vi, word >> 16);
+      } else {
+        m[i] = mi, v[i] = vi;
+      }
+      w[i] -= a.lr * (a.c1 * mi / (std::sqrt(a.c2 * vi) + a.eps) + weight_decay * w[i]);
     }
   };
   update(0, std::min(decayed, n), a.weight_decay);

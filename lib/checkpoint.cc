@@ -228,6 +228,8 @@ struct Piece {
   size_t file;
   int64_t first, count, offset;  // elements of the tensor; bytes in the file
   std::string checksums;
+  Dtype dtype;
+  int64_t bytes() const { return count * size_of(dtype); }
 };
 struct Tensor {
   std::vector<int64_t> shape;
@@ -267,8 +269,9 @@ Manifest parse(const std::string& step_dir, const std::string& text) {
       m.files.push_back(step_dir + "/" + f.at("file").get<std::string>());
       m.sizes.push_back(f.at("bytes"));
       for (const json& p : f.at("parts")) {
-        const Piece piece = {file, p.at("first"), p.at("count"), p.at("offset"), p.at("xxh64")};
-        const int64_t bytes = piece.count * 4, chunks = (bytes + m.chunk - 1) / m.chunk;
+        const Piece piece = {file,           p.at("first"),  p.at("count"),
+                             p.at("offset"), p.at("xxh64"), p.value("dtype", "fp32") == "bf16" ? Dtype::bf16 : Dtype::f32};
+        const int64_t bytes = piece.bytes(), chunks = (bytes + m.chunk - 1) / m.chunk;
         ASSERT(piece.count > 0 && piece.offset >= 0 && piece.offset + bytes <= m.sizes.back());
         ASSERT(int64_t(piece.checksums.size()) == 16 * chunks);
         m.tensors.at(p.at("tensor")).pieces[p.at("kind")].push_back(piece);
@@ -303,7 +306,7 @@ void check_size(const Manifest& m, size_t file) {
   for (const auto& [name, tensor] : m.tensors)
     for (const auto& [kind, pieces] : tensor.pieces)
       for (const Piece& p : pieces) {
-        if (p.file != file || p.offset + p.count * 4 <= size) continue;
+        if (p.file != file || p.offset + p.bytes() <= size) continue;
         others += first.empty() ? 0 : 1;
         if (first.empty() || p.offset < lowest) first = quoted(name, kind), lowest = p.offset;
       }
@@ -367,6 +370,18 @@ void check_tensors(const Manifest& m, const std::vector<Part>& parts) {
                m.path.c_str(), list_text(extra).c_str());
 }
 
+// Moments may have been saved in another format than they are wanted in.
+void convert(char* to, Dtype to_type, const char* from, Dtype from_type, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    float x;
+    bf16 narrow;
+    if (from_type == Dtype::bf16) std::memcpy(&narrow, from + 2 * i, 2), x = narrow;
+    else std::memcpy(&x, from + 4 * i, 4);
+    if (to_type == Dtype::bf16) narrow = bf16(x), std::memcpy(to + 2 * i, &narrow, 2);
+    else std::memcpy(to + 4 * i, &x, 4);
+  }
+}
+
 void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) {
   struct Job {
     const Piece* piece;
@@ -383,7 +398,7 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
     return std::make_pair(a.piece->file, a.piece->offset) < std::make_pair(b.piece->file, b.piece->offset);
   });
-  HostBuffer<char> buffer(dev, m.chunk);
+  HostBuffer<char> buffer(dev, m.chunk), converted(dev, 2 * m.chunk);
   std::unique_ptr<File> file;
   for (const Job& job : jobs) {
     const Piece& piece = *job.piece;
@@ -399,8 +414,9 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
     // The bytes of the piece that the part wants, and the chunks that these lie in.
     const int64_t from = std::max(part.first, piece.first) - piece.first,
                   to = std::min(part.first + part.count, piece.first + piece.count) - piece.first;
-    for (int64_t chunk = from * 4 / m.chunk; chunk * m.chunk < to * 4; chunk++) {
-      const int64_t begin = chunk * m.chunk, end = std::min(begin + m.chunk, piece.count * 4);
+    const int64_t size = size_of(piece.dtype);
+    for (int64_t chunk = from * size / m.chunk; chunk * m.chunk < to * size; chunk++) {
+      const int64_t begin = chunk * m.chunk, end = std::min(begin + m.chunk, piece.bytes());
       for (int64_t at = begin; at < end;) {
         const int64_t n = ::pread(file->fd, buffer.get() + (at - begin), size_t(end - at), off_t(piece.offset + at));
         if (n < 0 && errno == EINTR) continue;
@@ -412,9 +428,14 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
       const bool holds = piece.checksums.compare(size_t(16 * chunk), 16, hex(xxh64(buffer.get(), end - begin))) == 0;
       REQUIRE_USER(holds, "%s: %s: the checksum of bytes %lld to %lld does not fit: the file is damaged; %s",
                    path.c_str(), tensor.c_str(), ll(piece.offset + begin), ll(piece.offset + end), remedy);
-      const int64_t a = std::max(from * 4, begin), b = std::min(to * 4, end);
-      dev.compute().copy(reinterpret_cast<char*>(part.data) + (piece.first - part.first) * 4 + a,
-                         buffer.get() + (a - begin), b - a);
+      const int64_t a = std::max(from * size, begin) / size, b = std::min(to * size, end) / size;
+      const char* elements = buffer.get() + (a * size - begin);
+      if (piece.dtype != part.dtype) {
+        convert(converted.get(), part.dtype, elements, piece.dtype, b - a);
+        elements = converted.get();
+      }
+      dev.compute().copy(part.data + (piece.first - part.first + a) * size_of(part.dtype), elements,
+                         (b - a) * size_of(part.dtype));
       dev.compute().synchronize();
     }
   }
@@ -499,8 +520,8 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
   for (const Part& p : parts) {
     if (p.count == 0) continue;
     std::string checksums;
-    for (int64_t at = 0; at < p.count * 4; at += chunk_bytes) {
-      const int64_t n = std::min(chunk_bytes, p.count * 4 - at);
+    for (int64_t at = 0; at < p.bytes(); at += chunk_bytes) {
+      const int64_t n = std::min(chunk_bytes, p.bytes() - at);
       checksums += hex(xxh64(bytes + offset + at, n));
       file.write(bytes + offset + at, n);
     }
@@ -509,8 +530,9 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
                        {"first", p.first},
                        {"count", p.count},
                        {"offset", offset},
+                       {"dtype", name_of(p.dtype)},
                        {"xxh64", checksums}});
-    offset += p.count * 4;
+    offset += p.bytes();
   }
   file.flush_and_close();
   flush_dir(tmp);
@@ -597,7 +619,7 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
       copied_(dev) {
   std::string error;
   int64_t bytes = 0;
-  for (const Part& p : parts_) bytes += p.count * 4;
+  for (const Part& p : parts_) bytes += p.bytes();
   try {
     copy_ = std::make_unique<HostBuffer<char>>(dev, bytes);
   } catch (const Error& e) {
@@ -632,15 +654,15 @@ void Saver::begin(int64_t step, const json& state) {
   Stream& s = dev_.compute();
   char* to = copy_->get();
   for (size_t i = 0; i < parts_.size();) {
-    const char* from = reinterpret_cast<const char*>(parts_[i].data);
+    const char* from = parts_[i].data;
     int64_t n = 0;
     for (; i < parts_.size(); i++) {
       if (parts_[i].count == 0) continue;
-      if (n > 0 && reinterpret_cast<const char*>(parts_[i].data) != from + n) break;
-      if (n == 0) from = reinterpret_cast<const char*>(parts_[i].data);
-      n += parts_[i].count * 4;
+      if (n > 0 && parts_[i].data != from + n) break;
+      if (n == 0) from = parts_[i].data;
+      n += parts_[i].bytes();
     }
-    s.copy(to, from, n);
+    if (n > 0) s.copy(to, from, n);
     to += n;
   }
   s.record(copied_);
@@ -755,7 +777,7 @@ void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const
       if (std::strcmp(p.kind, "weight") != 0) continue;
       for (int64_t at = 0; at < p.count; at += most) {
         const int64_t n = std::min(most, p.count - at);
-        dev.compute().copy(buffer.get(), p.data + at, n * 4);
+        dev.compute().copy(buffer.get(), p.data + at * 4, n * 4);
         dev.compute().synchronize();
         // Narrowed in place: the copy falls behind what is still to be read.
         for (int64_t i = 0; dtype == Dtype::bf16 && i < n; i++) {

@@ -1,6 +1,7 @@
 // Checkpoints: written beside the training, read back at any number of ranks.
 //
-//   DIR/step-20/rank-0.bin ...   a rank's weights and moments: fp32, little endian, part behind part
+//   DIR/step-20/rank-0.bin ...   a rank's weights and moments: fp32 (moments perhaps bf16), little endian, part
+//                                behind part
 //   DIR/step-20/manifest.json    what lies where, sizes and checksums, and the run's state (step, data position, seed,
 //                                configuration); its own checksum covers every byte of it
 //   DIR/latest -> step-20
@@ -38,25 +39,35 @@ struct Part {
   const char* kind;            // "weight", or AdamW's moments, "m" and "v"
   std::vector<int64_t> shape;  // of the whole tensor
   int64_t first, count;
-  float* data;
+  char* data;
+  Dtype dtype;  // f32 or bf16
+  int64_t bytes() const { return count * size_of(dtype); }
 };
 
-// A rank's parts of an Fsdp (or of anything that has its units and shards).
+// A rank's parts of an Fsdp (or of anything that has its units and shards). to_save: without those that a replica saves.
 template <class F>
-std::vector<Part> parts_of(const F& fsdp, int rank) {
+std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
   std::vector<Part> parts;
   for (size_t i = 0; i < fsdp.units().size(); i++) {
     const auto& unit = fsdp.units()[i];
     const int u = int(i);
-    const int64_t from = rank * unit.shard, to = from + unit.shard;
+    const bool mine = !to_save || fsdp.first_replica(u);
+    const int64_t from = fsdp.first(u), to = from + (mine ? unit.shard : 0);
     // Kind by kind, as they lie in memory: what follows each other is copied in one go.
-    const std::pair<const char*, float*> kinds[] = {
-        {"weight", fsdp.master(u)}, {"m", fsdp.first_moment(u)}, {"v", fsdp.second_moment(u)}};
+    struct {
+      const char* name;
+      void* data;
+      Dtype dtype;
+    } kinds[] = {{"weight", fsdp.master(u), Dtype::f32},
+                 {"m", fsdp.first_moment(u), fsdp.moment_dtype()},
+                 {"v", fsdp.second_moment(u), fsdp.moment_dtype()}};
     for (const auto& kind : kinds)
       for (const auto& p : unit.params) {
+        if (!kind.data) continue;  // it is not trained
         const int64_t a = std::max(from, p.offset), b = std::min(to, p.offset + p.numel);
-        if (a < b) parts.push_back({p.name, kind.first, p.shape, a - p.offset, b - a, kind.second + (a - from)});
-        else parts.push_back({p.name, kind.first, p.shape, 0, 0, nullptr});
+        char* at = static_cast<char*>(kind.data) + (a - from) * size_of(kind.dtype);
+        if (a < b) parts.push_back({p.name, kind.name, p.shape, a - p.offset, b - a, at, kind.dtype});
+        else parts.push_back({p.name, kind.name, p.shape, 0, 0, nullptr, kind.dtype});
       }
   }
   return parts;

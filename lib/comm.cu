@@ -5,6 +5,7 @@
 #include <mpi.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstdlib>
@@ -115,6 +116,21 @@ World init_mpi(int* argc, char*** argv) {
 }
 
 void finish_mpi() { MPI_Finalize(); }
+
+World shard_group(const World& world, int ranks) {
+  ASSERT(ranks >= 1 && world.size % ranks == 0);
+  World w;
+  w.rank = world.rank % ranks, w.size = ranks, w.group = world.rank / ranks;
+  w.local_size = std::min(ranks, world.local_size);
+  return w;
+}
+World replica_group(const World& world, int ranks) {
+  ASSERT(ranks >= 1 && world.size % ranks == 0);
+  World w;
+  w.rank = world.rank / ranks, w.size = world.size / ranks, w.group = world.rank % ranks;
+  w.local_size = std::max(1, world.local_size / ranks);
+  return w;
+}
 
 void abort_all_ranks(const std::string& text, int status) {
   std::fprintf(stderr, "error: %s\n", text.c_str());
@@ -280,14 +296,15 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     : dev_(dev),
       stream_(stream),
       world_(world),
-      transport_(transport),
+      transport_(world.size == 1 ? Transport::none : transport),
       max_bytes_(max_bytes),
       impl_(std::make_unique<Impl>()) {
-  ASSERT((transport == Transport::none) == (world.size == 1));
+  transport = transport_;
+  ASSERT(world.size == 1 || transport != Transport::none);
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
   if (!open || transport == Transport::none) return;
-  MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &impl_->mpi));
+  MPI_CHECK(MPI_Comm_split(MPI_COMM_WORLD, world.group, world.rank, &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
   if (transport == Transport::nccl) {
 #if FSDP_NCCL
@@ -376,26 +393,44 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   if (staged) stream_.copy(mine, out, part);
 }
 
-void Channel::all_reduce(double* buf, int64_t n) {
+// Over MPI in pieces, of which every rank's fit into the staging memory together.
+void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
   stream_.sleep(delay_ms);
+  ASSERT(how == sum || t == Dtype::f64);
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
-    NCCL_CHECK(ncclAllReduce(buf, buf, size_t(n), ncclFloat64, ncclSum, impl_->nccl, stream_.cuda()), impl_->nccl);
+    NCCL_CHECK(ncclAllReduce(buf, buf, size_t(count), nccl_type(t), how == sum ? ncclSum : ncclMax, impl_->nccl,
+                             stream_.cuda()),
+               impl_->nccl);
     return;
   }
 #endif
-  ASSERT(!impl_->host || n * 8 <= max_bytes_);
-  double* host = impl_->host ? reinterpret_cast<double*>(impl_->host->get()) : buf;
-  if (impl_->host) stream_.copy(host, buf, n * 8);
-  stream_.host([host, n, ranks = world_.size, mpi = impl_->mpi] {
-    std::vector<double> all(size_t(n * ranks));
-    MPI_Request request;
-    MPI_CHECK(MPI_Iallgather(host, int(n), MPI_DOUBLE, all.data(), int(n), MPI_DOUBLE, mpi, &request));
-    finish(&request);
-    sum_parts<double, double>(host, all.data(), n, ranks);
-  });
-  if (impl_->host) stream_.copy(buf, host, n * 8);
+  const bool staged = impl_->host != nullptr;
+  char* parts = staged ? impl_->host2->get() : impl_->staging;
+  const int64_t piece = std::max<int64_t>(1, max_bytes_ / world_.size / size_of(t) / 64 * 64);
+  ASSERT(piece * world_.size * size_of(t) <= max_bytes_);
+  for (int64_t from = 0; from < count; from += piece) {
+    const int64_t n = std::min(piece, count - from), bytes = n * size_of(t);
+    char* at = static_cast<char*>(buf) + from * size_of(t);
+    char* host = staged ? impl_->host->get() : at;
+    if (staged) stream_.copy(host, at, bytes);
+    stream_.host([=, ranks = world_.size, mpi = impl_->mpi] {
+      Part p(bytes);
+      MPI_Request request;
+      MPI_CHECK(MPI_Iallgather(host, p.count, p.type, parts, p.count, p.type, mpi, &request));
+      finish(&request);
+      if (how == sum) {
+        sum_parts(host, parts, n, ranks, t);
+      } else {
+        const double* x = reinterpret_cast<const double*>(parts);
+        for (int64_t i = 0; i < n; i++)
+          for (int r = 0; r < ranks; r++)
+            if (double *y = reinterpret_cast<double*>(host) + i, v = x[r * n + i]; r == 0 || v > *y || v != v) *y = v;
+      }
+    });
+    if (staged) stream_.copy(at, host, bytes);
+  }
 }
 
 void Channel::broadcast(void* buf, int64_t bytes, int root) {

@@ -17,7 +17,12 @@
 struct World {
   int rank = 0, size = 1;
   int local_rank = 0, local_size = 1;  // among the ranks of this host, by a shared-memory split
+  int group = 0;  // which of the worlds of this size, where the ranks are cut into several; see shard_group
 };
+// The ranks in groups of `ranks` neighbours, which must divide the world: a rank's own group, and those that have its
+// place in theirs.
+World shard_group(const World& world, int ranks);
+World replica_group(const World& world, int ranks);
 
 // Starts MPI (once a process) and tells who we are. Errors: MpiError.
 World init_mpi(int* argc, char*** argv);
@@ -66,8 +71,9 @@ std::string mpi_version();
 class Channel {
  public:
   // `max_bytes`: the largest buffer that a collective here will see (all ranks' parts together); MPI stages through
-  // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks. In a planned world
-  // (`--plan --world N`) transport says what to plan for and nothing is opened.
+  // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks, of all groups. A world of
+  // one needs no transport, whatever is given. In a planned world (`--plan --world N`) transport says what to plan for
+  // and nothing is opened.
   Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
           bool open);
   ~Channel();
@@ -79,8 +85,9 @@ class Channel {
   // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
   // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
   void reduce_scatter(void* buf, int64_t count, Dtype t);
-  // In place sum of n doubles, in rank order over MPI.
-  void all_reduce(double* buf, int64_t n);
+  // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f64 alone.
+  enum Reduction { sum, max };
+  void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);
   void broadcast(void* buf, int64_t bytes, int root);
 
   Stream& stream() { return stream_; }

@@ -26,6 +26,15 @@ struct bf16 {
                                            : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
   }
   HD operator float() const { return from_bits(uint32_t(bits) << 16); }
+  // Rounds away from zero if the bits cut off and `random`, a number below 2^16, come to 2^16 or more: with the odds
+  // that make the mean right. What is not finite is rounded as ever.
+  static HD bf16 stochastic(float f, uint32_t random) {
+    const uint32_t u = to_bits(f);
+    if ((u & 0x7f800000u) == 0x7f800000u) return bf16(f);
+    bf16 b;
+    b.bits = uint16_t((u + random) >> 16);
+    return b;
+  }
 
  private:
   static HD uint32_t to_bits(float f) {

@@ -326,34 +326,54 @@ void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64
   each<common_width<float, G>>(stream, AccumulateGradient<G>{shard, grad, accumulate}, n, aligned(shard, grad));
 }
 
-// 28 bytes a parameter: w, m, v read and written, the gradient read.
+// 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read. Random bits as
+// in the twin: a draw serves four elements, both moments of each.
+template <class M>
 struct AdamWUpdate {
-  float *w, *m, *v;
+  float* w;
+  M *m, *v;
   const float* grad;
   const double* sumsq;
-  float clip, lr, beta1, beta2, eps, weight_decay, c1, c2;  // c: 1 / (1 - beta^step)
-  int64_t decayed;
+  const ops::AdamW* now;
+  float clip;
+  int64_t decayed, first;
+  uint64_t seed;
+  uint32_t tensor;
   template <int N>
   __device__ void at(int64_t i) const {
+    const ops::AdamW a = *now;
     const float factor = clip > 0 ? fminf(1.0f, clip / float(sqrt(*sumsq))) : 1.0f;
-    float p[N], a[N], b[N], g[N];
-    load(p, w + i), load(a, m + i), load(b, v + i), load(g, grad + i);
+    float p[N], mi[N], vi[N], g[N];
+    load(p, w + i), load(mi, m + i), load(vi, v + i), load(g, grad + i);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const float gj = g[j] * factor, decay = i + j < decayed ? weight_decay : 0.0f;
-      a[j] = beta1 * a[j] + (1 - beta1) * gj;
-      b[j] = beta2 * b[j] + (1 - beta2) * gj * gj;
-      p[j] -= lr * (c1 * a[j] / (sqrtf(c2 * b[j]) + eps) + decay * p[j]);
+      const float gj = g[j] * factor, decay = i + j < decayed ? a.weight_decay : 0.0f;
+      mi[j] = a.beta1 * mi[j] + (1 - a.beta1) * gj;
+      vi[j] = a.beta2 * vi[j] + (1 - a.beta2) * gj * gj;
+      p[j] -= a.lr * (a.c1 * mi[j] / (sqrtf(a.c2 * vi[j]) + a.eps) + decay * p[j]);
     }
-    store(w + i, p), store(m + i, a), store(v + i, b);
+    if constexpr (std::is_same_v<M, bf16>) {
+#pragma unroll
+      for (int j = 0; j < N; j += 4) {
+        const int64_t e = first + i + j;
+        const Philox4 bits = philox4x32({{uint32_t(e / 4), uint32_t(uint64_t(e / 4) >> 32), tensor, a.step}},
+                                        uint32_t(seed), uint32_t(seed >> 32));
+#pragma unroll
+        for (int k = 0; k < 4 && j + k < N; ++k) {
+          // A vector begins at a multiple of four elements of the tensor; a single element anywhere.
+          const uint32_t word = N == 1 ? bits.x[e % 4] : bits.x[k];
+          mi[j + k] = bf16::stochastic(mi[j + k], word & 0xffffu), vi[j + k] = bf16::stochastic(vi[j + k], word >> 16);
+        }
+      }
+    }
+    store(w + i, p), store(m + i, mi), store(v + i, vi);
   }
 };
-inline void adamw(cudaStream_t stream, float* w, float* m, float* v, const float* grad, const double* sumsq, float clip,
-                  ops::AdamW a, int64_t n, int64_t decayed) {
-  const float c1 = float(1 / (1 - std::pow(double(a.beta1), double(a.step))));
-  const float c2 = float(1 / (1 - std::pow(double(a.beta2), double(a.step))));
-  const AdamWUpdate update{w, m, v, grad, sumsq, clip, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, c1, c2, decayed};
-  each<4>(stream, update, n, aligned(w, m, v, grad));
+template <class M>
+void adamw(cudaStream_t stream, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip,
+           const ops::AdamW* now, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  const AdamWUpdate<M> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
+  each<common_width<float, M>>(stream, update, n, first % 4 == 0 && aligned(w, m, v, grad));
 }
 
 }  // namespace gpu

@@ -177,7 +177,7 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
 // columns; its 32 warps take the rows in turn.
 template <class G>
 __global__ void __launch_bounds__(1024)
-    reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C) {
+    reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C, bool accumulate) {
   __shared__ float sums[warp][warp + 1];
   const int64_t c = int64_t(blockIdx.x) * warp + threadIdx.x;
   const float* from = partials + int64_t(blockIdx.y) * P * C + c;
@@ -191,12 +191,14 @@ __global__ void __launch_bounds__(1024)
   total = 0;
 #pragma unroll
   for (int y = 0; y < warp; ++y) total += sums[y][threadIdx.x];
-  (blockIdx.y ? out1 : out0)[c] = G(total);
+  G* out = (blockIdx.y ? out1 : out0) + c;
+  *out = G(accumulate ? float(*out) + total : total);
 }
 template <class G>
-void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials, int P, int64_t C) {
+void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials, int P, int64_t C,
+                    bool accumulate = false) {
   const dim3 blocks(unsigned(ceil_div(C, warp)), out1 ? 2 : 1);
-  reduce_columns_kernel<<<blocks, dim3(warp, warp), 0, stream>>>(out0, out1, partials, P, C);
+  reduce_columns_kernel<<<blocks, dim3(warp, warp), 0, stream>>>(out0, out1, partials, P, C, accumulate);
   CUDA_CHECK_LAUNCH();
 }
 
@@ -337,7 +339,8 @@ __global__ void __launch_bounds__(512)
 
 template <class T, class G>
 void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres,
-                   const T* x, const float* stats, const T* gamma, float* partials, int64_t M, int64_t C) {
+                   const T* x, const float* stats, const T* gamma, float* partials, int64_t M, int64_t C,
+                   bool accumulate) {
   constexpr int N = width<T>, most = 16 / N;
   const bool layer = kind == ops::Norm::layer;
   const float2* s = reinterpret_cast<const float2*>(stats);
@@ -364,7 +367,7 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
     norm_backward_kernel<T, most, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
   }
   CUDA_CHECK_LAUNCH();
-  reduce_columns(stream, dgamma, dbeta, partials, blocks, C);
+  reduce_columns(stream, dgamma, dbeta, partials, blocks, C, accumulate);
 }
 
 }  // namespace gpu

@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class T, class G>
-void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C, int64_t ld) {
+void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C, int64_t ld,
+               bool accumulate) {
   constexpr int N = width<T>;
   const bool vectors = C % N == 0 && ld % N == 0 && aligned(dy);
   const int runs = int(ops::bias_grad_partials(M, C) / C);
@@ -50,7 +51,7 @@ void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t
   if (vectors) column_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dy, M, C, ld);
   else column_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dy, M, C, ld);
   CUDA_CHECK_LAUNCH();
-  reduce_columns<G>(stream, db, nullptr, partials, runs, C);
+  reduce_columns<G>(stream, db, nullptr, partials, runs, C, accumulate);
 }
 
 // ------------------------------------------------------------------------------------------ gradient of the embedding
@@ -91,11 +92,13 @@ __global__ void __launch_bounds__(256)
 // A thread owns one vector of channels of row v: the sum of its occurrences, or of its partial sums.
 template <class T, class G, int N>
 __global__ void __launch_bounds__(256) embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index,
-                                                                 const float* partials, int64_t V, int64_t C) {
+                                                                 const float* partials, int64_t V, int64_t C,
+                                                                 bool accumulate) {
   const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (v >= V || c >= C) return;
-  float total[N] = {};
+  float total[N] = {}, before[N] = {};
+  if (accumulate) load(before, dtable + v * C + c);
   const int first = index.part[v], last = index.part[v + 1];
   if (first == last) add_rows<T>(total, dx, index.order, index.start[v], index.start[v + 1], C, c);
   else
@@ -106,12 +109,14 @@ __global__ void __launch_bounds__(256) embedding_backward_kernel(G* dtable, cons
 #pragma unroll
       for (int j = 0; j < N; ++j) total[j] += p[j];
     }
+#pragma unroll
+  for (int j = 0; j < N; ++j) total[j] += before[j];
   store(dtable + v * C + c, total);
 }
 
 template <class T, class G, int N>
 void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials,
-                           int64_t M, int64_t V, int64_t C) {
+                           int64_t M, int64_t V, int64_t C, bool accumulate) {
   const Grid2 g = rows_by_vectors(V, C / N);
   const int64_t slots = ops::embedding_partials(M, 1);
   if (slots > 0) {
@@ -120,16 +125,16 @@ void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::Tok
     embedding_chunks_kernel<T, N><<<blocks, x, 0, stream>>>(partials, dx, index, V, C);
     CUDA_CHECK_LAUNCH();
   }
-  embedding_backward_kernel<T, G, N><<<g.blocks, g.threads, 0, stream>>>(dtable, dx, index, partials, V, C);
+  embedding_backward_kernel<T, G, N><<<g.blocks, g.threads, 0, stream>>>(dtable, dx, index, partials, V, C, accumulate);
   CUDA_CHECK_LAUNCH();
 }
 template <class T, class G>
 void embedding_backward(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials, int64_t M,
-                        int64_t V, int64_t C) {
+                        int64_t V, int64_t C, bool accumulate) {
   constexpr int N = width<T>;
   if (C % N == 0 && aligned(dtable, dx, partials))
-    embedding_backward_by<T, G, N>(stream, dtable, dx, index, partials, M, V, C);
-  else embedding_backward_by<T, G, 1>(stream, dtable, dx, index, partials, M, V, C);
+    embedding_backward_by<T, G, N>(stream, dtable, dx, index, partials, M, V, C, accumulate);
+  else embedding_backward_by<T, G, 1>(stream, dtable, dx, index, partials, M, V, C, accumulate);
 }
 
 // ---------------------------------------------------------------------------------------------------- cross-entropy
@@ -225,53 +230,87 @@ void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32
 
 // ------------------------------------------------------------------------------------------------------------- sums
 
-// partials[block] = sum over the block's share of x, or of its squares. A thread strides over vectors of N.
+// What is added up of a number: itself, or a power of its absolute value. largest: nothing is added, the largest
+// absolute value is taken, and a NaN is larger than all.
+enum class Term { itself, absolute, square, cube, largest };
+template <Term term, class A>
+__device__ __forceinline__ A both(A a, A b) {
+  if constexpr (term == Term::largest) return b > a || b != b ? b : a;
+  else return a + b;
+}
+template <Term term>
+__device__ __forceinline__ float term_of(float x) {
+  return term == Term::itself ? x : term == Term::square ? x * x : term == Term::cube ? fabsf(x * x * x) : fabsf(x);
+}
+// Over the block; the result is thread 0's.
+template <Term term, class A>
+__device__ __forceinline__ A block_total(A x) {
+  __shared__ A warps[warp];
+#pragma unroll
+  for (int o = warp / 2; o > 0; o /= 2) x = both<term>(x, __shfl_xor_sync(0xffffffffu, x, o));
+  if (threadIdx.x % warp == 0) warps[threadIdx.x / warp] = x;
+  __syncthreads();
+  x = threadIdx.x < blockDim.x / warp ? warps[threadIdx.x] : A(0);
+#pragma unroll
+  for (int o = warp / 2; o > 0; o /= 2) x = both<term>(x, __shfl_xor_sync(0xffffffffu, x, o));
+  return x;
+}
+
+// partials[block] = total over the block's share of x. A thread strides over vectors of N.
 constexpr int sum_threads = 256;
-template <class A, bool squares, int N>
+template <class A, Term term, int N>
 __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, const float* x, int64_t n) {
-  __shared__ RowSums<A> shared;
   const int64_t vectors = n / N, stride = int64_t(gridDim.x) * blockDim.x;
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  A total = 0, unused = 0;
+  A total = 0;
 #pragma unroll 4
   for (int64_t i = t; i < vectors; i += stride) {
     float v[N], sum = 0;
     load(v, x + i * N);
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum += squares ? v[j] * v[j] : v[j];
-    total += sum;
+    for (int j = 0; j < N; ++j) sum = both<term>(sum, term_of<term>(v[j]));
+    total = both<term>(total, A(sum));
   }
-  for (int64_t i = vectors * N + t; i < n; i += stride) total += squares ? x[i] * x[i] : x[i];
-  row_sums(total, unused, shared);
+  for (int64_t i = vectors * N + t; i < n; i += stride) total = both<term>(total, A(term_of<term>(x[i])));
+  total = block_total<term>(total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
-template <class A>
+template <class A, Term term>
 __global__ void __launch_bounds__(sum_threads)
     sum_finish_kernel(A* out, const A* partials, int blocks, bool accumulate) {
-  __shared__ RowSums<A> shared;
-  A total = 0, unused = 0;
-  for (int i = threadIdx.x; i < blocks; i += blockDim.x) total += partials[i];
-  row_sums(total, unused, shared);
-  if (threadIdx.x == 0) *out = (accumulate ? *out : A(0)) + total;
+  A total = 0;
+  for (int i = threadIdx.x; i < blocks; i += blockDim.x) total = both<term>(total, partials[i]);
+  total = block_total<term>(total);
+  if (threadIdx.x == 0) *out = both<term>(accumulate ? *out : A(0), total);
 }
-template <class A, bool squares>
+template <Term term, class A>
 void sum_by_blocks(cudaStream_t stream, A* out, const float* x, A* partials, int64_t n, bool accumulate) {
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
   if (blocks > 0) {
-    if (aligned(x)) sum_kernel<A, squares, 4><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
-    else sum_kernel<A, squares, 1><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
+    if (aligned(x)) sum_kernel<A, term, 4><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
+    else sum_kernel<A, term, 1><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
     CUDA_CHECK_LAUNCH();
   }
-  sum_finish_kernel<<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate);
+  sum_finish_kernel<A, term><<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate);
   CUDA_CHECK_LAUNCH();
 }
 template <class A>
 void sum(cudaStream_t stream, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
-  sum_by_blocks<A, false>(stream, out, x, partials, n, accumulate);
+  sum_by_blocks<Term::itself>(stream, out, x, partials, n, accumulate);
 }
-inline void sum_squares(cudaStream_t stream, double* out, const float* x, double* partials, int64_t n,
-                        bool accumulate) {
-  sum_by_blocks<double, true>(stream, out, x, partials, n, accumulate);
+inline void sum_powers(cudaStream_t stream, ops::GradNorm p, double* out, const float* x, double* partials, int64_t n,
+                       bool accumulate) {
+  const auto by = p == ops::GradNorm::one     ? sum_by_blocks<Term::absolute, double>
+                  : p == ops::GradNorm::two   ? sum_by_blocks<Term::square, double>
+                  : p == ops::GradNorm::three ? sum_by_blocks<Term::cube, double>
+                                           : sum_by_blocks<Term::largest, double>;
+  by(stream, out, x, partials, n, accumulate);
+}
+static __global__ void power_kernel(double* x, double exponent) { *x = pow(*x, exponent); }
+inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out) {
+  if (p == ops::GradNorm::two) return;
+  power_kernel<<<1, 1, 0, stream>>>(out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p));
+  CUDA_CHECK_LAUNCH();
 }
 
 }  // namespace gpu

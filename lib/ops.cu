@@ -74,8 +74,8 @@ void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V
 // --------------------------------------------------------------------------------------------------------- operations
 
 template <class T, class G>
-void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld) {
-  RUN(is_double<T>, bias_grad, db, dy, partials, M, N, ld);
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate) {
+  RUN(is_double<T>, bias_grad, db, dy, partials, M, N, ld, accumulate);
 }
 
 template <class T>
@@ -95,8 +95,8 @@ void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, c
 }
 template <class T, class G>
 void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
-                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C) {
-  RUN(is_double<T>, norm_backward, kind, dx, dgamma, dbeta, dy, dres, x, stats, gamma, partials, M, C);
+                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate) {
+  RUN(is_double<T>, norm_backward, kind, dx, dgamma, dbeta, dy, dres, x, stats, gamma, partials, M, C, accumulate);
 }
 
 template <class T>
@@ -133,8 +133,8 @@ void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, i
 }
 template <class T, class G>
 void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
-                        int64_t C) {
-  RUN(is_double<T>, embedding_backward, dtable, dx, index, partials, M, V, C);
+                        int64_t C, bool accumulate) {
+  RUN(is_double<T>, embedding_backward, dtable, dx, index, partials, M, V, C, accumulate);
 }
 
 template <class T>
@@ -159,12 +159,24 @@ template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate) {
   RUN(is_double<G>, accumulate_gradient, shard, grad, n, accumulate);
 }
-void sum_squares(Stream& s, double* out, const float* x, double* partials, int64_t n, bool accumulate) {
-  RUN(false, sum_squares, out, x, partials, n, accumulate);
+void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate) {
+  RUN(false, sum_powers, p, out, x, partials, n, accumulate);
 }
-void adamw(Stream& s, float* w, float* m, float* v, const float* grad, const double* sumsq, float clip, AdamW a,
-           int64_t n, int64_t decayed) {
-  RUN(false, adamw, w, m, v, grad, sumsq, clip, a, n, decayed);
+void squared_norm(Stream& s, GradNorm p, double* out) { RUN(false, squared_norm, p, out); }
+
+AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step)
+    : lr(lr),
+      beta1(beta1),
+      beta2(beta2),
+      eps(eps),
+      weight_decay(weight_decay),
+      c1(float(1 / (1 - std::pow(double(beta1), double(step))))),
+      c2(float(1 / (1 - std::pow(double(beta2), double(step))))),
+      step(uint32_t(step)) {}
+template <class M>
+void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
+           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  RUN(false, adamw, w, m, v, grad, sumsq, clip, a, n, decayed, seed, tensor, first);
 }
 
 // ------------------------------------------------------------------------------------------------------ instantiation
@@ -189,10 +201,10 @@ FOR(double)
 #undef FOR
 
 #define FOR(T, G)                                                                                                 \
-  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t, int64_t);                           \
+  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t, int64_t, bool);                     \
   template void norm_backward(Stream&, Norm, T*, G*, G*, const T*, const T*, const T*, const acc_t<T>*, const T*, \
-                              acc_t<T>*, int64_t, int64_t);                                                       \
-  template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t);
+                              acc_t<T>*, int64_t, int64_t, bool);                                                 \
+  template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t, bool);
 FOR(float, float)
 FOR(bf16, bf16)
 FOR(bf16, float)
@@ -207,6 +219,10 @@ template void cast(Stream&, double*, const float*, int64_t);
 template void cast(Stream&, double*, const double*, int64_t);
 template void cast(Stream&, float*, const bf16*, int64_t);
 template void cast(Stream&, float*, const double*, int64_t);
+template void adamw(Stream&, float*, float*, float*, const float*, const double*, float, const AdamW*, int64_t, int64_t,
+                    uint64_t, uint32_t, int64_t);
+template void adamw(Stream&, float*, bf16*, bf16*, const float*, const double*, float, const AdamW*, int64_t, int64_t,
+                    uint64_t, uint32_t, int64_t);
 
 }  // namespace ops
 

@@ -33,10 +33,12 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 // dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
-// db (N) = column sums of dy (M,N), rows of ld numbers. partials: bias_grad_partials(M, N) numbers of workspace.
+// db (N) = column sums of dy (M,N), rows of ld numbers; added to db if accumulate. partials: bias_grad_partials(M, N)
+// numbers of workspace.
 int64_t bias_grad_partials(int64_t M, int64_t N);
 template <class T, class G>
-void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld);
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld,
+               bool accumulate = false);
 // x (M,N), rows of ld numbers, += bias (N), where it is not a product's whole output.
 template <class T>
 void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
@@ -53,11 +55,13 @@ template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
                 int64_t C);
 // dx (M,C) = residual gradient dres (may be null, may equal dx) + gradient through the norm of dy. dgamma, dbeta (C;
-// dbeta null for rms) are written. dx may also equal dy. partials: norm_backward_partials(M, C) numbers.
+// dbeta null for rms) are written, or added to if accumulate. dx may also equal dy. partials:
+// norm_backward_partials(M, C) numbers.
 int64_t norm_backward_partials(int64_t M, int64_t C);
 template <class T, class G>
 void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
-                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C);
+                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C,
+                   bool accumulate = false);
 
 // ---- activations
 // tanh-GELU (Hendrycks & Gimpel 2016). Backward in place, and h becomes gelu(h), which the next wgrad wants: dg -> dh.
@@ -102,10 +106,10 @@ int64_t embedding_partials(int64_t M, int64_t C);  // an upper bound over all ba
 template <class T>
 void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_, int64_t C,
                        bool add_positions);
-// dtable (V,C): every row is written, rows without occurrences with zero.
+// dtable (V,C): every row is written, rows without occurrences with zero; or added to, if accumulate.
 template <class T, class G>
 void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
-                        int64_t C);
+                        int64_t C, bool accumulate);
 
 // ---- head: softmax cross-entropy on a chunk of tokens
 // logits (M,V) become dlogits = scale * (softmax - onehot(target)) in place if `backward`; loss_rows (M) = -log softmax
@@ -128,16 +132,25 @@ void cast(Stream& s, To* to, const From* from, int64_t n);
 // shard = (accumulate ? shard : 0) + grad
 template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
-// out (+)= sum of squares, in a fixed order; partials: sum_partials() doubles
-void sum_squares(Stream& s, double* out, const float* x, double* partials, int64_t n, bool accumulate);
+// The p-norm of a gradient, in pieces: out = sum of |x|^p in a fixed order (the largest |x| where p is infinity), of
+// what it was before too if accumulate; and out = the square of the norm, from that. partials: sum_partials() doubles.
+enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
+void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate);
+void squared_norm(Stream& s, GradNorm p, double* out);
 
-struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected; step counts from 1
-  float lr, beta1, beta2, eps, weight_decay;
-  int64_t step;
+struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
+  AdamW() = default;
+  AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1
+  float lr = 0, beta1 = 0, beta2 = 0, eps = 1, weight_decay = 0, c1 = 1, c2 = 1;            // c: 1 / (1 - beta^step)
+  uint32_t step = 1;
 };
-// Gradients are multiplied by min(1, clip / sqrt(*sumsq)) first if clip > 0; sumsq is on the device. The first
-// `decayed` of the n elements are decayed (matrices), the rest are not.
-void adamw(Stream& s, float* w, float* m, float* v, const float* grad, const double* sumsq, float clip, AdamW a,
-           int64_t n, int64_t decayed);
+// Elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the rest not. a and
+// sumsq are on the device: no number of a step is an argument, so that a CUDA graph of it can be replayed. Gradients
+// are multiplied by min(1, clip / sqrt(*sumsq)) first if clip > 0. Moments in M, float or bf16; bf16 is rounded
+// stochastically (up or down with the odds that make the mean right: Gupta et al. 2015), by Philox with seed, tensor,
+// element and step, or else a beta close to 1 would never let a moment change.
+template <class M>
+void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
+           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
 
 }  // namespace ops

@@ -14,6 +14,8 @@ struct Options {
   std::string arch;    // simple, rope, llama, mlp
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000;
+  bool tie_embeddings = false;
+  std::string freeze;  // beginnings of names, with commas
   // Attention.
   std::string attn;  // nsa or dense; empty: nsa where the architecture attends
   int64_t nsa_block = 32, nsa_stride = 16, nsa_select_block = 64, nsa_selected = 16, nsa_window = 512;
@@ -24,6 +26,7 @@ struct Options {
   int64_t grad_accum = 1;
   // Optimizer and schedule.
   double lr = 3e-4, min_lr_ratio = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1, clip = 1.0;
+  std::string clip_norm = "2";
   int64_t warmup = -1;     // steps; -1: a tenth of the steps, 100 at most
   int64_t steps = 0;       // the schedule's length; 0: chosen by the machine
   int64_t stop_after = 0;  // end after this many steps without changing the schedule
@@ -38,8 +41,21 @@ struct Options {
   std::string param_dtype;   // bf16 or fp32; empty: bf16 on a GPU, fp32 on a CPU
   std::string reduce_dtype;  // bf16 or fp32; empty: as param_dtype
   bool tf32 = false;
+  std::string autocast;      // bf16: parameters are gathered in fp32 and cast; empty: off
+  std::string moments = "fp32";
   // Sharding.
-  int64_t gather_slots = 2, gradient_slots = 2;
+  std::string shard = "full";  // full, grad, none, hybrid:K
+  std::string wrap = "block";  // block, sublayer, auto, single
+  int64_t wrap_min_params = 100000000, bucket_mb = 0;
+  int64_t reshard_after_forward = -1;  // -1: as --shard says
+  std::string limit_all_gathers;       // slots, or "off"; empty: 2
+  int64_t gradient_slots = 2;
+  int64_t forward_prefetch = 1;
+  std::string backward_prefetch = "pre";
+  std::string accum_sync = "every";
+  int64_t replicate_below = 0;  // bytes
+  int64_t meta_init = 1, optimizer_in_backward = 0;
+  std::string gather;  // nccl, copy-engine, mpi; empty: by the transport
   // Checkpoints.
   std::string save;        // directory; empty: none
   int64_t save_every = 0;  // steps; 0: at the end alone

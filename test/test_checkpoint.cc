@@ -105,13 +105,13 @@ std::vector<Param> tensors() {
           param("head.weight", {8, 40})};
 }
 // How tensors are dealt out over units: as models do it, all in one, each on its own.
-enum class Wrap { blocks, one, each };
-std::vector<Unit> wrapped(const std::vector<Param>& params, Wrap wrap, int ranks) {
+enum class Grouping { blocks, one, each };
+std::vector<Unit> wrapped(const std::vector<Param>& params, Grouping wrap, int ranks) {
   std::map<std::string, size_t> place;
   std::vector<Unit> units;
   for (const Param& p : params) {
-    const std::string unit = wrap == Wrap::blocks ? p.name.substr(0, p.name.find('.'))
-                             : wrap == Wrap::one  ? "all"
+    const std::string unit = wrap == Grouping::blocks ? p.name.substr(0, p.name.find('.'))
+                             : wrap == Grouping::one  ? "all"
                                                   : p.name;
     if (!place.count(unit)) place[unit] = units.size(), units.emplace_back();
     units[place[unit]].name = unit;
@@ -134,7 +134,7 @@ struct FakeRank {
   std::vector<Unit> all;
   int rank;
   mutable std::vector<std::vector<float>> data[3];
-  FakeRank(const std::vector<Param>& params, Wrap wrap, int ranks, int rank)
+  FakeRank(const std::vector<Param>& params, Grouping wrap, int ranks, int rank)
       : all(wrapped(params, wrap, ranks)), rank(rank) {
     for (auto& kind : data)
       for (const Unit& u : all) kind.emplace_back(size_t(u.shard), padding);
@@ -143,6 +143,9 @@ struct FakeRank {
   float* master(int u) const { return data[0][size_t(u)].data(); }
   float* first_moment(int u) const { return data[1][size_t(u)].data(); }
   float* second_moment(int u) const { return data[2][size_t(u)].data(); }
+  Dtype moment_dtype() const { return Dtype::f32; }
+  int64_t first(int u) const { return rank * all[size_t(u)].shard; }
+  bool first_replica(int) const { return true; }
 
   // f(number, what it should be), for all that the shards hold.
   template <class F>
@@ -165,10 +168,10 @@ struct FakeRank {
     each(step, [&](float x, float want) { same = same && std::memcmp(&x, &want, 4) == 0; });
     return same;
   }
-  std::vector<Part> parts() const { return parts_of(*this, rank); }
+  std::vector<Part> parts() const { return parts_of(*this); }
   std::string bytes() const {
     std::string all;
-    for (const Part& p : parts()) all.append(reinterpret_cast<const char*>(p.data), size_t(p.count) * 4);
+    for (const Part& p : parts()) all.append(p.data, size_t(p.bytes()));
     return all;
   }
 };
@@ -176,7 +179,7 @@ struct FakeRank {
 json some_state(int64_t step) { return {{"step", step}, {"sequence", step * 12}, {"seed", 7}, {"lr", 0.1}}; }
 
 // A step as `ranks` ranks write it.
-void save_as(const std::string& dir, int64_t step, int64_t keep, const std::vector<Param>& params, Wrap wrap,
+void save_as(const std::string& dir, int64_t step, int64_t keep, const std::vector<Param>& params, Grouping wrap,
              int ranks) {
   std::vector<std::string> shards;
   FakeRank first(params, wrap, ranks, 0);
@@ -192,7 +195,7 @@ std::vector<Param> few_tensors() { return {param("block0.up", {16, 24}), param("
 
 // The step that a process alone finds in `dir`, all of it checked; -1 if there is none or it is not what it should be.
 int64_t found_in(const std::string& dir) {
-  FakeRank rank(few_tensors(), Wrap::one, 1, 0);
+  FakeRank rank(few_tensors(), Grouping::one, 1, 0);
   try {
     const json state = load_checkpoint(dir, "", test_device(Backend::cpu), World(), rank.parts());
     const int64_t step = state.at("step");
@@ -257,8 +260,8 @@ TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoi
   const World& world = test_world();
   Device& dev = test_device(Backend::cpu);
   const std::string top = common_directory();
-  const Wrap wraps[] = {Wrap::blocks, Wrap::one, Wrap::each};
-  auto dir_of = [&](int ranks, Wrap wrap) { return top + strf("/%d-%d", ranks, int(wrap)); };
+  const Grouping wraps[] = {Grouping::blocks, Grouping::one, Grouping::each};
+  auto dir_of = [&](int ranks, Grouping wrap) { return top + strf("/%d-%d", ranks, int(wrap)); };
   for (int i = world.rank; i < 12; i += world.size) {
     const std::string dir = dir_of(1 + i / 3, wraps[i % 3]);
     REQUIRE(::mkdir(dir.c_str(), 0777) == 0);
@@ -267,15 +270,15 @@ TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoi
   barrier();
   int turn = 0;
   for (int from = 1; from <= 4; ++from)
-    for (Wrap saved : wraps)
-      for (Wrap loaded : wraps) {
+    for (Grouping saved : wraps)
+      for (Grouping loaded : wraps) {
         // By the ranks there are, together.
         FakeRank mine(tensors(), loaded, world.size, world.rank);
         CHECK(load_checkpoint(dir_of(from, saved), "", dev, world, mine.parts()) == some_state(20));
         CHECK(mine.holds(20));  // the padding too: nothing was written there
         // By one of other worlds, alone: each pair by one of the ranks that there are.
         for (int to : {1, 2, 3, 4, 7}) {
-          if (turn++ % world.size != world.rank || (saved != Wrap::blocks && loaded != Wrap::blocks)) continue;
+          if (turn++ % world.size != world.rank || (saved != Grouping::blocks && loaded != Grouping::blocks)) continue;
           for (int r = 0; r < to; ++r) {
             FakeRank rank(tensors(), loaded, to, r);
             load_checkpoint(dir_of(from, saved), "", dev, World(), rank.parts());
@@ -287,14 +290,14 @@ TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoi
 
 TEST_CASE("the calls of a save, in order", "[checkpoint]") {
   const std::string dir = my_directory();
-  save_as(dir, 10, 1, few_tensors(), Wrap::one, 1);
+  save_as(dir, 10, 1, few_tensors(), Grouping::one, 1);
   std::string trace;
   {
     Hook hook([&](const char* call, const std::string& path) {
       trace += std::string(call) + " " + (path == dir ? "DIR" : path.substr(dir.size() + 1)) + "\n";
       return 0;
     });
-    save_as(dir, 20, 1, few_tensors(), Wrap::one, 2);
+    save_as(dir, 20, 1, few_tensors(), Grouping::one, 2);
   }
   // Each file is on the disk before its directory's entry is, that before the step has its name, that before `latest`
   // says so, and that before the old step goes.
@@ -346,8 +349,8 @@ TEST_CASE("a save that is killed at any call leaves a step that loads", "[checkp
     for (int n = world.rank; !done; n += world.size) {
       INFO("call " << n << ", case " << before);
       const std::string dir = my_directory(above);
-      for (int64_t step : {5, 10}) save_as(dir, step, 0, few_tensors(), Wrap::one, 2);
-      if (before != none) save_as(dir, 20, 0, few_tensors(), Wrap::one, 3);
+      for (int64_t step : {5, 10}) save_as(dir, step, 0, few_tensors(), Grouping::one, 2);
+      if (before != none) save_as(dir, 20, 0, few_tensors(), Grouping::one, 3);
       if (before == unfinished) {
         ::unlink((dir + "/latest").c_str());
         REQUIRE(::symlink("step-10", (dir + "/latest").c_str()) == 0);
@@ -360,7 +363,7 @@ TEST_CASE("a save that is killed at any call leaves a step that loads", "[checkp
           if (calls++ == n) ::_exit(9);
           return 0;
         };
-        save_as(dir, 20, 2, few_tensors(), Wrap::one, 2);
+        save_as(dir, 20, 2, few_tensors(), Grouping::one, 2);
         ::_exit(0);
       }
       int status = 0;
@@ -379,8 +382,8 @@ TEST_CASE("a save that is killed at any call leaves a step that loads", "[checkp
         CHECK(!has(list(dir), ".tmp"));
       }
       CHECK(found_in(dir) == step);
-      save_as(dir, 20, 2, few_tensors(), Wrap::one, 2);
-      save_as(dir, 30, 2, few_tensors(), Wrap::one, 2);
+      save_as(dir, 20, 2, few_tensors(), Grouping::one, 2);
+      save_as(dir, 30, 2, few_tensors(), Grouping::one, 2);
       CHECK(found_in(dir) == 30);
       CHECK(list(dir) == "latest step-20 step-30");
     }
@@ -398,7 +401,7 @@ TEST_CASE("a full disk at any call leaves the step before and is said in one lin
   int failed_calls = 0;
   for (int n = world.rank; !done; n += world.size) {
     const std::string dir = my_directory();
-    FakeRank rank(few_tensors(), Wrap::one, 1, 0);
+    FakeRank rank(few_tensors(), Grouping::one, 1, 0);
     std::vector<std::string> notes;
     Saver saver(dev, World(), dir, 1, rank.parts(), [&](const std::string& note) { notes.push_back(note); });
     rank.fill(10);
@@ -453,7 +456,7 @@ TEST_CASE("a file that takes no more bytes is noticed", "[checkpoint]") {
     ::signal(SIGXFSZ, SIG_IGN);
     const rlimit limit = {4700, 4700};
     ::setrlimit(RLIMIT_FSIZE, &limit);
-    const std::string error = error_of([&] { save_as(dir, 10, 0, few_tensors(), Wrap::one, 1); });
+    const std::string error = error_of([&] { save_as(dir, 10, 0, few_tensors(), Grouping::one, 1); });
     ::_exit(has(error, "rank-0.bin: write failed: File too large") ? 3 : 4);
   }
   int status = 0;
@@ -465,7 +468,7 @@ TEST_CASE("a file that takes no more bytes is noticed", "[checkpoint]") {
 TEST_CASE("a rank whose disk is full stops all, through rank 0", "[checkpoint]") {
   const World& world = test_world();
   const std::string dir = common_directory();
-  FakeRank rank(few_tensors(), Wrap::one, world.size, world.rank);
+  FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
   Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts());
   rank.fill(10);
   saver.begin(10, some_state(10));
@@ -499,7 +502,7 @@ TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") {
     if (backend == Backend::gpu && !have_gpu()) continue;
     Device& dev = test_device(backend);
     const std::string dir = common_directory();
-    FakeRank rank(tensors(), Wrap::blocks, world.size, world.rank);
+    FakeRank rank(tensors(), Grouping::blocks, world.size, world.rank);
     // The numbers lie in planned memory of the device, as a trainer's do.
     std::vector<Part> parts = rank.parts();
     int64_t bytes = 0;
@@ -510,7 +513,7 @@ TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") {
     own.mem.commit();
     float* at = memory();
     own.mode = Mode::run;
-    for (Part& p : parts) p.data = at, at += p.count;
+    for (Part& p : parts) p.data = reinterpret_cast<char*>(at), at += p.count;
     HostBuffer<char> host(own, bytes);
     auto put = [&](int64_t step) {
       own.compute().synchronize();
@@ -564,9 +567,9 @@ TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") {
 TEST_CASE("what is damaged is refused, by name", "[checkpoint]") {
   const World& world = test_world();
   const std::string good = common_directory() + "/", step = good + "step-20";
-  FakeRank rank(tensors(), Wrap::blocks, world.size, world.rank);
+  FakeRank rank(tensors(), Grouping::blocks, world.size, world.rank);
   const bool writes = world.rank == 0;
-  if (writes) save_as(good, 20, 0, tensors(), Wrap::blocks, 3);
+  if (writes) save_as(good, 20, 0, tensors(), Grouping::blocks, 3);
   barrier();
   REQUIRE(refusal(good, &rank) == "");
   const std::string manifest = read_all(step + "/manifest.json");
@@ -632,7 +635,7 @@ TEST_CASE("what is damaged is refused, by name", "[checkpoint]") {
 
   // Another model.
   auto with = [&](std::vector<Param> params) {
-    FakeRank other(params, Wrap::blocks, world.size, world.rank);
+    FakeRank other(params, Grouping::blocks, world.size, world.rank);
     return refusal(good, &other);
   };
   std::vector<Param> params = tensors();
@@ -657,7 +660,7 @@ TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
   CHECK(has(error("latest", ""), "--resume latest: of which directory? Give --save DIR"));
   CHECK(has(error(dir + "/none", ""), "No such file"));
   CHECK(has(error(dir, ""), "no checkpoint in " + dir));
-  for (int64_t step : {100, 8, 9, 10}) save_as(dir, step, 2, few_tensors(), Wrap::one, 2);
+  for (int64_t step : {100, 8, 9, 10}) save_as(dir, step, 2, few_tensors(), Grouping::one, 2);
   write_all(dir + "/step-by-step", "no step");
   CHECK(list(dir) == "latest step-10 step-100 step-9 step-by-step");  // 100 is another run's
   CHECK(find_checkpoint(dir, "") == dir + "/step-10");
@@ -674,7 +677,7 @@ TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
       asked += is;
       return is ? EINVAL : 0;
     });
-    save_as(dir, 10, 2, few_tensors(), Wrap::one, 3);
+    save_as(dir, 10, 2, few_tensors(), Grouping::one, 3);
     CHECK(asked == 1);
   }
   CHECK(list(dir) == "latest step-10 step-100 step-9 step-by-step");
@@ -692,7 +695,7 @@ TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
 TEST_CASE("a rank that unwinds does not wait for a save that others never begin", "[checkpoint]") {
   const World& world = test_world();
   const std::string dir = common_directory();
-  FakeRank rank(few_tensors(), Wrap::one, world.size, world.rank);
+  FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
   try {
     Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts());
     if (world.rank == 0) saver.begin(10, some_state(10));
@@ -713,11 +716,13 @@ struct Trainer {
   int64_t batch, ints;
   std::unique_ptr<Model<float, float>> model;
   std::unique_ptr<HostBuffer<int32_t>> host;
+  HostBuffer<ops::AdamW> adamw;
   Event copied;
 
   Trainer(Backend backend, const World& world)
       : world(world),
         dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size, backend == Backend::gpu),
+        adamw(dev, 1),
         copied(dev) {
     config.arch = Arch::rope;
     config.dim = 32, config.depth = 2, config.heads = 4, config.kv_heads = 2, config.hidden = 48, config.vocab = 17;
@@ -735,8 +740,10 @@ struct Trainer {
   ~Trainer() { model.reset(); }
   void step_program(int64_t n) {
     dev.mem.begin("step");
+    if (host) adamw[0] = ops::AdamW(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, n);
+    model->begin_step(adamw.get(), 1.0f);
     model->forward_backward(host ? host->get() : nullptr, 1.0 / double(rows * config.seq), true, true, copied);
-    model->step({1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, n}, 1.0f);
+    model->end_step();
     dev.mem.end();
   }
   // Steps [from, to]; their losses and gradient norms.
@@ -760,14 +767,15 @@ struct Trainer {
     }
     return results;
   }
-  std::vector<Part> parts() { return parts_of(model->fsdp, world.rank); }
+  std::vector<Part> parts() { return parts_of(model->fsdp); }
+  std::vector<Part> parts_to_save() { return parts_of(model->fsdp, true); }
   std::string bytes() {
     std::string all;
     for (const Part& p : parts()) {
-      HostBuffer<char> part(dev, p.count * 4);
-      dev.compute().copy(part.get(), p.data, p.count * 4);
+      HostBuffer<char> part(dev, p.bytes());
+      dev.compute().copy(part.get(), p.data, p.bytes());
       dev.compute().synchronize();
-      all.append(part.get(), size_t(p.count) * 4);
+      all.append(part.get(), size_t(p.bytes()));
     }
     return all;
   }
@@ -830,7 +838,7 @@ TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint
   const World& world = test_world();
   Device& dev = test_device(Backend::cpu);
   const std::string dir = common_directory(), path = dir + "/model.safetensors";
-  for (Wrap wrap : {Wrap::blocks, Wrap::one})
+  for (Grouping wrap : {Grouping::blocks, Grouping::one})
     for (Dtype dtype : {Dtype::f32, Dtype::bf16}) {
       FakeRank rank(tensors(), wrap, world.size, world.rank);
       rank.fill(20);
@@ -868,7 +876,7 @@ TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint
       barrier();
     }
   // A disk that is full on one rank: the file that was there stays, and nothing else.
-  FakeRank rank(few_tensors(), Wrap::one, world.size, world.rank);
+  FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
   const std::string was = read_all(path);
   barrier();
   std::string error;

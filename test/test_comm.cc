@@ -165,7 +165,7 @@ std::vector<T> check_reduce_scatter(Rig& rig, int64_t count, uint64_t seed) {
 void check_all_reduce(Rig& rig, int64_t n, uint64_t seed) {
   std::vector<double> data(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) data[size_t(i)] = value<double>(seed, rig.world.rank, i);
-  CHECK(rig.around<double>(*rig.reductions, rig.two, data, [&](double* buf) { rig.reductions->all_reduce(buf, n); }));
+  CHECK(rig.around<double>(*rig.reductions, rig.two, data, [&](double* buf) { rig.reductions->all_reduce(buf, n, Dtype::f64); }));
   int64_t wrong = 0;
   for (int64_t i = 0; i < n; ++i) {
     const double sum = sum_in_order<double>(seed, rig.world.size, i);
@@ -274,7 +274,7 @@ void check_off(Rig& rig) {
     if (rig.world.rank == 0) {
       rig.gathers->all_gather(rig.one, 10, Dtype::f32);
       rig.reductions->reduce_scatter(rig.two, 10, Dtype::bf16);
-      rig.reductions->all_reduce(reinterpret_cast<double*>(rig.two), 10);
+      rig.reductions->all_reduce(rig.two, 10, Dtype::f64);
       rig.gathers->broadcast(rig.one, 10, 0);
     }
     CHECK(rig.finish(rig.dev.gather()) == "");
@@ -358,7 +358,7 @@ TEST_CASE("collectives return at once", "[comm]") {
   gather.record(gathered);
   reduce.wait(from);
   rig.reductions->reduce_scatter(rig.two, 10, Dtype::f32);
-  rig.reductions->all_reduce(reinterpret_cast<double*>(rig.two), 10);
+  rig.reductions->all_reduce(rig.two, 10, Dtype::f64);
   reduce.record(reduced);
   CHECK(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() < 50);
   CHECK(rig.finish(gather) == "");

@@ -325,8 +325,13 @@ TEST_CASE("embedding: positions and gradient", "[ops]") {
   loss();
   const auto ints = index_of(tokens, V);
   cpu::embedding_backward(dtable.data(), dx.data(), ops::token_index_at(ints.data(), M, V),
-                          static_cast<double*>(nullptr), M, V, C);
+                          static_cast<double*>(nullptr), M, V, C, false);
   CHECK(gradient_error(table, dtable, loss) < 1e-7);
+  Doubles more = normals<double>(V * C, 3);
+  const Doubles before = more;
+  cpu::embedding_backward(more.data(), dx.data(), ops::token_index_at(ints.data(), M, V), static_cast<double*>(nullptr),
+                          M, V, C, true);
+  for (int64_t i = 0; i < V * C; ++i) CHECK(more[i] == Approx(before[i] + dtable[i]));
   loss();
   for (int64_t m : {0, 9, 10, 149})
     for (int64_t c = 0; c < C; ++c) {
@@ -371,13 +376,13 @@ TEST_CASE("AdamW follows the paper, with clipping", "[ops]") {
   auto v0 = normals<float>(n, 4);
   for (float& v : v0) v *= v;
   double sumsq = 0;
-  cpu::sum_squares(&sumsq, g.data(), nullptr, n, false);
+  cpu::sum_powers(ops::GradNorm::two, &sumsq, g.data(), nullptr, n, false);
   double exact = 0;
   for (float x : g) exact += double(x) * x;
   CHECK(sumsq == Approx(exact).epsilon(1e-14));
   for (float clip : {0.0f, 1.0f, 1e6f}) {
     auto w = w0, m = m0, v = v0;
-    cpu::adamw(w.data(), m.data(), v.data(), g.data(), &sumsq, clip, a, n, decayed);
+    cpu::adamw(w.data(), m.data(), v.data(), g.data(), &sumsq, clip, &a, n, decayed, 0, 0, 0);
     const double factor = clip > 0 ? std::min(1.0, double(clip) / std::sqrt(exact)) : 1;
     for (int64_t i = 0; i < n; ++i) {
       const double b1 = a.beta1, b2 = a.beta2, gi = g[i] * factor;
@@ -389,6 +394,72 @@ TEST_CASE("AdamW follows the paper, with clipping", "[ops]") {
       CHECK(w[i] == Approx(wi).margin(1e-6));
     }
   }
+}
+
+TEST_CASE("norms of a gradient", "[ops]") {
+  const int64_t n = 53;
+  const auto g = normals<float>(n, 3, 5);
+  for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::two, ops::GradNorm::three, ops::GradNorm::inf}) {
+    INFO("p " << int(p));
+    double want = 0, got = 0;
+    for (float x : g) {
+      const double a = std::abs(double(x));
+      want = p == ops::GradNorm::inf ? std::max(want, a) : want + std::pow(a, double(int(p)));
+    }
+    if (p != ops::GradNorm::inf) want = std::pow(want, 1.0 / int(p));
+    cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
+    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
+    cpu::squared_norm(p, &got);
+    CHECK(std::sqrt(got) == Approx(want).epsilon(1e-12));
+    auto broken = g;
+    broken[7] = NAN;
+    cpu::sum_powers(p, &got, broken.data(), nullptr, 20, false);
+    cpu::sum_powers(p, &got, broken.data() + 20, nullptr, n - 20, true);
+    CHECK(std::isnan(got));
+  }
+}
+
+TEST_CASE("stochastic rounding is right on average, and leaves bf16 numbers alone", "[ops]") {
+  for (float x : {1.0f + 0x1p-10f, -3.14159f, 1e-30f * 1.7f, 65504.0f}) {
+    double sum = 0, low = INFINITY, high = -INFINITY;
+    for (uint32_t r = 0; r < 65536; ++r) {
+      const double y = float(bf16::stochastic(x, r));
+      sum += y, low = std::min(low, y), high = std::max(high, y);
+    }
+    CHECK(sum / 65536 == Approx(double(x)).epsilon(1e-7));  // over all random numbers: exact
+    CHECK(low < x);
+    CHECK(high > x);
+  }
+  for (float x : {0.0f, -0.5f, 384.0f})
+    for (uint32_t r : {0u, 1u, 65535u}) CHECK(float(bf16::stochastic(x, r)) == x);
+  CHECK(std::isnan(float(bf16::stochastic(NAN, 65535))));
+  CHECK(std::isinf(float(bf16::stochastic(INFINITY, 65535))));
+}
+
+TEST_CASE("AdamW with moments in bf16: cut anywhere, the same bits; and they follow fp32's", "[ops]") {
+  const int64_t n = 400, steps = 300;
+  const auto w0 = normals<float>(n, 1);
+  std::vector<float> w = w0, wide = w0, pieces = w0, m32(n), v32(n);
+  std::vector<bf16> m(n, bf16(0.f)), v(n, bf16(0.f)), mp = m, vp = v;
+  for (int64_t step = 1; step <= steps; ++step) {
+    const ops::AdamW a{1e-3f, 0.9f, 0.999f, 1e-8f, 0.1f, step};
+    auto g = normals<float>(n, uint64_t(100 + step));
+    for (float& x : g) x += 0.5f;
+    cpu::adamw(w.data(), m.data(), v.data(), g.data(), nullptr, 0.0f, &a, n, n, 5, 7, 0);
+    cpu::adamw(wide.data(), m32.data(), v32.data(), g.data(), nullptr, 0.0f, &a, n, n, 5, 7, 0);
+    for (int64_t from : {0, 3, 64, 129}) {
+      const int64_t to = from == 0 ? 3 : from == 3 ? 64 : from == 64 ? 129 : n;
+      cpu::adamw(pieces.data() + from, mp.data() + from, vp.data() + from, g.data() + from, nullptr, 0.0f, &a,
+                 to - from, to - from, 5, 7, from);
+    }
+  }
+  CHECK(std::memcmp(w.data(), pieces.data(), size_t(n) * 4) == 0);
+  CHECK(std::memcmp(m.data(), mp.data(), size_t(n) * 2) == 0);
+  // Mean second moment: rounding to nearest would stop it far below, since a step changes it by less than half a bit.
+  double sum = 0, sum32 = 0, drift = 0;
+  for (int64_t i = 0; i < n; ++i) sum += float(v[i]), sum32 += v32[i], drift += double(w[i]) - double(wide[i]);
+  CHECK(sum == Approx(sum32).epsilon(5e-3));
+  CHECK(std::abs(drift / double(n)) < 1e-3);
 }
 
 TEST_CASE("casts and accumulation", "[ops]") {
@@ -628,6 +699,10 @@ void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_pla
         const T* from = in_place && !with_delta ? dx : dy;  // dx may be dy or dres
         const T* res = in_place && with_delta ? dx : dres;
         ops::norm_backward<T, G>(a.s, kind, dx, dgamma, dbeta, from, res, x, st, gamma, partials, M, C);
+        auto *more = a.inout<G>(C), *more_beta = layer ? a.inout<G>(C) : nullptr;
+        auto* aside = a.out<T>(M * C);
+        ops::norm_backward<T, G>(a.s, kind, aside, more, more_beta, a.in<T>(M * C), nullptr, x, st, gamma, partials, M,
+                                 C, true);
       },
       2);
 }
@@ -737,7 +812,9 @@ void compare_embedding_backward() {
           auto* dtable = a.out<G>(V * C);
           auto* dx = a.in<T>(M * C);
           auto* partials = a.work<float>(ops::embedding_partials(M, C));
-          ops::embedding_backward<T, G>(a.s, dtable, dx, ops::token_index_at(put(a, ints), M, V), partials, M, V, C);
+          const auto index = ops::token_index_at(put(a, ints), M, V);
+          ops::embedding_backward<T, G>(a.s, dtable, dx, index, partials, M, V, C, false);
+          ops::embedding_backward<T, G>(a.s, dtable, dx, index, partials, M, V, C, true);
         });
       }
 }
@@ -796,10 +873,20 @@ TEST_CASE("GPU: sums", "[ops][gpu]") {
           [&](Space& a) {
             auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
             const float* x = a.in(positive) + shift;
-            ops::sum_squares(a.s, total, x, partials, n, false);
-            ops::sum_squares(a.s, total, x, partials, n, true);
+            ops::sum_powers(a.s, ops::GradNorm::two, total, x, partials, n, false);
+            ops::sum_powers(a.s, ops::GradNorm::two, total, x, partials, n, true);
           },
           1e6);
+      for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::three, ops::GradNorm::inf})
+        compare(
+            [&](Space& a) {
+              auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
+              const float* x = a.in<float>(n + shift) + shift;
+              ops::sum_powers(a.s, p, total, x, partials, n, false);
+              ops::sum_powers(a.s, p, total, x, partials, n, true);
+              ops::squared_norm(a.s, p, total);
+            },
+            1e6);
     }
 }
 
@@ -815,9 +902,19 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
              *v = a.in(positive) + shift, *g = a.in<float>(n + shift) + shift;
         const ops::AdamW adamw{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3};
         auto* sumsq = a.in(std::vector<double>{100.0});
-        ops::adamw(a.s, w, m, v, g, sumsq, 1.0f, adamw, n, n / 2);
-        ops::adamw(a.s, w, m, v, g, sumsq, 0.0f, adamw, n, n);
+        const ops::AdamW* now = a.in(std::vector<ops::AdamW>{adamw});
+        ops::adamw(a.s, w, m, v, g, sumsq, 1.0f, now, n, n / 2, 1, 2, 0);
+        ops::adamw(a.s, w, m, v, g, sumsq, 0.0f, now, n, n, 1, 2, 0);
       });
+      // The same random bits. A moment next to a boundary may fall to the other side by the arithmetic's last bit.
+      for (int64_t first : {0, 64, 6})
+        compare([&](Space& a) {
+          auto *w = a.inout<float>(n + shift) + shift, *g = a.in<float>(n + shift) + shift;
+          auto *m = a.inout<bf16>(n + shift) + shift, *v = a.out<bf16>(n + shift);
+          const ops::AdamW* now = a.in(std::vector<ops::AdamW>{{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3}});
+          ops::cast<bf16, float>(a.s, v, a.in(positive), n + shift);
+          ops::adamw(a.s, w, m, v + shift, g, nullptr, 0.0f, now, n, n / 2, 1, 2, first);
+        });
       compare([&](Space& a) {
         auto* b = a.out<bf16>(n + shift);
         auto *f = a.out<float>(n + shift), *x = a.in<float>(n + shift), *shard = a.inout<float>(n + shift),
@@ -876,6 +973,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
           ops::matmul_wgrad<T, G>(a.s, dw2, dy, x, M, N, K, true);
           ops::bias_grad<T, G>(a.s, db, dy, partials, M, N, N);
           ops::bias_grad<T, G>(a.s, db2, dy, partials, M, N / 2, N);
+          ops::bias_grad<T, G>(a.s, db2, dy + N / 2, partials, M, N / 2, N, true);
           ops::add_bias<T>(a.s, y4, bias, M, N / 2, N);
         };
         if (before == Mode::tune && a.dev.backend == Backend::gpu) {
