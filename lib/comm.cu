@@ -325,6 +325,8 @@ ncclDataType_t nccl_type(Dtype t) {
 // Over MPI every collective has the same three steps: bring the bytes to the host (a GPU), talk, take them back.
 void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
+  if (stream_.off())
+    stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);
@@ -350,6 +352,8 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
 
 void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
+  if (stream_.off())
+    stream_.spend(Collective::reduce_scatter, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(transport_ != Transport::mpi || part * world_.size <= max_bytes_);
@@ -378,6 +382,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
 
 void Channel::all_reduce(double* buf, int64_t n) {
   stream_.sleep(delay_ms);
+  if (stream_.off()) stream_.spend(Collective::all_reduce, double(n * 8), world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
@@ -400,6 +405,7 @@ void Channel::all_reduce(double* buf, int64_t n) {
 
 void Channel::broadcast(void* buf, int64_t bytes, int root) {
   stream_.sleep(delay_ms);
+  if (stream_.off()) stream_.spend(Collective::broadcast, double(bytes), world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
