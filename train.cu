@@ -14,6 +14,7 @@
 #include "build/version.h"
 #include "lib/checkpoint.h"
 #include "lib/data.h"
+#include "lib/estimate.h"
 #include "lib/options.h"
 #include "lib/telemetry.h"
 #include "model.h"
@@ -524,6 +525,22 @@ void with_types(const Run& r, F f) {
 
 // ------------------------------------------------------------------------------------------------------------- main
 
+// The time of a step on --gpu's chip, on the one here, or on an H200, by a dry run of its own.
+std::string estimate_text(Run r, World world) {
+  const std::string name = !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
+  const Chip* chip = chip_named(name);
+  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", name.c_str());
+  Estimate estimate(*chip);
+  Device dev(Backend::gpu, Device::plan_only);
+  dev.estimate = &estimate;
+  r.o.val_every = 0;  // a step alone
+  world.local_size = std::min(world.size, gpus_per_node);
+  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
+  with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
+  const double tokens = double(r.tokens_per_step()) / world.size;
+  return estimate.text(tokens, tokens * flops_per_token(r.model), double(dev.mem.arena_bytes()));
+}
+
 // --help and its kind: no MPI, no memory. Under mpirun only the first process speaks.
 int answer(const Options& o) {
   auto number = [](std::initializer_list<const char*> names, int otherwise) {
@@ -554,6 +571,7 @@ int answer(const Options& o) {
                   r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                   name_of(r.dtype), ll(r.batch), ll(r.model.seq));
       if (o.plan) std::printf("%s", memory_table(dev.mem.report(), ranks).c_str());
+      if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, world).c_str());
       if (o.show_schedule) std::printf("%s", schedule_text(issued, r.model, ranks).c_str());
     }
   }
