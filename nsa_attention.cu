@@ -47,7 +47,8 @@ AttentionShape compressed_shape(const NsaShape& a) {
 
 template <class T>
 void zero_columns(Stream& s, T* p, int64_t columns, const NsaShape& a) {
-  if (s.off() || columns == 0) return;
+  if (columns == 0) return;
+  if (s.off()) return s.spend(moves<T>(columns * a.B * a.T));
   const size_t rows = size_t(a.B * a.T), pitch = size_t(a.ld) * sizeof(T), width = size_t(columns) * sizeof(T);
 #if FSDP_CUDA
   if (s.on_gpu()) {

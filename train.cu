@@ -14,6 +14,7 @@
 #include "build/version.h"
 #include "lib/checkpoint.h"
 #include "lib/data.h"
+#include "lib/estimate.h"
 #include "lib/options.h"
 #include "lib/telemetry.h"
 #include "model.h"
@@ -241,8 +242,11 @@ std::string parameters_text(const ModelConfig& c, const FsdpOptions& o, int worl
       std::string shape;
       for (int64_t n : p.shape) shape += (shape.empty() ? "" : " x ") + std::to_string(n);
       const std::string init = p.std > 0 ? strf("normal(%g, %.4g)", p.mean, p.std) : strf("%g", p.mean);
-      text += strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(),
-                   init.c_str(), p.frozen ? "frozen" : p.decay ? "yes" : "no");
+      text +=
+          strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(), init.c_str(),
+               p.frozen  ? "frozen"
+               : p.decay ? "yes"
+                         : "no");
     }
     text += strf("  unit %-21s %-18s %14s  ", u.name.c_str(), "", grouped(u.numel).c_str());
     text += u.replicated || shards == 1 ? "whole on every rank\n"
@@ -407,7 +411,9 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
   ops::keep_workspace(dev);
   Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
   Event copied(dev);
+  Estimate* const estimate = std::exchange(dev.estimate, nullptr);  // of the step alone
   model.init_weights();
+  dev.estimate = estimate;
   model.fsdp.begin_trace();
   step_program(dev, model, r, nullptr, nullptr, copied);
   std::vector<Issued> issued = model.fsdp.trace();
@@ -585,6 +591,22 @@ void with_types(const Run& r, F f) {
 
 // ------------------------------------------------------------------------------------------------------------- main
 
+// The time of a step on --gpu's chip, on the one here, or on an H200, by a dry run of its own.
+std::string estimate_text(Run r, World world) {
+  const std::string name = !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
+  const Chip* chip = chip_named(name);
+  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", name.c_str());
+  Estimate estimate(*chip);
+  Device dev(Backend::gpu, Device::plan_only);
+  dev.estimate = &estimate;
+  r.o.val_every = 0;  // a step alone
+  world.local_size = std::min(world.size, gpus_per_node);
+  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
+  with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
+  const double tokens = double(r.tokens_per_step()) / world.size;
+  return estimate.text(tokens, tokens * flops_per_token(r.model), double(dev.mem.arena_bytes()));
+}
+
 // --help and its kind: no MPI, no memory. Under mpirun only the first process speaks.
 int answer(const Options& o) {
   auto number = [](std::initializer_list<const char*> names, int otherwise) {
@@ -615,6 +637,7 @@ int answer(const Options& o) {
                   r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                   name_of(r.dtype), ll(r.batch), ll(r.model.seq));
       if (o.plan) std::printf("%s", memory_table(dev.mem.report(), ranks).c_str());
+      if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, world).c_str());
       if (o.show_schedule) std::printf("%s", schedule_text(issued, r.model, ranks).c_str());
     }
   }

@@ -19,25 +19,26 @@
 #else
 #define RUN_ON_GPU(T, name, ...)
 #endif
-#define RUN(T, name, ...)                       \
+// bytes: read and written, for the estimate of a dry run.
+#define RUN(T, bytes, name, ...)                \
   do {                                          \
-    if (s.off()) return;                        \
+    if (s.off()) return s.spend(bytes);         \
     RUN_ON_GPU(T, name, __VA_ARGS__)            \
     s.enqueue([=] { cpu::name(__VA_ARGS__); }); \
   } while (0)
 
 template <class T>
 void nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a) {
-  RUN(T, nsa_mean, out, x, a);
+  RUN(T, moves<T>(a.B * a.T * a.HKV * a.D), nsa_mean, out, x, a);
 }
 template <class T>
 void nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a) {
-  RUN(T, nsa_mean_backward, dx, dout, a);
+  RUN(T, moves<T>(a.B * a.T * a.HKV * a.D), nsa_mean_backward, dx, dout, a);
 }
 
 template <class T>
 void nsa_blocks(Stream& s, T* blocks, const T* x, const T* position, const NsaShape& a) {
-  RUN(T, nsa_blocks, blocks, x, position, a);
+  RUN(T, moves<T>(2 * a.B * a.compressed() * a.HKV * a.block * a.D), nsa_blocks, blocks, x, position, a);
 }
 // dposition is a column sum over all blocks, for each head.
 int64_t nsa_blocks_partials(const NsaShape& a) {
@@ -45,22 +46,23 @@ int64_t nsa_blocks_partials(const NsaShape& a) {
 }
 template <class T, class G>
 void nsa_blocks_backward(Stream& s, T* dx, G* dposition, const T* dblocks, acc_t<T>* partials, const NsaShape& a) {
-  RUN(T, nsa_blocks_backward, dx, dposition, dblocks, partials, a);
+  RUN(T, moves<T>(2 * a.B * a.compressed() * a.HKV * a.block * a.D, 3), nsa_blocks_backward, dx, dposition, dblocks,
+      partials, a);
 }
 
 template <class T>
 void nsa_heads_last(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
-  RUN(T, nsa_heads_last, out, x, heads, rows, D);
+  RUN(T, moves<T>(2 * heads * rows * D), nsa_heads_last, out, x, heads, rows, D);
 }
 template <class T>
 void nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
-  RUN(T, nsa_heads_first, out, x, heads, rows, D);
+  RUN(T, moves<T>(2 * heads * rows * D), nsa_heads_first, out, x, heads, rows, D);
 }
 
 template <class T>
 void nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
                  const NsaShape& a) {
-  RUN(T, nsa_combine, o, compressed, selected, window, x, a);
+  RUN(T, moves<T>(4 * a.B * a.T * a.H * a.D), nsa_combine, o, compressed, selected, window, x, a);
 }
 
 int64_t nsa_stats_partials(const NsaShape& a) {
@@ -68,7 +70,7 @@ int64_t nsa_stats_partials(const NsaShape& a) {
 }
 template <class T>
 void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a) {
-  RUN(T, nsa_stats, out, x, indices, partials, a);
+  RUN(T, moves<int32_t>(a.B * a.HKV * a.T * a.selected, 2), nsa_stats, out, x, indices, partials, a);
 }
 
 #define INSTANTIATE(T)                                                                             \

@@ -188,10 +188,27 @@ template void attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const b
 }  // namespace gpu
 #endif
 
+// For the estimate. Tiles of 128 queries walk tiles of 128 keys, and spend about as long on what stands around the walk
+// as on 2.5 more of those. The shares of the peak are between the wgmma kernels' short runs and their long ones, which
+// lower the clock (results/attention-2026-11-21.jsonl, results/nsa-2026-11-21.jsonl; within 20 %). float: not measured.
+template <class T>
+static Cost cost(const AttentionShape& a, bool backward) {
+  double tiles = 0;
+  attention::with_mask(a, [&](const auto& mask) {
+    for (int q = 0; q < a.T; q += 128)
+      tiles += 2.5 + std::max(0, attention::ceil_div(mask.last_key(q + 128), 128) - mask.first_key(q) / 128);
+  });
+  Cost c = moves<T>((backward ? 4 : 2) * a.B * a.T * (a.H + a.HKV) * a.D, backward ? 3 : 1, Work::attention);
+  c.flops = (backward ? 2.5 : 1) * 4 * double(a.B * a.H * a.D) * tiles * 128 * 128;
+  c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545), c.dtype = dtype_of<T>;
+  c.tasks = double(a.B * a.H * ((a.T + 127) / 128));
+  return c;
+}
+
 template <class T>
 void attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a) {
   check(a);
-  if (s.off()) return;
+  if (s.off()) return s.spend(cost<T>(a, false));
   if (s.on_gpu()) {
 #if FSDP_CUDA
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
@@ -215,7 +232,7 @@ template <class T>
 void attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                         const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate) {
   check(a);
-  if (s.off()) return;
+  if (s.off()) return s.spend(cost<T>(a, true));
   if (s.on_gpu()) {
 #if FSDP_CUDA
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");

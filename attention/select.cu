@@ -45,11 +45,26 @@ int64_t nsa_select_scratch(const NsaShape& a) {
   return s.most() * s.scores();
 }
 
+// For the estimate. Per tile of 128 queries and 128 compressed keys: products for every head, and for each KV head the
+// choosing, which is worth 2700 FLOPs a score; and what stands around the walk. By the stage times in
+// results/nsa-2026-11-21.jsonl.
+template <class T>
+static Cost cost(const NsaShape& a) {
+  const int64_t rows = (a.T + 127) / 128;
+  int64_t tiles = 0;
+  for (int64_t r = 1; r <= rows; r++)
+    tiles += std::max<int64_t>(0, std::min(r * 128, a.T) - a.block + a.stride + 127 * a.stride) / (128 * a.stride);
+  Cost c{Work::attention};
+  c.flops = double(tiles * 128 * 128) * double(2 * a.H * a.D + 2700 * a.HKV) + 30e6 * double(rows * a.H);
+  c.flops *= double(a.B), c.share = 0.77, c.dtype = dtype_of<T>;
+  return c;
+}
+
 template <class T>
 void nsa_select(Stream& s, int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* scratch,
                 const NsaShape& a) {
   check_nsa(a);
-  if (s.off()) return;
+  if (s.off()) return s.spend(cost<T>(a));
   if (s.on_gpu()) {
 #if FSDP_CUDA
     if constexpr (std::is_same_v<T, double>) throw Error("nsa_select: no fp64 kernels on a GPU");

@@ -234,6 +234,24 @@ INSTANTIATE(bf16)
 }  // namespace gpu
 #endif
 
+// For the estimate. A query's rows visit the pieces that it selected. The forward is bound by what a visit moves: it
+// reads a row of q, writes a partial output and its lse, and the merge reads those again. The backward is bound by its
+// products.
+template <class T>
+static Cost cost(const NsaShape& a, bool backward) {
+  const attention::selected::Plan p = attention::selected::plan(a, backward);
+  double blocks = 0;
+  for (int64_t t = 0; t < a.T; t++) blocks += double(std::min(t / a.select_block + 1, a.selected));
+  const double visits = double(a.B * a.H * p.parts) * blocks;
+  Cost c{Work::attention};
+  c.dtype = dtype_of<T>;
+  c.launches =
+      int(3 + (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * (backward ? 2 + 3 * p.segments : 2 * p.segments));
+  if (!backward) c.bytes = visits * (3 * double(a.D) * sizeof(T) + 8);
+  else c.flops = visits * 10 * double(a.D) * attention::selected::piece_keys, c.share = a.D > 64 ? 0.23 : 0.19;
+  return c;
+}
+
 template <class T>
 int64_t nsa_selected_forward_scratch(const NsaShape& a) {
   check(a);
@@ -244,7 +262,7 @@ template <class T>
 void nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
                           char* scratch, const NsaShape& a) {
   check(a);
-  if (s.off()) return;
+  if (s.off()) return s.spend(cost<T>(a, false));
   if (s.on_gpu()) {
 #if FSDP_CUDA
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
@@ -267,7 +285,7 @@ void nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compresse
                            const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices, char* scratch,
                            const NsaShape& a, Gate<T> gate) {
   check(a);
-  if (s.off()) return;
+  if (s.off()) return s.spend(cost<T>(a, true));
   if (s.on_gpu()) {
 #if FSDP_CUDA
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");

@@ -342,6 +342,8 @@ ncclDataType_t nccl_type(Dtype t) {
 // Over MPI every collective has the same three steps: bring the bytes to the host (a GPU), talk, take them back.
 void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
+  if (stream_.off())
+    stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);
@@ -367,6 +369,8 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
 
 void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
+  if (stream_.off())
+    stream_.spend(Collective::reduce_scatter, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(transport_ != Transport::mpi || part * world_.size <= max_bytes_);
@@ -397,6 +401,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
 void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
   stream_.sleep(delay_ms);
   ASSERT(how == sum || t == Dtype::f64);
+  if (stream_.off()) stream_.spend(Collective::all_reduce, double(count * size_of(t)), world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
@@ -426,7 +431,7 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
         const double* x = reinterpret_cast<const double*>(parts);
         for (int64_t i = 0; i < n; i++)
           for (int r = 0; r < ranks; r++)
-            if (double *y = reinterpret_cast<double*>(host) + i, v = x[r * n + i]; r == 0 || v > *y || v != v) *y = v;
+            if (double* y = reinterpret_cast<double*>(host) + i, v = x[r * n + i]; r == 0 || v > *y || v != v) *y = v;
       }
     });
     if (staged) stream_.copy(at, host, bytes);
@@ -435,6 +440,7 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
 
 void Channel::broadcast(void* buf, int64_t bytes, int root) {
   stream_.sleep(delay_ms);
+  if (stream_.off()) stream_.spend(Collective::broadcast, double(bytes), world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {

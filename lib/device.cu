@@ -1,5 +1,7 @@
 #include "lib/device.h"
 
+#include "lib/estimate.h"
+
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -186,6 +188,8 @@ struct Flag {
 
 struct Event::State {
   Device* dev;
+  double clock = 0;  // in an estimate; and the stream that recorded it
+  int recorder = 0;
   std::shared_ptr<Flag> flag;
 #if FSDP_CUDA
   cudaEvent_t cuda = nullptr;
@@ -337,7 +341,12 @@ void Stream::host(std::function<void()> work) {
 }
 
 void Stream::record(Event& e) {
-  if (off()) return;
+  if (off()) {
+    if (!dev_.estimate) return;
+    dev_.estimate->host_call();
+    e.s_->recorder = place(), e.s_->clock = dev_.estimate->clock(place());
+    return;
+  }
 #if FSDP_CUDA
   if (cuda_) {
     CUDA_CHECK(cudaEventRecord(e.s_->cuda, cuda_));
@@ -350,7 +359,12 @@ void Stream::record(Event& e) {
 }
 
 void Stream::wait(const Event& e) {
-  if (off()) return;
+  if (off()) {
+    if (!dev_.estimate) return;
+    dev_.estimate->host_call();
+    dev_.estimate->wait(place(), e.s_->recorder, e.s_->clock);
+    return;
+  }
 #if FSDP_CUDA
   if (cuda_) {
     if (e.s_->recorded) CUDA_CHECK(cudaStreamWaitEvent(cuda_, e.s_->cuda, 0));
@@ -361,7 +375,8 @@ void Stream::wait(const Event& e) {
 }
 
 void Stream::copy(void* to, const void* from, int64_t bytes) {
-  if (off() || bytes == 0) return;
+  if (bytes == 0) return;
+  if (off()) return spend({Work::memory, 2.0 * double(bytes)});
 #if FSDP_CUDA
   if (cuda_) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault, cuda_));
@@ -372,7 +387,8 @@ void Stream::copy(void* to, const void* from, int64_t bytes) {
 }
 
 void Stream::zero(void* p, int64_t bytes) {
-  if (off() || bytes == 0) return;
+  if (bytes == 0) return;
+  if (off()) return spend({Work::memory, double(bytes)});
 #if FSDP_CUDA
   if (cuda_) {
     CUDA_CHECK(cudaMemsetAsync(p, 0, size_t(bytes), cuda_));
@@ -403,6 +419,14 @@ void Stream::sleep(double ms) {
   }
 #endif
   enqueue([=] { std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms)); });
+}
+
+int Stream::place() const { return this == dev_.compute_.get() ? 0 : this == dev_.gather_.get() ? 1 : 2; }
+void Stream::spend(const Cost& cost) {
+  if (dev_.estimate) dev_.estimate->spend(place(), cost);
+}
+void Stream::spend(Collective kind, double bytes, int ranks, int local) {
+  if (dev_.estimate) dev_.estimate->spend(place(), kind, bytes, ranks, local);
 }
 
 void Stream::synchronize() {

@@ -76,6 +76,27 @@ enum class Mode {
 };
 
 struct Device;
+class Estimate;  // lib/estimate.h
+
+// What an operation asks of a chip, for an estimate of its time.
+enum class Work { matmul, attention, memory, optimizer };
+struct Cost {
+  Work kind;
+  double bytes = 0;  // read and written
+  double flops = 0;
+  double share = 1;  // of the chip's peak, that the FLOPs reach
+  Dtype dtype = Dtype::bf16;
+  int launches = 1;
+  double tasks = 0;  // equal parts that the FLOPs come in, each one multiprocessor's; 0: very many
+};
+// An operation that takes as long as so many T to and from memory.
+template <class T>
+Cost moves(int64_t numbers, int launches = 1, Work kind = Work::memory) {
+  Cost c{kind, double(numbers) * double(sizeof(T))};
+  c.launches = launches;
+  return c;
+}
+enum class Collective { all_gather, reduce_scatter, all_reduce, broadcast };
 
 // A point in a stream. wait() refers to the latest record() at the time of the call; an event that was never recorded
 // holds nobody up.
@@ -116,10 +137,15 @@ class Stream {
   void copy(void* to, const void* from, int64_t bytes);  // device or pinned host memory, any direction
   void zero(void* p, int64_t bytes);
   void sleep(double ms);  // for tests: holds this stream up, not the host
-  void synchronize();     // the host waits; rethrows what a CPU stream's work has thrown
+  // In a dry run that estimates time (Device::estimate): an operation stands here, or a collective of a group of ranks,
+  // `local` of them in a node. Otherwise nothing.
+  void spend(const Cost& cost);
+  void spend(Collective kind, double bytes, int ranks, int local);
+  void synchronize();  // the host waits; rethrows what a CPU stream's work has thrown
 
  private:
   struct Worker;
+  int place() const;  // compute 0, gather 1, reduce 2
   Device& dev_;
   std::unique_ptr<Worker> worker_;
 #if FSDP_CUDA
@@ -315,6 +341,7 @@ struct Device {
   Stream& gather() { return *gather_; }
   Stream& reduce() { return reduce_ ? *reduce_ : *gather_; }
   Memory mem{*this};
+  Estimate* estimate = nullptr;  // keeps the time of a dry run; null: nobody asks
   // cuBLASLt's workspace: planned, one for the compute stream. Set by ops::keep_workspace.
   void* blas_workspace = nullptr;
   int64_t blas_workspace_bytes = 0;

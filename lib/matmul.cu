@@ -22,6 +22,7 @@ void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n);
 namespace ops {
 
 static bool allow_tf32 = false;
+static constexpr int64_t longest_fused = 1024;  // inner dimension up to which a fused GELU may pay; see gelu_matmul
 void set_allow_tf32(bool on) { allow_tf32 = on; }
 
 // Hopper's kernels may use 64 MiB for split-K sums and scheduling.
@@ -364,7 +365,7 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
   // The fused form differs in g's last bits, so a race between timings must not decide. Where the product is short the
   // saved pass over h counts, where it is long the heavier epilogue does. H200, fused and separate, ms: K 768,
   // M 32768, N 3072: 0.244 and 0.295; M 2048: 0.020 and 0.023; K 4096, M 32768, N 16384: 6.56 and 6.41.
-  if (K > 1024) return;
+  if (K > longest_fused) return;
   Plan& p = plan_of(s.device(), fused);
   if (p.tuned || !p.possible) return;
   tune(s, fused, p);
@@ -382,9 +383,20 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
 }  // namespace
 #endif  // FSDP_CUDA
 
+// For the estimate: z (M,N), of Z, = x (M,K) y (K,N), of T; others: how many more matrices like z are read or written.
+// The share is what a step of the preset rope reaches on one H200.
+template <class T, class Z>
+static Cost product(int64_t M, int64_t N, int64_t K, int others) {
+  Cost c{Work::matmul};
+  c.flops = 2.0 * double(M) * double(N) * double(K), c.share = 0.70, c.dtype = dtype_of<T>;
+  c.bytes = double(M * K + K * N) * sizeof(T) + double(M * N) * (1 + others) * sizeof(Z);
+  return c;
+}
+
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N,
             int64_t K) {
+  if (s.device().mode == Mode::plan) return s.spend(product<T, T>(M, N, K, residual != nullptr));
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul");
@@ -396,6 +408,11 @@ void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* res
 
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K) {
+  if (s.device().mode == Mode::plan) {
+    const bool fused = std::is_same_v<T, bf16> && K <= longest_fused;
+    s.spend(product<T, T>(M, N, K, fused));
+    return fused ? void() : gelu_forward(s, g, h, M * N);
+  }
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, bf16>) return gelu_matmul(s, g, h, x, w, bias, M, N, K);
@@ -408,6 +425,7 @@ void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, i
 
 template <class T>
 void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate) {
+  if (s.device().mode == Mode::plan) return s.spend(product<T, T>(M, K, N, accumulate));
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul_dgrad");
@@ -419,6 +437,7 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
+  if (s.device().mode == Mode::plan) return s.spend(product<T, G>(N, K, M, accumulate));
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul_wgrad");

@@ -23,9 +23,10 @@ namespace ops {
 #else
 #define RUN_ON_GPU(is_double, name, ...)
 #endif
-#define RUN(is_double, name, ...)               \
+// bytes: read and written, for the estimate of a dry run.
+#define RUN(is_double, bytes, name, ...)        \
   do {                                          \
-    if (s.off()) return;                        \
+    if (s.off()) return s.spend(bytes);         \
     RUN_ON_GPU(is_double, name, __VA_ARGS__)    \
     s.enqueue([=] { cpu::name(__VA_ARGS__); }); \
   } while (0)
@@ -75,94 +76,100 @@ void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V
 
 template <class T, class G>
 void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate) {
-  RUN(is_double<T>, bias_grad, db, dy, partials, M, N, ld, accumulate);
+  RUN(is_double<T>, moves<T>(M * N, 2), bias_grad, db, dy, partials, M, N, ld, accumulate);
 }
 
 template <class T>
 void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
-  RUN(is_double<T>, add_bias, x, bias, M, N, ld);
+  RUN(is_double<T>, moves<T>(2 * M * N), add_bias, x, bias, M, N, ld);
 }
 
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
                   const T* beta, int64_t M, int64_t C) {
-  RUN(is_double<T>, norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+  RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
 }
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
                 int64_t C) {
-  RUN(is_double<T>, norm_apply, kind, y, stats, x, gamma, beta, M, C);
+  RUN(is_double<T>, moves<T>(2 * M * C), norm_apply, kind, y, stats, x, gamma, beta, M, C);
 }
 template <class T, class G>
 void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
                    const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate) {
-  RUN(is_double<T>, norm_backward, kind, dx, dgamma, dbeta, dy, dres, x, stats, gamma, partials, M, C, accumulate);
+  RUN(is_double<T>, moves<T>((dres ? 4 : 3) * M * C, 2), norm_backward, kind, dx, dgamma, dbeta, dy, dres, x, stats,
+      gamma, partials, M, C, accumulate);
 }
 
 template <class T>
 void gelu_forward(Stream& s, T* g, const T* h, int64_t n) {
-  RUN(is_double<T>, gelu_forward, g, h, n);
+  RUN(is_double<T>, moves<T>(2 * n), gelu_forward, g, h, n);
 }
 template <class T>
 void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n) {
-  RUN(is_double<T>, gelu_backward, dg_dh, h_g, n);
+  RUN(is_double<T>, moves<T>(4 * n), gelu_backward, dg_dh, h_g, n);
 }
 template <class T>
 void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F) {
-  RUN(is_double<T>, swiglu_forward, g, h, M, F);
+  RUN(is_double<T>, moves<T>(3 * M * F), swiglu_forward, g, h, M, F);
 }
 template <class T>
 void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F) {
-  RUN(is_double<T>, swiglu_backward, dg_g, h_dh, M, F);
+  RUN(is_double<T>, moves<T>(6 * M * F), swiglu_backward, dg_g, h_dh, M, F);
 }
 
 template <class T>
 void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base) {
-  RUN(is_double<T>, rope_table<T>, table, T_, D, base);
+  RUN(is_double<T>, moves<T>(T_ * D), rope_table<T>, table, T_, D, base);
 }
 template <class T>
 void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
           bool inverse) {
-  RUN(is_double<T>, rope, x, table, M, T_, heads, D, ld, inverse);
+  RUN(is_double<T>, moves<T>(2 * M * heads * D), rope, x, table, M, T_, heads, D, ld, inverse);
 }
 
 template <class T>
 void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_, int64_t C,
                        bool add_positions) {
-  RUN(is_double<T>, embedding_forward, x, table, tokens, M, T_, C, add_positions);
+  RUN(is_double<T>, moves<T>(2 * M * C), embedding_forward, x, table, tokens, M, T_, C, add_positions);
 }
 template <class T, class G>
 void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
                         int64_t C, bool accumulate) {
-  RUN(is_double<T>, embedding_backward, dtable, dx, index, partials, M, V, C, accumulate);
+  RUN(is_double<T>, moves<T>((M + (accumulate ? 2 : 1) * V) * C, 2), embedding_backward, dtable, dx, index, partials, M,
+      V, C, accumulate);
 }
 
 template <class T>
 void cross_entropy(Stream& s, T* logits, acc_t<T>* loss_rows, const int32_t* targets, acc_t<T> scale, bool backward,
                    int64_t M, int64_t V) {
-  RUN(is_double<T>, cross_entropy, logits, loss_rows, targets, scale, backward, M, V);
+  RUN(is_double<T>, moves<T>((backward ? 2 : 1) * M * V), cross_entropy, logits, loss_rows, targets, scale, backward, M,
+      V);
 }
 template <class A>
 void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
-  RUN(is_double<A>, sum, out, x, partials, n, accumulate);
+  RUN(is_double<A>, moves<A>(n, 2), sum, out, x, partials, n, accumulate);
 }
 
 void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {
-  RUN(false, init_normal, w, seed, tensor, first, n, mean, std);
+  RUN(false, moves<float>(n), init_normal, w, seed, tensor, first, n, mean, std);
 }
-void fill(Stream& s, float* w, float value, int64_t n) { RUN(false, fill, w, value, n); }
+void fill(Stream& s, float* w, float value, int64_t n) { RUN(false, moves<float>(n), fill, w, value, n); }
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n) {
-  RUN(is_double<From>, cast, to, from, n);
+  RUN(is_double<From>, moves<char>(n * (sizeof(To) + sizeof(From))), cast, to, from, n);
 }
 template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate) {
-  RUN(is_double<G>, accumulate_gradient, shard, grad, n, accumulate);
+  RUN(is_double<G>, moves<char>(n * (sizeof(G) + (accumulate ? 8 : 4))), accumulate_gradient, shard, grad, n,
+      accumulate);
 }
 void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate) {
-  RUN(false, sum_powers, p, out, x, partials, n, accumulate);
+  RUN(false, moves<float>(n, 2, Work::optimizer), sum_powers, p, out, x, partials, n, accumulate);
 }
-void squared_norm(Stream& s, GradNorm p, double* out) { RUN(false, squared_norm, p, out); }
+void squared_norm(Stream& s, GradNorm p, double* out) {
+  RUN(false, moves<double>(1, 1, Work::optimizer), squared_norm, p, out);
+}
 
 AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step)
     : lr(lr),
@@ -176,7 +183,8 @@ AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, 
 template <class M>
 void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
            int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  RUN(false, adamw, w, m, v, grad, sumsq, clip, a, n, decayed, seed, tensor, first);
+  RUN(false, moves<char>(n * int64_t(12 + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq, clip, a, n,
+      decayed, seed, tensor, first);
 }
 
 // ------------------------------------------------------------------------------------------------------ instantiation

@@ -396,7 +396,13 @@ const std::vector<Spec>& specs() {
        nullptr},
       {"Output", "profile", "", &Options::profile, {}, "print and log where the time of the last step went", nullptr},
 
-      {"Instead of training", "plan", "", &Options::plan, {}, "print the planned memory; needs no GPU", nullptr},
+      {"Instead of training",
+       "plan",
+       "",
+       &Options::plan,
+       {},
+       "print the planned memory and the estimated time; needs no GPU",
+       nullptr},
       {"Instead of training",
        "world",
        "N",
@@ -404,6 +410,13 @@ const std::vector<Spec>& specs() {
        {1, 1 << 20},
        "with --plan, --show-schedule and --show-params: for this many ranks",
        "the ranks there are"},
+      {"Instead of training",
+       "gpu",
+       "NAME",
+       &Options::gpu,
+       {0, 0, "", {"h200", "h100", "a100", "l40s", "rtx4090"}},
+       "with --plan: estimate the time of a step on this chip",
+       "the chip here, without one h200"},
       {"Instead of training",
        "show-schedule",
        "",
@@ -655,6 +668,7 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
                "--limit-all-gathers: a unit that is not resharded after the forward has a slot of its own");
   REQUIRE_USER(out->world == 0 || out->plan || out->show_schedule || out->show_params,
                "--world is for --plan, --show-schedule and --show-params: the ranks of a run are mpirun's -np");
+  REQUIRE_USER(out->gpu.empty() || out->plan, "--gpu is for --plan: a run takes the GPUs that there are");
   return true;
 }
 

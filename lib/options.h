@@ -76,6 +76,7 @@ struct Options {
   // Instead of training.
   bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;
   int64_t world = 0;  // --plan: pretend this many ranks
+  std::string gpu;    // --plan: estimate this chip's time; empty: the one here, without one h200
 };
 
 // Parses argv (and --config FILE). Throws UsageError with one line that names the option, the value and what is

@@ -76,6 +76,8 @@ mpi -np 2 ./train --device cpu --preset huge
 judge "unknown preset" "--preset huge" "tiny"
 bad "option without a value" "--depth" --depth
 bad "world without plan" "--world|--plan" --world 8
+bad "gpu without plan" "--gpu|--plan" --gpu h200
+bad "unknown gpu" "--gpu h2000|h200" --plan --gpu h2000
 bad "missing file of options" "--config $dir/none.toml" --config "$dir/none.toml"
 echo 'dmi = 3' >"$dir/bad.toml"
 bad "unknown name in a file of options" "dmi|dim" --config "$dir/bad.toml"
@@ -138,6 +140,7 @@ good "version" "MPI" --version
 good "hardware" '"gpus"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
+good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
 good "schedule" "reduce_scatter  block.0" --show-schedule --world 4 --preset tiny
 good "a run" "step" "${small[@]}" --log "$dir/log.jsonl"
 wrong=""

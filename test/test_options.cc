@@ -248,6 +248,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--plan",
                             "--world",
                             "8",
+                            "--gpu",
+                            "h100",
                             "--show-params",
                             "--show-schedule",
                             "--hardware",

@@ -1,0 +1,147 @@
+#include "lib/estimate.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <limits>
+
+#include "lib/telemetry.h"
+
+namespace {
+
+// What of a datasheet's figures an H200 reaches. NOTES.md, "What a step costs, before it runs", says how each is known.
+constexpr double of_bandwidth = 0.75;  // a kernel that streams; a copy reaches 0.85
+constexpr double of_link = 0.7;        // NCCL's rings
+constexpr double of_network = 0.85;    // not measured
+constexpr double beside = 1.28;        // a product's time while a collective runs, over its time alone
+// Latencies, in seconds.
+constexpr double launch = 5e-6;   // of a kernel on the device: to begin, to fill the chip, to end
+constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
+// A ring's hops within and between nodes, and a tree's for the all-reduce of a few numbers, as NCCL itself reckons with
+// them (its src/graph/tuning.cc).
+constexpr double ring = 8.4e-6, ring_hop = 3.4e-6, ring_node_hop = 9.6e-6;
+constexpr double tree = 4.4e-6, tree_hop = 0.52e-6, tree_node_hop = 5e-6;
+
+constexpr double never_ends = std::numeric_limits<double>::infinity();
+
+std::string letters_of(const std::string& s) {
+  std::string t;
+  for (unsigned char c : s)
+    if (std::isalnum(c)) t += char(std::tolower(c));
+  return t;
+}
+
+// What a rank sends: all parts but one, and in an all-reduce twice.
+double sent(Collective kind, double bytes, int ranks) {
+  return bytes * (ranks - 1) / ranks * (kind == Collective::all_reduce ? 2 : 1);
+}
+
+}  // namespace
+
+const Chip* chip_named(const std::string& name) {
+  static const Chip chips[] = {
+      //        SMs  bf16      fp32     bandwidth memory link   network
+      {"H200", 132, 989.5e12, 66.9e12, 4.8e12, 141e9, 450e9, 50e9},
+      {"H100", 132, 989.5e12, 66.9e12, 3.35e12, 80e9, 450e9, 50e9},  // SXM, as the next
+      {"A100", 108, 312e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9},
+      {"L40S", 142, 362.05e12, 91.6e12, 0.864e12, 48e9, 32e9, 12.5e9},
+      {"RTX 4090", 128, 165.2e12, 82.6e12, 1.008e12, 24e9, 32e9, 12.5e9},
+  };
+  for (const Chip& c : chips)
+    if (letters_of(name).find(letters_of(c.name)) != std::string::npos) return &c;
+  return nullptr;
+}
+
+double Estimate::seconds(const Cost& c) const {
+  const double peak = c.dtype == Dtype::bf16 ? chip_.bf16 : chip_.fp32, places = chip_.multiprocessors;
+  const double waves = c.tasks > 0 ? std::ceil(c.tasks / places) * places / c.tasks : 1;
+  return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_bandwidth)) + c.launches * launch;
+}
+
+// A ring goes at the rate of a GPU's link. Across nodes there are as many rings as a node has GPUs in the group, and
+// each leaves the node through another network card.
+double Estimate::seconds(Collective kind, double bytes, int ranks, int local) const {
+  local = std::min(local, ranks);
+  const int nodes = (ranks + local - 1) / local;
+  double rate = local > 1 ? chip_.link * of_link : never_ends;
+  if (nodes > 1) rate = std::min(rate, local * chip_.network * of_network);
+  const double latency = kind == Collective::all_reduce
+                             ? tree + 2 * ((local - 1) * tree_hop + std::ceil(std::log2(nodes)) * tree_node_hop)
+                             : ring + (ranks - nodes) * ring_hop + (nodes - 1) * ring_node_hop;
+  return launch + latency + sent(kind, bytes, ranks) / rate;
+}
+
+// The end of what takes `seconds` alone, and goes on `slowdown` times slower in the spans.
+double Estimate::end_of(double start, double seconds, double slowdown, const Spans& spans) {
+  double end = start + seconds;
+  for (const auto& span : spans) {
+    const double from = std::max(start, span.first);
+    if (from >= end || from >= span.second) continue;
+    end += std::min((slowdown - 1) * (end - from), (1 - 1 / slowdown) * (span.second - from));
+  }
+  return end;
+}
+
+void Estimate::spend(int stream, const Cost& c) {
+  calls_ += c.launches;
+  const double t = seconds(c);
+  double &clock = clock_[size_t(stream)], end = clock + t;
+  if (stream == 0) {
+    for (const Spans& spans : spans_) end = end_of(clock, end - clock, beside, spans);
+    busy_[size_t(c.kind)] += t, slowed_ += end - (clock + t);
+    if (c.kind == Work::matmul) product_flops_ += c.flops;
+  }
+  clock = end;
+}
+
+// All collectives share the links: one that is issued later has them while the earlier ones do not.
+void Estimate::spend(int stream, Collective kind, double bytes, int ranks, int local) {
+  if (ranks < 2) return;
+  calls_++;
+  const double t = seconds(kind, bytes, ranks, local);
+  double &clock = clock_[size_t(stream)], end = clock + t;
+  for (const Spans& spans : spans_) end = end_of(clock, end - clock, never_ends, spans);
+  spans_[size_t(stream)].emplace_back(end - t, end);
+  clock = end;
+  Traffic& traffic = traffic_[size_t(kind)];
+  traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;
+}
+
+void Estimate::wait(int stream, int recorder, double until) {
+  double& clock = clock_[size_t(stream)];
+  if (until <= clock) return;
+  if (stream == 0) exposed_[size_t(recorder)] += until - clock;
+  clock = until;
+}
+
+double Estimate::host() const { return double(calls_) * issue; }
+double Estimate::step() const { return std::max(*std::max_element(clock_.begin(), clock_.end()), host()); }
+
+std::string Estimate::text(double tokens, double flops, double bytes) const {
+  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+  const double s = step(), waited = exposed(1) + exposed(2);
+  std::string t = strf("a step of a rank on %s, estimated %25s\n", chip_.name, "ms");
+  auto row = [&](const char* what, double seconds) { t += strf("  %-46s %10.2f\n", what, 1e3 * seconds); };
+  row(strf("matmuls, %.2f TFLOP", 1e-12 * product_flops_).c_str(), busy(Work::matmul));
+  row("attention", busy(Work::attention));
+  row("memory-bound kernels", busy(Work::memory));
+  row("optimizer", busy(Work::optimizer));
+  row("all that, slower beside collectives", std::fabs(slowed_));
+  row("waiting for gathers", exposed(1));
+  row("waiting for reductions", exposed(2));
+  row("step", s);
+  for (size_t i = 0; i < traffic_.size(); i++)
+    if (const Traffic& c = traffic_[i]; c.count > 0)
+      row(strf("beside it: %d %s, %.1f MiB sent", c.count, collectives[i], c.bytes / (1 << 20)).c_str(), c.seconds);
+  row(strf("beside it: the host, %lld calls", static_cast<long long>(calls_)).c_str(), host());
+  t += strf("  %s tokens/s a GPU, %.2f TFLOP, MFU %.1f %%; bound by %s; %.1f of %.0f GB\n",
+            grouped(std::llround(tokens / s)).c_str(), 1e-12 * flops, 1e2 * flops / s / chip_.bf16,
+            s <= host()        ? "the host"
+            : waited > 0.1 * s ? "communication: it does not hide"
+                               : "compute",
+            1e-9 * bytes, 1e-9 * chip_.memory);
+  t += strf("  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings;\n",
+            1e-12 * chip_.bandwidth * of_bandwidth, 1e-9 * chip_.link * of_link);
+  return t + strf("  measured nowhere here: nodes of %d GPUs, each with %.0f GB/s into the network\n", gpus_per_node,
+                  1e-9 * chip_.network * of_network);
+}

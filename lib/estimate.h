@@ -1,0 +1,71 @@
+// The time of a step before it runs. A dry run (Mode::plan) issues every operation of a step in order, so it can keep a
+// clock for each stream: an operation adds the time that it should take, an event notes its stream's clock, and a wait
+// moves the waiting stream's clock up to the event's. How far the compute stream's clock jumps in a wait is exposed
+// communication. One step is enough: it begins and ends with all streams at rest, and the host, which is a step ahead,
+// holds the device up only where it takes longer for a whole step.
+//
+// An operation takes the longer of two times, for its FLOPs and for its bytes, and a latency for each launch. Chips are
+// described by their datasheets; what part of that an operation reaches was measured on an H200, and is taken to be the
+// same on the others. The parts stand beside the operations (`share`) and in estimate.cc.
+#pragma once
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lib/device.h"
+
+struct Chip {  // by the datasheet; bytes/s and FLOP/s
+  const char* name;
+  int multiprocessors;
+  double bf16, fp32;  // dense, on tensor cores and beside them
+  double bandwidth;   // of its memory
+  double memory;      // bytes
+  double link;        // to the other GPUs of its node, one direction
+  double network;     // a GPU's part of its node's network: an assumption, 400 Gbit/s and less
+};
+// Finds a chip in "h200", "NVIDIA H200" or "NVIDIA A100-SXM4-80GB". Null: not known.
+const Chip* chip_named(const std::string& name);
+
+constexpr int gpus_per_node = 8;  // of a world that is not here
+
+class Estimate {
+ public:
+  explicit Estimate(const Chip& chip) : chip_(chip) {}
+
+  // What Stream calls; streams are numbered as they are there. ranks: of the collective's group, `local` in a node.
+  void spend(int stream, const Cost& c);
+  void spend(int stream, Collective kind, double bytes, int ranks, int local);
+  void wait(int stream, int recorder, double until);
+  void host_call() { calls_++; }
+  double clock(int stream) const { return clock_[size_t(stream)]; }
+
+  double seconds(const Cost& c) const;  // alone on the chip
+  double seconds(Collective kind, double bytes, int ranks, int local) const;
+  double step() const;
+  double host() const;                                                       // to issue the step
+  double busy(Work kind) const { return busy_[size_t(kind)]; }               // the compute stream
+  double slowed() const { return slowed_; }                                  // it, beside collectives
+  double exposed(int recorder) const { return exposed_[size_t(recorder)]; }  // it, waiting for that stream
+  double talking(Collective kind) const { return traffic_[size_t(kind)].seconds; }
+
+  // The table for people. Of a GPU and step: tokens, FLOPs as MFU counts them, bytes of memory.
+  std::string text(double tokens, double flops, double bytes) const;
+
+ private:
+  struct Traffic {
+    int count = 0;
+    double bytes = 0, seconds = 0;
+  };
+  using Spans = std::vector<std::pair<double, double>>;
+  static double end_of(double start, double seconds, double slowdown, const Spans& spans);
+
+  const Chip chip_;
+  std::array<double, 3> clock_ = {}, exposed_ = {};
+  std::array<double, 4> busy_ = {};
+  std::array<Traffic, 4> traffic_ = {};
+  std::array<Spans, 3> spans_;  // in which a stream has a collective running
+  double slowed_ = 0, product_flops_ = 0;
+  int64_t calls_ = 0;
+};

@@ -1,0 +1,333 @@
+// The estimate of a step's time: its clocks on cases made by hand, its formulas, and its error against what was
+// measured (results/).
+#include <algorithm>
+#include <fstream>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lib/estimate.h"
+#include "lib/ops.h"
+#include "model.h"
+#include "nlohmann/json.hpp"
+#include "test/catch.h"
+
+namespace {
+
+using nlohmann::json;
+
+// Round figures: 1 TFLOP/s at share 1; 1 TB/s of memory and 1 GB/s of links and network at an H200's parts of them.
+Chip toy() { return {"toy", 10, 1e12, 1e11, 1e12 / 0.75, 1e9, 1e9 / 0.7, 1e9 / 0.85}; }
+
+struct Dry {
+  Device dev{Backend::gpu, Device::plan_only};
+  Estimate estimate;
+  explicit Dry(const Chip& chip) : estimate(chip) { dev.estimate = &estimate; }
+};
+
+Cost flops(double n) {
+  Cost c{Work::matmul};
+  c.flops = n, c.launches = 0;
+  return c;
+}
+
+template <class T, class G>
+void step(Device& dev, const ModelConfig& m, int64_t batch, World world) {
+  world.local_size = std::min(world.size, gpus_per_node);
+  ops::keep_workspace(dev);
+  FsdpOptions o;
+  o.reduce_dtype = dtype_of<G>;
+  Model<T, G> model(dev, world, world.size > 1 ? Transport::nccl : Transport::none, m, batch, o, false);
+  Event copied(dev);
+  dev.mem.begin("step");
+  model.begin_step(nullptr, 1);
+  model.forward_backward(nullptr, 1, true, true, copied);
+  model.end_step();
+  dev.mem.end();
+}
+
+double step_ms(const Chip& chip, const ModelConfig& m, int64_t batch, int ranks) {
+  Dry dry(chip);
+  World world;
+  world.size = ranks;
+  step<bf16, bf16>(dry.dev, m, batch, world);
+  return 1e3 * dry.estimate.step();
+}
+
+std::vector<json> lines(const std::string& path) {
+  std::ifstream in(path);
+  INFO(path << ": tests run in the source's directory");
+  REQUIRE(in.good());
+  std::vector<json> all;
+  for (std::string line; std::getline(in, line);) all.push_back(json::parse(line));
+  return all;
+}
+
+double median(std::vector<double> x) {
+  REQUIRE(!x.empty());
+  std::sort(x.begin(), x.end());
+  return (x[(x.size() - 1) / 2] + x[x.size() / 2]) / 2;
+}
+
+// The shape that a run's header tells. Files from before there was NSA do not name the attention: it was dense.
+ModelConfig shape_of(const json& config) {
+  ModelConfig m = preset_named(config.at("preset")).model;
+  m.seq = config.at("seq");
+  m.sparse = config.value("attn", "dense") == "nsa";
+  return m;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------------------- clocks
+
+TEST_CASE("a wait moves the clock up to the event's, and what compute waits is exposed", "[estimate]") {
+  Dry dry(toy());
+  Stream &compute = dry.dev.compute(), &gather = dry.dev.gather(), &reduce = dry.dev.reduce();
+  Event gathered(dry.dev), reduced(dry.dev), never(dry.dev);
+  compute.wait(never);
+  CHECK(dry.estimate.clock(0) == 0);
+  gather.spend(flops(3e12));
+  gather.record(gathered);
+  compute.spend(flops(1e12));
+  CHECK(dry.estimate.clock(0) == Approx(1));
+  compute.wait(gathered);  // at 3
+  CHECK(dry.estimate.clock(0) == Approx(3));
+  CHECK(dry.estimate.exposed(1) == Approx(2));
+  compute.wait(gathered);
+  CHECK(dry.estimate.exposed(1) == Approx(2));
+  reduce.spend(flops(1e12));
+  reduce.record(reduced);
+  compute.wait(reduced);  // at 1: long over
+  CHECK(dry.estimate.clock(0) == Approx(3));
+  CHECK(dry.estimate.exposed(2) == 0);
+  reduce.spend(flops(4e12));
+  compute.wait(reduced);  // still the event of 1
+  CHECK(dry.estimate.clock(0) == Approx(3));
+  reduce.record(reduced);
+  compute.wait(reduced);
+  CHECK(dry.estimate.clock(0) == Approx(5));
+  CHECK(dry.estimate.exposed(2) == Approx(2));
+  Event computed(dry.dev);
+  compute.record(computed);
+  gather.wait(computed);  // is not exposed: compute does not wait
+  CHECK(dry.estimate.clock(1) == Approx(5));
+  CHECK(dry.estimate.exposed(1) + dry.estimate.exposed(2) == Approx(4));
+  CHECK(dry.estimate.busy(Work::matmul) == Approx(1));  // of the compute stream alone
+  CHECK(dry.estimate.step() == Approx(5));
+}
+
+TEST_CASE("a collective slows compute and other collectives while it runs, and nothing else", "[estimate]") {
+  Dry dry(toy());
+  Estimate& e = dry.estimate;
+  const double talk = e.seconds(Collective::all_gather, 2e9, 2, 2);  // 1 GB sent
+  CHECK(talk == Approx(1).epsilon(1e-4));
+  dry.dev.gather().spend(Collective::all_gather, 2e9, 2, 2);
+  dry.dev.reduce().spend(Collective::reduce_scatter, 2e9, 2, 2);  // the same links
+  CHECK(e.clock(1) == Approx(talk));
+  CHECK(e.clock(2) == Approx(2 * talk));
+  dry.dev.compute().spend(flops(0.5e12));  // all of it beside a collective
+  const double slowdown = e.clock(0) / 0.5;
+  CHECK(slowdown >= 1.2);
+  CHECK(slowdown <= 1.35);
+  CHECK(e.slowed() == Approx(e.clock(0) - 0.5));
+  dry.dev.compute().spend(flops(9.5e12));  // runs on for long after them
+  CHECK(e.clock(0) == Approx(10 + 2 * talk * (1 - 1 / slowdown)));
+  CHECK(e.busy(Work::matmul) == Approx(10));
+  const double end = e.clock(0);
+  dry.dev.compute().spend(flops(1e12));
+  CHECK(e.clock(0) == Approx(end + 1));
+  CHECK(e.exposed(1) + e.exposed(2) == 0);
+}
+
+TEST_CASE("a step takes as long as the host needs to issue it", "[estimate]") {
+  Dry dry(toy());
+  Event event(dry.dev);
+  for (int i = 0; i < 1000; i++) dry.dev.compute().record(event);
+  CHECK(dry.estimate.clock(0) == 0);
+  CHECK(dry.estimate.host() >= 1e-3);
+  CHECK(dry.estimate.step() == dry.estimate.host());
+  dry.dev.compute().spend(flops(1e12));
+  CHECK(dry.estimate.step() == Approx(1));
+}
+
+// ----------------------------------------------------------------------------------------------------------- formulas
+
+TEST_CASE("an operation takes the longer of its FLOPs and its bytes", "[estimate]") {
+  const Estimate e(toy());
+  Cost c = moves<float>(250000000, 0);  // 1 GB
+  CHECK(e.seconds(c) == Approx(1e-3));
+  c.flops = 0.5e9;
+  CHECK(e.seconds(c) == Approx(1e-3));
+  c.flops = 4e9;
+  CHECK(e.seconds(c) == Approx(4e-3));
+  c.share = 0.5;
+  CHECK(e.seconds(c) == Approx(8e-3));
+  c.dtype = Dtype::f32;  // a tenth as fast
+  CHECK(e.seconds(c) == Approx(80e-3));
+  c.tasks = 11;  // of 10 at a time: two rounds for what could be 1.1
+  CHECK(e.seconds(c) == Approx(80e-3 * 20 / 11));
+  c.launches = 1000;
+  CHECK(e.seconds(c) >= 80e-3 * 20 / 11 + 1e-3);
+}
+
+TEST_CASE("a collective's time: bytes over the slowest link, hops, nodes", "[estimate]") {
+  Chip chip = toy();
+  chip.link *= 100, chip.network *= 10;
+  const Estimate e(chip);
+  const auto gather = [&](double bytes, int ranks, int local) {
+    return e.seconds(Collective::all_gather, bytes, ranks, local);
+  };
+  CHECK(gather(800e9, 8, 8) == Approx(7).epsilon(1e-3));           // 700 GB at 100 GB/s
+  CHECK(gather(800e9, 16, 8) == Approx(750 / 80.).epsilon(1e-3));  // 8 network cards of 10
+  CHECK(gather(800e9, 16, 1) == Approx(75).epsilon(1e-3));         // a group with one rank a node
+  CHECK(gather(800e9, 4, 8) == gather(800e9, 4, 4));
+  CHECK(e.seconds(Collective::all_reduce, 800e9, 8, 8) == Approx(14).epsilon(1e-3));
+  double last = 0;
+  for (int ranks = 2; ranks <= 4096; ranks *= 2) {  // the more ranks, the more parts are another's, and the more hops
+    CHECK(gather(1e9, ranks, 8) > last);
+    last = gather(1e9, ranks, 8);
+  }
+  CHECK(gather(0, 4096, 8) > 5e-3);                              // a ring's latency
+  CHECK(e.seconds(Collective::all_reduce, 16, 4096, 8) < 1e-3);  // two numbers go by a tree
+  Dry dry(chip);
+  dry.dev.gather().spend(Collective::all_gather, 1e9, 1, 1);
+  CHECK(dry.estimate.clock(1) == 0);
+}
+
+TEST_CASE("chips are found by what people and drivers call them", "[estimate]") {
+  for (const char* name : {"h200", "h100", "a100", "l40s", "rtx4090", "NVIDIA H200", "NVIDIA A100-SXM4-80GB",
+                           "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"})
+    CHECK(chip_named(name) != nullptr);
+  REQUIRE(chip_named("NVIDIA H200") != nullptr);
+  CHECK(std::string(chip_named("NVIDIA H200")->name) == "H200");
+  CHECK(chip_named("NVIDIA T4") == nullptr);
+  CHECK(chip_named("") == nullptr);
+}
+
+// -------------------------------------------------------------------------------------------------------- whole steps
+
+TEST_CASE("a better chip is no slower, and communication that cannot hide is the step", "[estimate]") {
+  const ModelConfig m = preset_named("rope").model;
+  const Chip h200 = *chip_named("h200");
+  const double alone = step_ms(h200, m, 1, 1), four = step_ms(h200, m, 1, 4);
+  CHECK(four > 0.9 * alone);  // the optimizer is shared
+  for (double Chip::*figure : {&Chip::bf16, &Chip::bandwidth, &Chip::link}) {
+    Chip better = h200;
+    better.*figure *= 2;
+    CHECK(step_ms(better, m, 1, 4) < four);
+  }
+  Chip poor = h200;
+  poor.link /= 100;
+  Dry dry(poor);
+  World world;
+  world.size = 4;
+  step<bf16, bf16>(dry.dev, m, 1, world);
+  const Estimate& e = dry.estimate;
+  const double talking = e.talking(Collective::all_gather) + e.talking(Collective::reduce_scatter);
+  CHECK(e.step() >= talking);  // all on one wire
+  CHECK(e.step() <= talking + 0.2 * 1e-3 * alone);
+  CHECK(e.step() == Approx(e.busy(Work::matmul) + e.busy(Work::attention) + e.busy(Work::memory) +
+                           e.busy(Work::optimizer) + e.slowed() + e.exposed(1) + e.exposed(2)));
+  // Over thousands of ranks latency and the network show.
+  CHECK(step_ms(h200, m, 1, 4096) > 1.05 * step_ms(h200, m, 1, 512));
+}
+
+TEST_CASE("recomputation costs a forward pass's time", "[estimate]") {
+  ModelConfig m = preset_named("rope").model;
+  m.sparse = false;
+  const Chip h200 = *chip_named("h200");
+  const double none = step_ms(h200, m, 8, 1);
+  m.recompute = Recompute::block;
+  const double block = step_ms(h200, m, 8, 1);
+  CHECK(block > 1.15 * none);
+  CHECK(block < 1.34 * none);
+}
+
+TEST_CASE("an estimate changes nothing in the plan of memory", "[estimate]") {
+  const ModelConfig m = preset_named("m7c").model;
+  World world;
+  world.size = 8;
+  Dry with(*chip_named("h200"));
+  Device without(Backend::gpu, Device::plan_only);
+  step<bf16, float>(with.dev, m, 2, world);
+  step<bf16, float>(without, m, 2, world);
+  CHECK(with.estimate.step() > 0);
+  CHECK(with.dev.mem.arena_bytes() == without.mem.arena_bytes());
+  CHECK(with.dev.mem.report().live_peak == without.mem.report().live_peak);
+}
+
+// --------------------------------------------------------------------------------------------------- against measured
+
+// `build/test_unit "[measured]" -s` prints every row. When kernels change, newer files take the place of these.
+TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measured]") {
+  struct Row {
+    std::string file;
+    json config;
+    int ranks;
+    double measured;
+  };
+  std::vector<Row> rows;
+  for (const json& j : lines("results/world-2026-11-21.jsonl"))
+    if (j.at("who") == "fsdp.cu") rows.push_back({"world", j.at("config"), j.at("ranks"), j["result"]["step_ms"]});
+  for (const char* name :
+       {"m7c-1gpu-batch1", "m7c-1gpu-batch16", "m7c-2gpu-batch1", "m7c-2gpu-batch16", "m7c-2gpu-dense-batch1",
+        "m7c-2gpu-dense-batch16", "m7c-loss-nsa", "m7c-loss-dense", "text-gpu-bf16"}) {
+    const std::vector<json> all = lines(strf("results/%s-2026-11-21.jsonl", name));
+    std::vector<double> ms;
+    for (const json& j : all)
+      if (j.contains("step_ms") && j.at("step") >= 5) ms.push_back(j.at("step_ms"));
+    rows.push_back({name, all.at(0).at("config"), all[0].at("hardware").at("ranks"), median(ms)});
+  }
+  const Chip h200 = *chip_named("h200");
+  std::set<std::string> kinds;
+  for (const Row& r : rows) {
+    const ModelConfig m = shape_of(r.config);
+    const double estimated = step_ms(h200, m, r.config.at("batch"), r.ranks), error = estimated / r.measured - 1;
+    const std::string line =
+        strf("%-24s %d GPUs, batch %2d: measured %8.3f ms, estimated %8.3f, %+5.1f %%", r.file.c_str(), r.ranks,
+             int(r.config.at("batch")), r.measured, estimated, 100 * error);
+    INFO(line);
+    // Steps of less than 10 ms are made of kernels that do not fill a chip.
+    CHECK(std::abs(error) < (r.measured < 10 ? 0.2 : 0.08));
+  }
+}
+
+TEST_CASE("estimated attention and the measured one of results/", "[estimate][measured]") {
+  for (const char* name : {"attention", "nsa"})
+    for (const json& j : lines(strf("results/%s-2026-11-21.jsonl", name))) {
+      if (j.at("kernel") == "sm_80 (mma.sync)") continue;
+      const json& at = j.at("attention");
+      const int64_t B = at.at("B"), T = at.at("T"), H = at.at("H"), HKV = at.at("HKV"), D = at.at("D");
+      Dry dry(*chip_named("h200"));
+      double forward = 0;
+      bf16* none = nullptr;
+      if (j.at("kernel") == "nsa") {
+        NsaShape a{};
+        a.block = 32, a.stride = 16, a.select_block = 64, a.selected = 16, a.window = 512;
+        a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.ld = a.columns(), a.scale = 1;
+        dry.dev.mem.begin("layer");
+        NsaSaved<bf16> saved;
+        nsa_forward<bf16>(dry.dev, none, &saved, none, {}, a, Purpose::activations);
+        forward = dry.estimate.clock(0);
+        nsa_backward<bf16, bf16>(dry.dev, none, {}, none, none, {}, std::move(saved), a);
+        dry.dev.mem.end();
+      } else {
+        const int64_t q = H * D, kv = HKV * D;
+        const AttentionShape a{B, T, H, HKV, D, q, kv, q, q, kv, 1};
+        Stream& s = dry.dev.compute();
+        attention_forward<bf16>(s, none, nullptr, none, none, none, a);
+        forward = dry.estimate.clock(0);
+        attention_backward<bf16>(s, none, none, none, none, none, none, none, none, nullptr, nullptr, a);
+      }
+      const double f = j.at("result").at("forward_ms"), fb = j.at("result").at("forward_backward_ms");
+      const double ef = 1e3 * forward / f - 1, efb = 1e3 * dry.estimate.clock(0) / fb - 1;
+      const std::string line = strf(
+          "%s B %d T %6d %d/%d heads D %3d: forward %8.3f ms, error %+5.1f %%; and backward "
+          "%8.3f, %+5.1f %%",
+          j.at("kernel").get<std::string>().c_str(), int(B), int(T), int(H), int(HKV), int(D), f, 100 * ef, fb,
+          100 * efb);
+      CHECK(std::abs(ef) < 0.25);
+      CHECK(std::abs(efb) < 0.25);
+    }
+}
