@@ -357,9 +357,10 @@ __device__ inline void load_queries(const bf16* q, int thread, int b, int first_
 
 template <int D>
 struct Sm90 {
+  static constexpr int warps = 4;  // that do all but fetch keys
   static constexpr int keys = 64, stages = 4, tile = keys * D * 2;
   static constexpr int q = 0, k = Selection::columns * D * 2, bars = k + stages * tile;
-  static constexpr int items = bars + 16 * stages, lists = items + 32, bytes = lists + 4 * list_bytes + 1024;
+  static constexpr int items = bars + 16 * stages, lists = items + 32, bytes = lists + warps * list_bytes + 1024;
 };
 
 template <int D, bool pooled, int heads>
@@ -373,9 +374,8 @@ __global__ void __launch_bounds__(256, 2)
   const uint32_t base = shared_base();
   const Ring<L::stages> ring(base + L::bars);
   const Items items(base + L::items, work, list);
-  if (threadIdx.x == 0) {  // four warps empty the slots
-    for (int i = 0; i < L::stages; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, 4);
-    barrier_init(items.ring.full, 1), barrier_init(items.ring.empty, 4);
+  if (threadIdx.x == 0) {
+    ring.init(L::warps), items.ring.init(L::warps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(256, 2)
         n += tiles;
       }
       named_barrier(1, 128);
-      choose_all<pooled>(indices, scores, b, q0, head, warp, 4, gathered, a);
+      choose_all<pooled>(indices, scores, b, q0, head, warp, L::warps, gathered, a);
     }
   }
 #else
