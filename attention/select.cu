@@ -1,5 +1,7 @@
 #include "attention/select.cuh"
 
+#include <initializer_list>
+
 #include "cpu/nsa.h"
 
 #if FSDP_CUDA
@@ -14,8 +16,10 @@ void nsa_select(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
   if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
     throw Error(strf("nsa_select: no %s kernel for head dim %d on a GPU: %s", name_of(dtype_of<T>), a.D,
                      narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
-  if (reinterpret_cast<uintptr_t>(q) % 16 || reinterpret_cast<uintptr_t>(k) % 16 || a.ld * sizeof(T) % 16)
-    throw Error("nsa_select: addresses and row strides must be multiples of 16 bytes on a GPU");
+  bool aligned = a.ld * sizeof(T) % 16 == 0;  // for copies of 16 bytes
+  for (const void* p : std::initializer_list<const void*>{q, k, scratch})
+    aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  if (!aligned) throw Error("nsa_select: addresses and row strides must be multiples of 16 bytes on a GPU");
   if (shape.T > 1 << 30 || shape.selected > 1 << 30 || shape.B * shape.H * shape.T / 8 > 2000000000ll)
     throw Error("nsa_select: too many rows for one launch");
   if constexpr (narrow) {
