@@ -263,6 +263,7 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
   const int L = int(c_.depth), H = head_unit();
   const bool attends = c_.attends();
   std::vector<Saved> saved(size_t(L) + 1);
+  if (first && stats_) kernels_.assign(size_t(L), {});
 
   dev_.mem.phase("forward");
   fsdp.gather(0);
@@ -359,7 +360,7 @@ void Model<T, G>::embed_backward(Buffer<T> dx) {
 
 // x -> norm -> q, k, v -> attention. Fills in statistics, q, k, v and what attention's backward wants.
 template <class T, class G>
-Buffer<T> Model<T, G>::attend(const T* w, Saved* v, Purpose life) {
+Buffer<T> Model<T, G>::attend(const T* w, Saved* v, Purpose life, NsaKernels* ran) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
@@ -382,7 +383,7 @@ Buffer<T> Model<T, G>::attend(const T* w, Saved* v, Purpose life) {
   if (c_.sparse) {
     const NsaShape a = c_.nsa_shape(M / c_.seq);
     ops::add_bias<T>(s, v->qkv + a.gate(0), at(at_.gate_bias), M, c_.gates(), QKV);
-    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_at(w), a, life);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_at(w), a, life, ran);
   } else {
     dev_.mark("attention");
     v->lse = mem.take<A>(M * H, "log-sum-exp", life);
@@ -430,7 +431,7 @@ Buffer<T> Model<T, G>::block_forward(int u, Saved* saved, Buffer<T> x, bool keep
   const T* w = fsdp.use(u);
   auto at = [&](int64_t place) { return place < 0 ? nullptr : w + place; };
 
-  Buffer<T> o = attend(w, &v, life(keeps_attention()));
+  Buffer<T> o = attend(w, &v, life(keeps_attention()), keep ? kernels_of(u) : nullptr);
   if (keep && stats_) {
     const NsaShape a = c_.nsa_shape(M / c_.seq);
     Buffer<double> partials = mem.take<double>(nsa_stats_partials(a), "partial sums");
@@ -489,7 +490,7 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   };
 
   if (!keeps_middle()) {
-    v.o = attend(w, &v, Purpose::temporaries);
+    v.o = attend(w, &v, Purpose::temporaries, kernels_of(u));
     Buffer<T> n = middle(w, &v, v.o, Purpose::temporaries);
     hidden_again(w, &v, n);
   } else if (!keeps_mlp()) {
@@ -525,7 +526,7 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
   }
 
   // Attention.
-  if (keeps_middle() && !keeps_attention()) v.o = attend(w, &v, Purpose::temporaries);
+  if (keeps_middle() && !keeps_attention()) v.o = attend(w, &v, Purpose::temporaries, kernels_of(u));
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
@@ -536,13 +537,14 @@ Buffer<T> Model<T, G>::block_backward(int u, Saved v, Buffer<T> dx) {
       if (!v.o) {
         v.o = mem.take<T>(M * H * D, "attention");
         dev_.mark("gates, backward");
-        nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
+        const Kernel k = nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
+        if (NsaKernels* ran = kernels_of(u)) ran->add(Stage::gates, k);
       }
       dev_.mark("projections, backward");
       ops::matmul_wgrad<T, G>(s, to(at_.o), dx, v.o, M, C, H * D, false);
       v.o.reset();
       dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
-      nsa_backward<T, G>(dev_, dqkv, phi_at(dw), d_o, v.qkv, phi_at(w), std::move(v.nsa), a);
+      nsa_backward<T, G>(dev_, dqkv, phi_at(dw), d_o, v.qkv, phi_at(w), std::move(v.nsa), a, kernels_of(u));
       Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
       dev_.mark("gates, backward");
       ops::bias_grad<T, G>(s, to(at_.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);

@@ -40,7 +40,7 @@ struct ModelConfig {
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
-  bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch
+  bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
@@ -94,6 +94,8 @@ class Model {
 
   // On the device, one for each block; null without ModelConfig::diagnostics.
   const NsaStats* stats() const { return stats_; }
+  // For each block, the kernels of the latest step's micro-batches as they were issued; empty without diagnostics.
+  const std::vector<NsaKernels>& kernels() const { return kernels_; }
 
   Fsdp<T, G> fsdp;
 
@@ -115,7 +117,7 @@ class Model {
   Buffer<T> embed();
   // A block's parts, for the forward pass and for making them again: attention's output from the input; the middle and
   // its norm from that; what the MLP's backward wants from the middle's norm.
-  Buffer<T> attend(const T* w, Saved* v, Purpose life);
+  Buffer<T> attend(const T* w, Saved* v, Purpose life, NsaKernels* ran);
   Buffer<T> middle(const T* w, Saved* v, const T* o, Purpose life);
   void hidden_again(const T* w, Saved* v, const T* n);
   Buffer<T> block_forward(int u, Saved* saved, Buffer<T> x, bool keep);
@@ -128,6 +130,7 @@ class Model {
   bool keeps_mlp() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::attn; }
   bool keeps_attention() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::mlp; }
   bool keeps_middle() const { return c_.recompute != Recompute::block; }
+  NsaKernels* kernels_of(int u) { return kernels_.empty() ? nullptr : &kernels_[size_t(u) - 1]; }
   AttentionShape attention_shape() const;
   template <class E>
   PhiWeights<E> phi_at(E* base) const;
@@ -140,4 +143,5 @@ class Model {
   int32_t* batch_;
   A *rope_table_, *loss_sum_;
   NsaStats* stats_;
+  std::vector<NsaKernels> kernels_;
 };

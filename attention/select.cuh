@@ -24,8 +24,8 @@
 // The kernels behind nsa_select on a bare CUDA stream, for tests and timings. arch: as in gpu::attention_forward.
 namespace gpu {
 template <class T>
-void nsa_select(cudaStream_t stream, int arch, int32_t* indices, const T* q, const T* k, const float* lse,
-                float* scratch, const NsaShape& a);
+Kernel nsa_select(cudaStream_t stream, int arch, int32_t* indices, const T* q, const T* k, const float* lse,
+                  float* scratch, const NsaShape& a);
 }
 #endif
 
@@ -503,8 +503,8 @@ __global__ void __launch_bounds__(256, 2)
 }
 
 template <int D, bool pooled, int heads>
-void sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
-                       float* scratch, const Selection& a) {
+Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                         float* scratch, const Selection& a) {
   // As Items and tensor_map want it: an item for every 128 rows; keys, of which there may be none.
   AttentionShape shape = {a.B, a.tiles * 128, a.HKV, a.HKV, D, a.ld, int64_t(a.HKV) * D, 0, 0, 0, a.scale};
   shape.keys = std::max(a.keys, 1);
@@ -515,19 +515,26 @@ void sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, con
   kernel<<<std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes, stream>>>(
       indices, q, k_map, lse, scratch, a, work, sm90::next_list());
   CUDA_CHECK_LAUNCH();
+  const char* of = heads == 2    ? "pooled, 2 heads"
+                   : heads == 4  ? "pooled, 4 heads"
+                   : heads == 8  ? "pooled, 8 heads"
+                   : heads == 16 ? "pooled, 16 heads"
+                   : pooled      ? "pooled, any heads"
+                                 : "not pooled";
+  return {"sm90", of, heads == 0};
 }
 
 template <int D, bool pooled>
-void sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch,
-                 const Selection& a) {
-  const auto launch = [&](auto f) { f(stream, indices, q, k, lse, scratch, a); };
+Kernel sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                   float* scratch, const Selection& a) {
+  const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
   if constexpr (pooled) {
     if (a.heads == 2) return launch(sm90_launch_heads<D, true, 2>);
     if (a.heads == 4) return launch(sm90_launch_heads<D, true, 4>);
     if (a.heads == 8) return launch(sm90_launch_heads<D, true, 8>);
     if (a.heads == 16) return launch(sm90_launch_heads<D, true, 16>);
   }
-  launch(sm90_launch_heads<D, pooled, 0>);
+  return launch(sm90_launch_heads<D, pooled, 0>);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sm_80
@@ -588,12 +595,13 @@ __global__ void __launch_bounds__(sm80::threads, 1)
 }
 
 template <int D, bool pooled>
-void sm80_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch,
-                 const Selection& a) {
+Kernel sm80_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                   float* scratch, const Selection& a) {
   auto kernel = sm80_kernel<D, pooled>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm80_bytes<D>));
   kernel<<<a.most(), sm80::threads, sm80_bytes<D>, stream>>>(indices, q, k, lse, scratch, a);
   CUDA_CHECK_LAUNCH();
+  return {"sm80", pooled ? "pooled" : "not pooled", !pooled};
 }
 
 // ------------------------------------------------------------------------------------------------------------- float

@@ -355,6 +355,7 @@ struct Step {
   Phis<T> phi;
   Phis<G> dphi;
   Indices indices;
+  NsaKernels kernels;  // of the latest program
 
   explicit Step(const Inputs& in, Backend backend = Backend::cpu)
       : a(in.a), x(converted<T>(in.x)), d_o(converted<T>(in.d_o)), dev_(std::make_unique<Device>(backend, 0)) {
@@ -415,16 +416,17 @@ struct Step {
     up(dphi_.position_k, blank.position[0]), up(dphi_.w1_k, blank.w1[0]), up(dphi_.w2_k, blank.w2[0]);
     up(dphi_.position_v, blank.position[1]), up(dphi_.w1_v, blank.w1[1]), up(dphi_.w2_v, blank.w2[1]);
     dev_->mem.begin(name);
+    kernels = {};
     {
       const PhiWeights<const T> phi = {phi_.position_k, phi_.w1_k, phi_.w2_k, phi_.position_v, phi_.w1_v, phi_.w2_v};
       NsaSaved<T> saved;
-      nsa_forward<T>(*dev_, o_, backward ? &saved : nullptr, x_, phi, a, Purpose::activations);
+      nsa_forward<T>(*dev_, o_, backward ? &saved : nullptr, x_, phi, a, Purpose::activations, &kernels);
       if (backward) {
         down(k, saved.k.get()), down(v, saved.v.get()), down(indices, saved.indices.get());
         down(branch[0], saved.o_compressed.get()), down(lse[0], saved.lse_compressed.get());
         down(branch[1], saved.o_selected.get()), down(lse[1], saved.lse_selected.get());
         down(branch[2], saved.o_window.get()), down(lse[2], saved.lse_window.get());
-        nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a);
+        nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a, &kernels);
       }
     }
     dev_->mem.end();
@@ -1901,4 +1903,82 @@ TEST_CASE("diagnostics count gates and selected keys", "[nsa]") { check_stats(Ba
 TEST_CASE("GPU: diagnostics count gates and selected keys", "[nsa][gpu][small]") {
   NEEDS_GPU();
   check_stats(Backend::gpu);
+}
+
+namespace {
+// Stages whose latest kernel is a general one.
+std::set<std::string> general_stages(const NsaKernels& k) {
+  std::set<std::string> names;
+  for (int s = 0; s < nsa_stages; ++s)
+    if (k.latest[s].general) names.insert(name_of(Stage(s)));
+  return names;
+}
+std::string kernel_of(const NsaKernels& k, Stage s) { return name_of(k.latest[int(s)]); }
+}  // namespace
+
+TEST_CASE("diagnostics say which kernels ran", "[nsa]") {
+  for (Phi phi : {Phi::mean, Phi::linear, Phi::mlp}) {
+    Step<float> x(Inputs(with(shape(1, 40, 2, 1, 8, phi), 8, 4, 16, 4, 20)));
+    CHECK(x.kernels.calls == 0);  // it has been planned, and nothing ran
+    x.step();
+    for (int s = 0; s < nsa_stages; ++s) {
+      INFO(name_of(Stage(s)));
+      CHECK(kernel_of(x.kernels, Stage(s)) == "plain loops");
+    }
+    CHECK(x.kernels.calls == 7 + 5);  // keys and values are compressed apart
+    CHECK(x.kernels.general == 0);
+    x.forward();
+    CHECK(x.kernels.calls == 7);
+    CHECK(kernel_of(x.kernels, Stage::gates) == "plain loops");
+    CHECK(kernel_of(x.kernels, Stage::window_backward) == "");
+  }
+  Step<float> x(Inputs(shape(1, 31, 2, 1, 8)));  // nothing to compress
+  x.step();
+  CHECK(x.kernels.calls == 4 + 2);
+  CHECK(kernel_of(x.kernels, Stage::compressed) == "");
+}
+
+TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const int cc = test_device(Backend::gpu).compute_capability;
+  const bool hopper = cc == 90;
+  const std::string code = hopper ? "sm90" : "sm80";
+  const auto run = [](auto type, const NsaShape& a) {
+    Step<decltype(type)> x(Inputs(a), Backend::gpu);
+    x.step();
+    CHECK(x.kernels.calls == 7 + 5);
+    return x.kernels;
+  };
+  const auto check = [&](const NsaShape& a, const std::string& selection, const std::set<std::string>& general) {
+    INFO(text(a));
+    const NsaKernels k = run(bf16(), a);
+    CHECK(kernel_of(k, Stage::selection) == selection);
+    CHECK(general_stages(k) == general);
+    CHECK(k.general == int64_t(general.size()));
+    for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
+      CHECK(kernel_of(k, s) == code);
+    const std::string blocks = a.select_block > 64 ? ", blocks in pieces" : ", blocks of one piece";
+    CHECK(kernel_of(k, Stage::selected) == code + blocks);
+    CHECK(has(kernel_of(k, Stage::selected_backward), code));
+    CHECK(has(kernel_of(k, Stage::selected_backward), blocks));
+    for (Stage s : {Stage::compression, Stage::compression_backward, Stage::gates})
+      CHECK(kernel_of(k, s) == "cuda, vectors");
+  };
+  for (int64_t D : {64, 128})
+    for (int64_t group : {2, 4, 8, 16})
+      check(shape(1, 100, group, 1, D, group == 4 ? Phi::mlp : Phi::mean),
+            hopper ? strf("sm90, pooled, %d heads", int(group)) : "sm80, pooled", {});
+  // Groups that no kernel was made for; a selection block that is not four strides; one that is two tiles of keys.
+  for (int64_t group : {1, 3, 6})
+    check(with(shape(1, 100, group, 1, 64), 8, 4, 16, 4, 20), hopper ? "sm90, pooled, any heads" : "sm80, pooled",
+          hopper ? std::set<std::string>{"selection"} : std::set<std::string>{});
+  check(with(shape(1, 100, 4, 1, 128), 8, 4, 8, 4, 20), code + ", not pooled", {"selection"});
+  check(with(shape(1, 200, 4, 1, 128), 32, 16, 128, 3, 20), code + ", not pooled",
+        {"selection", "selected", "selected_backward"});
+  const NsaKernels k = run(float(), shape(1, 100, 3, 1, 40));
+  CHECK(k.general == 0);  // there are no special ones in fp32
+  CHECK(kernel_of(k, Stage::selection) == "fp32");
+  CHECK(kernel_of(k, Stage::window_backward) == "fp32");
+#endif
 }
