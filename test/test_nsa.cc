@@ -1378,6 +1378,44 @@ TEST_CASE("all queries select one block", "[nsa]") {
   }
 }
 
+namespace {
+// Inputs by which every query chooses blocks 1 and 3, whatever else: those blocks' compressed keys are what all queries
+// of the group have in common.
+Inputs skewed(const NsaShape& a) {
+  Inputs in(a);
+  const auto rounded = [](double x) { return double(float(bf16(float(x)))); };
+  const int64_t group = a.H / a.HKV;
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t t = 0; t < a.T; ++t)
+      for (int64_t c = 0; c < a.H * a.D; ++c) {
+        const int64_t head = c / a.D / group, d = c % a.D, block = t / a.select_block;
+        const double common = normal(6, uint32_t(head), b * a.D + d);
+        double &q = in.at(b, t, c), &k = in.at(b, t, a.k(0) + head * a.D + d);
+        q = rounded(0.25 * q + common);
+        if (c / a.D % group == 0 && (block == 1 || block == 3)) k = rounded(0.25 * k + common);
+      }
+  return in;
+}
+// Queries whose list is not what those inputs make it; of 5 blocks.
+int64_t not_skewed(const NsaShape& a, const Indices& lists) {
+  int64_t bad = 0;
+  for (int64_t row = 0; row < a.B * a.HKV * a.T; ++row) {
+    const int32_t own = int32_t(row % a.T / a.select_block);
+    bad += own >= 5 && Indices(&lists[row * 5], &lists[row * 5] + 5) != Indices{0, 1, 3, own - 1, own};
+  }
+  return bad;
+}
+}  // namespace
+
+TEST_CASE("all queries choose the same blocks", "[nsa]") {
+  const Inputs in = skewed(with(shape(2, 300, 4, 2, 32), 16, 8, 32, 5, 40));
+  Step<double> x(in);
+  x.step();
+  CHECK(not_skewed(in.a, x.indices) == 0);
+  CHECK(not_skewed(in.a, Step<double>(Inputs(in.a)).step().indices) > 0);  // it is the inputs that do it
+  check_below(errors(x, reference(in)), 1e-12);
+}
+
 // -------------------------------------------------------------------------------------- attention to part of the keys
 
 TEST_CASE("attention sees what its rule says", "[nsa][attention]") {
@@ -1505,6 +1543,7 @@ template <class T, class G>
 struct Simple {
   std::vector<T> mean, dmean, blocks, dblocks, last, first, combined;
   std::vector<G> dposition;
+  bool vectors = true;  // none of the kernels is the general one
   Simple(const NsaShape& a, Backend backend) {
     Stream& s = stream_of(backend);
     Arrays on(s);
@@ -1518,14 +1557,15 @@ struct Simple {
     last = mean, first = mean, combined = nans<T>(int64_t(in.d_o.size())),
     dposition = nans<G>(int64_t(position.size()));
     const T *px = on.up(x), *pd = on.up(dout);
-    nsa_mean<T>(s, on.up(mean), px + a.k(0), a);
-    nsa_mean_backward<T>(s, on.up(dmean) + a.v(0), pd, a);
-    nsa_blocks<T>(s, on.up(blocks), px + a.v(0), on.up(position), a);
-    nsa_blocks_backward<T, G>(s, on.up(dblocks) + a.k(0), on.up(dposition), on.up(d),
-                              on.scratch<acc_t<T>>(nsa_blocks_partials(a)), a);
-    nsa_heads_last<T>(s, on.up(last), pd, a.HKV, rows, a.D);
-    nsa_heads_first<T>(s, on.up(first), pd, a.HKV, rows, a.D);
-    nsa_combine<T>(s, on.up(combined), on.up(o[0]), on.up(o[1]), on.up(o[2]), px, a);
+    const auto tell = [&](const Kernel& k) { vectors = vectors && !k.general; };
+    tell(nsa_mean<T>(s, on.up(mean), px + a.k(0), a));
+    tell(nsa_mean_backward<T>(s, on.up(dmean) + a.v(0), pd, a));
+    tell(nsa_blocks<T>(s, on.up(blocks), px + a.v(0), on.up(position), a));
+    tell(nsa_blocks_backward<T, G>(s, on.up(dblocks) + a.k(0), on.up(dposition), on.up(d),
+                                   on.scratch<acc_t<T>>(nsa_blocks_partials(a)), a));
+    tell(nsa_heads_last<T>(s, on.up(last), pd, a.HKV, rows, a.D));
+    tell(nsa_heads_first<T>(s, on.up(first), pd, a.HKV, rows, a.D));
+    tell(nsa_combine<T>(s, on.up(combined), on.up(o[0]), on.up(o[1]), on.up(o[2]), px, a));
     s.synchronize();
     on.down();
   }
@@ -1558,6 +1598,7 @@ void check_simple(const NsaShape& a, const Simple<double, double>& ref, const Er
   };
   CHECK(untouched(x.dmean, a.v(0)));
   CHECK(untouched(x.dblocks, a.k(0)));
+  CHECK(x.vectors == (a.D * sizeof(T) % 16 == 0));
 }
 void check_simple(const std::vector<NsaShape>& shapes) {
   for (const NsaShape& a : shapes) {
@@ -1726,7 +1767,8 @@ TEST_CASE("GPU: compression, heads and gates", "[nsa][gpu]") {
 #if FSDP_CUDA
   check_simple({shape(2, 32, 2, 1, 64), shape(2, 33, 6, 2, 128), shape(3, 1000, 4, 4, 64), shape(1, 2049, 16, 1, 64),
                 with(shape(2, 200, 4, 2, 40), 8, 4, 16, 4, 20), with(shape(1, 200, 4, 2, 64), 1, 1, 1, 4, 20),
-                with(shape(1, 333, 6, 3, 128), 64, 16, 64, 4, 20), with(shape(2, 100, 4, 2, 8), 16, 16, 16, 4, 20)});
+                with(shape(1, 333, 6, 3, 128), 64, 16, 64, 4, 20), with(shape(2, 100, 4, 2, 8), 16, 16, 16, 4, 20),
+                with(shape(2, 70, 6, 2, 5), 8, 4, 16, 4, 20)});  // 5: no vectors
 #endif
 }
 
@@ -1805,6 +1847,8 @@ TEST_CASE("GPU: branches that are dense attention under another rule", "[nsa][at
   for (int64_t D : {64, 128})
     for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127, 500}) check_rules(shape(2, T, 4, 2, D));
   for (int64_t group : {1, 2, 4, 6, 8, 16}) check_rules(shape(1, 300, group, 1, 64));
+  for (int64_t group : {1, 6, 8, 16}) check_rules(shape(1, 150, group, 1, 128));
+  check_rules(shape(1, 1000, 2, 1, 128));
   check_rules(shape(1, 2049, 2, 1, 64));
   check_rules(shape(1, 100, 3, 1, 40));
 #endif
@@ -1821,7 +1865,53 @@ TEST_CASE("GPU: the whole of NSA", "[nsa][gpu]") {
   }
   for (int64_t group : {1, 2, 4, 6, 8, 16})
     list.push_back(with(shape(1, 300, group, 1, group < 8 ? 128 : 64, Phi(i++ % 3)), 32, 16, 64, 3, 100));
+  for (int64_t group : {1, 2, 4, 6, 8, 16})  // the other head dim
+    list.push_back(with(shape(1, 100, group, 1, group < 8 ? 64 : 128, Phi(i++ % 3)), 8, 4, 16, 4, 30));
   check_whole(list);
+  check_whole<bf16>(Inputs(with(shape(1, 2049, 1, 1, 64), 32, 16, 64, 5, 64)));
+  check_whole<bf16>(Inputs(with(shape(1, 1000, 2, 1, 128), 32, 16, 64, 4, 64)));
+#endif
+}
+
+TEST_CASE("GPU: all queries choose the same blocks", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  // Lists of hundreds of queries, which several blocks (CTAs) share, and short ones; two KV heads skewed to keys of
+  // their own.
+  const auto check = [](auto type, const NsaShape& a) {
+    using T = decltype(type);
+    const Inputs in = skewed(a);
+    Step<T> x(in, Backend::gpu);
+    x.step();
+    CHECK(not_skewed(a, x.indices) == 0);
+    check_whole<T>(in);
+  };
+  check(bf16(), with(shape(1, 700, 4, 1, 64), 16, 8, 32, 5, 64));
+  check(bf16(), with(shape(1, 400, 12, 2, 128), 16, 8, 32, 5, 40));
+  check(float(), with(shape(2, 250, 4, 2, 64), 16, 8, 32, 5, 40));
+#endif
+}
+
+TEST_CASE("GPU: closed gates close everything, and one gate leaves its branch", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const auto check = [](auto type, int64_t D, Phi phi) {
+    using T = decltype(type);
+    Inputs in(with(shape(1, 150, 4, 2, D, phi), 8, 4, 16, 4, 20));
+    in.set_gates(-1e4, -1e4, -1e4);
+    Step<T> x(in, Backend::gpu);
+    x.step();
+    CHECK(all_zero(x.o));
+    CHECK(all_zero(x.dx));
+    for_each(x.dphi, [](const std::vector<T>& d) { CHECK(all_zero(d)); });
+    for (int open = 0; open < 3; ++open) {
+      INFO("branch " << open);
+      const auto gate = [&](int branch) { return branch == open ? 1e4 : -1e4; };
+      in.set_gates(gate(0), gate(1), gate(2));
+      check_whole<T>(in);
+    }
+  };
+  check(bf16(), 64, Phi::mlp), check(bf16(), 128, Phi::mean), check(float(), 40, Phi::mlp);
 #endif
 }
 
