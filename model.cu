@@ -373,6 +373,7 @@ void Model<T, G>::load(const int32_t* host, Event& copied) {
 template <class T, class G>
 void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied) {
   std::vector<Saved> saved(static_cast<size_t>(c_.depth));
+  if (first && stats_) kernels_.assign(size_t(c_.depth), {});
 
   dev_.mem.phase("forward");
   begin_pass(Pass::forward, last);
@@ -550,7 +551,7 @@ void Model<T, G>::embed_backward(Buffer<T> dx) {
 
 // x -> norm -> q, k, v -> attention. Fills in statistics, q, k, v and what attention's backward wants.
 template <class T, class G>
-Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life) {
+Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const Places& at = at_[size_t(block)];
@@ -573,7 +574,7 @@ Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life) {
   if (c_.sparse) {
     const NsaShape a = c_.nsa_shape(M / c_.seq);
     ops::add_bias<T>(s, v->qkv + a.gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
-    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(at), a, life);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(at), a, life, ran);
   } else {
     dev_.mark("attention");
     v->lse = mem.take<A>(M * H, "log-sum-exp", life);
@@ -613,7 +614,7 @@ Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, b
   Buffer<T> n;
   if (c_.attends()) {
     enter(c_.attention_module(block));
-    Buffer<T> o = attend(block, &v, life(keeps_attention()));
+    Buffer<T> o = attend(block, &v, life(keeps_attention()), keep ? kernels_of(block) : nullptr);
     if (keep && stats_) {
       const NsaShape a = c_.nsa_shape(M_ / c_.seq);
       Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
@@ -646,7 +647,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   const int mlp = c_.mlp_module(block), attention = c_.attention_module(block);
   if (c_.attends() && !keeps_middle()) {
     enter(attention, mlp);
-    v.o = attend(block, &v, Purpose::temporaries);
+    v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
     project(block, &v, v.o, Purpose::temporaries);
     enter(mlp, attention);
     middle(block, &v);
@@ -661,7 +662,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   enter(attention);
   open(attention);
   const Places& at = at_[size_t(block)];
-  if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries);
+  if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
@@ -672,13 +673,15 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
       if (!v.o) {
         v.o = mem.take<T>(M * H * D, "attention");
         dev_.mark("gates, backward");
-        nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
+        const Kernel k = nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
+        if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
       }
       dev_.mark("projections, backward");
       wgrad(at.o, dx, v.o, M, C, H * D, false);
       v.o.reset();
       dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
-      nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v.qkv, phi_weights(at), std::move(v.nsa), a);
+      nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v.qkv, phi_weights(at), std::move(v.nsa), a,
+                         kernels_of(block));
       Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
       dev_.mark("gates, backward");
       ops::bias_grad<T, G>(s, grad(at.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);

@@ -50,7 +50,7 @@ struct ModelConfig {
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
-  bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch
+  bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_
   Wrap wrap = Wrap::block;
@@ -120,6 +120,8 @@ class Model {
 
   // On the device, one for each block; null without ModelConfig::diagnostics.
   const NsaStats* stats() const { return stats_; }
+  // For each block, the kernels of the latest step's micro-batches as they were issued; empty without diagnostics.
+  const std::vector<NsaKernels>& kernels() const { return kernels_; }
 
   Fsdp<T, G> fsdp;
 
@@ -164,7 +166,7 @@ class Model {
   Buffer<T> embed();
   // A block's parts, for the forward pass and for making them again: attention's output from the input; its projection;
   // the middle and its norm.
-  Buffer<T> attend(int64_t block, Saved* v, Purpose life);
+  Buffer<T> attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran);
   void project(int64_t block, Saved* v, const T* o, Purpose life);
   Buffer<T> middle(int64_t block, Saved* v);
   Buffer<T> block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep);
@@ -178,6 +180,7 @@ class Model {
   bool keeps_mlp() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::attn; }
   bool keeps_attention() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::mlp; }
   bool keeps_middle() const { return c_.recompute != Recompute::block; }
+  NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }
   AttentionShape attention_shape() const;
 
   Device& dev_;
@@ -202,4 +205,5 @@ class Model {
   int32_t* batch_;
   A *rope_table_, *loss_sum_;
   NsaStats* stats_;
+  std::vector<NsaKernels> kernels_;
 };

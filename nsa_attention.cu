@@ -29,6 +29,15 @@ void check_nsa(const NsaShape& a) {
              ll(a.B), ll(a.T), ll(a.H), ll(a.HKV), ll(a.D), ll(a.ld), a.scale, ll(a.columns())));
 }
 
+std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
+
+const char* name_of(Stage s) {
+  static const char* names[nsa_stages] = {
+      "compression", "compressed",      "selection",           "selected",          "window",
+      "gates",       "window_backward", "compressed_backward", "selected_backward", "compression_backward"};
+  return names[int(s)];
+}
+
 namespace {
 
 // Tokens and their keys as columns of the fused rows; gradients likewise.
@@ -81,21 +90,22 @@ struct PhiSizes {
   explicit PhiSizes(const NsaShape& a) : rows(a.B * a.compressed()), in(a.block * a.D), hidden(2 * a.D) {}
 };
 
-// out (B*compressed(), HKV D) = phi of columns x.
+// out (B*compressed(), HKV D) = phi of columns x. Returns what read them.
 template <class T>
-void compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const NsaShape& a) {
+Kernel compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const NsaShape& a) {
   Stream& s = dev.compute();
   if (a.phi == Phi::mean) return nsa_mean(s, out, x, a);
   const T* none = nullptr;
   const auto [rows, in, F] = PhiSizes(a);
   Buffer<T> y = dev.mem.take<T>(a.HKV * rows * a.D, "compressed, by head");
+  Kernel kernel;
   {
     Buffer<T> blocks = dev.mem.take<T>(a.HKV * rows * in, "blocks to compress"), h, g;
     if (a.phi == Phi::mlp) {
       h = dev.mem.take<T>(rows * F, "hidden of phi");
       g = dev.mem.take<T>(rows * F, "activated of phi");
     }
-    nsa_blocks(s, blocks.get(), x, phi.position, a);
+    kernel = nsa_blocks(s, blocks.get(), x, phi.position, a);
     for (int64_t head = 0; head < a.HKV; ++head) {
       const T* block = blocks + head * rows * in;
       T* to = y + head * rows * a.D;
@@ -108,12 +118,13 @@ void compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const Ns
     }
   }
   nsa_heads_last<T>(s, out, y, a.HKV, rows, a.D);
+  return kernel;
 }
 
 // dx, columns of rows of a.ld, and dphi from dout (B*compressed(), HKV D); blocks and hidden are made again.
 template <class T, class G>
-void compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, const T* x, Parameters<const T> phi,
-                       const NsaShape& a) {
+Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, const T* x, Parameters<const T> phi,
+                         const NsaShape& a) {
   Stream& s = dev.compute();
   if (a.phi == Phi::mean) return nsa_mean_backward(s, dx, dout, a);
   const T* none = nullptr;
@@ -145,7 +156,7 @@ void compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, co
     }
   }
   Buffer<acc_t<T>> partials = dev.mem.take<acc_t<T>>(nsa_blocks_partials(a), "partial sums");
-  nsa_blocks_backward<T, G>(s, dx, dphi.position, blocks, partials, a);
+  return nsa_blocks_backward<T, G>(s, dx, dphi.position, blocks, partials, a);
 }
 
 // Where no token is the last of a compressed block, phi is not used.
@@ -166,9 +177,12 @@ void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape&
 
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
-                 Purpose life) {
+                 Purpose life, NsaKernels* ran) {
   check_nsa(a);
   using A = acc_t<T>;
+  const auto tell = [&](Stage stage, const Kernel& k) {
+    if (ran) ran->add(stage, k);
+  };
   Stream& s = dev.compute();
   Memory& mem = dev.mem;
   const int64_t rows = a.B * a.T, keys = a.B * a.compressed() * a.HKV * a.D;
@@ -179,10 +193,11 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   v.lse_compressed = mem.take<A>(rows * a.H, "compressed log-sum-exp", life);
   if (a.compressed() > 0) {
     dev.mark("compression");
-    compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a);
-    compress<T>(dev, v.v, x + a.v(0), of_values(phi), a);
+    tell(Stage::compression, compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a));
+    tell(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), a));
     dev.mark("compressed branch");
-    attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a));
+    tell(Stage::compressed,
+         attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a)));
   } else {
     s.zero(v.o_compressed, rows * a.H * a.D * int64_t(sizeof(T)));
     if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed, -INFINITY, rows * a.H);
@@ -195,7 +210,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
     {
       Buffer<A> scratch = mem.take<A>(nsa_select_scratch<T>(a), "selection workspace");
       dev.mark("selection");
-      nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a);
+      tell(Stage::selection, nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a));
     }
   }
   v.o_selected = mem.take<T>(rows * a.H * a.D, "selected attention", life);
@@ -203,22 +218,26 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   {
     Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(a), "selected attention workspace");
     dev.mark("selected branch");
-    nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a);
+    tell(Stage::selected,
+         nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a));
   }
   v.o_window = mem.take<T>(rows * a.H * a.D, "window attention", life);
   v.lse_window = mem.take<A>(rows * a.H, "window log-sum-exp", life);
   dev.mark("window branch");
-  attention_forward<T>(s, v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a));
+  tell(Stage::window, attention_forward<T>(s, v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
   dev.mark("gates");
-  nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a);
+  tell(Stage::gates, nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a));
   if (saved) *saved = std::move(v);
 }
 
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
-                  NsaSaved<T> saved, const NsaShape& a) {
+                  NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran) {
   check_nsa(a);
   using A = acc_t<T>;
+  const auto tell = [&](Stage stage, const Kernel& k) {
+    if (ran) ran->add(stage, k);
+  };
   Stream& s = dev.compute();
   Memory& mem = dev.mem;
   const auto gate = [&](int branch) { return Gate<T>{x + a.gate(branch), dx + a.gate(branch), a.ld}; };
@@ -228,8 +247,8 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
     const AttentionShape w = window_shape(a);
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(w), "attention workspace");
     dev.mark("window branch, backward");
-    attention_backward<T>(s, dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2), saved.o_window,
-                          saved.lse_window, workspace, w, gate(2));
+    tell(Stage::window_backward, attention_backward<T>(s, dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2),
+                                                       saved.o_window, saved.lse_window, workspace, w, gate(2)));
   }
   saved.o_window.reset(), saved.lse_window.reset();
 
@@ -242,25 +261,28 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
     dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(c), "attention workspace");
     dev.mark("compressed branch, backward");
-    attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed, saved.lse_compressed, workspace,
-                          c, gate(0));
+    tell(Stage::compressed_backward, attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed,
+                                                           saved.lse_compressed, workspace, c, gate(0)));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
 
   {
     Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(a), "selected attention workspace");
     dev.mark("selected branch, backward");
-    nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1), saved.o_selected,
-                             saved.lse_selected, saved.indices, scratch, a, gate(1));
+    tell(Stage::selected_backward,
+         nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1), saved.o_selected,
+                                  saved.lse_selected, saved.indices, scratch, a, gate(1)));
   }
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 
   // Scores choose blocks and get no gradient: compressed keys learn from their attention's output alone.
   if (compressed) {
     dev.mark("compression, backward");
-    compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a);
+    tell(Stage::compression_backward,
+         compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a));
     dk.reset();
-    compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a);
+    tell(Stage::compression_backward,
+         compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a));
   } else {
     zero_gradients_of_phi(s, dx + a.k(0), of_keys(dphi), a);
     zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), a);
@@ -269,11 +291,12 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   zero_columns(s, dx + a.columns(), a.ld - a.columns(), a);
 }
 
-#define INSTANTIATE(T) \
-  template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose);
+#define INSTANTIATE(T)                                                                                          \
+  template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose, \
+                            NsaKernels*);
 #define INSTANTIATE_G(T, G)                                                                                    \
   template void nsa_backward(Device&, T*, PhiWeights<G>, const T*, const T*, PhiWeights<const T>, NsaSaved<T>, \
-                             const NsaShape&);
+                             const NsaShape&, NsaKernels*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

@@ -32,8 +32,18 @@ struct AttentionShape {
   int64_t window = 0, block = 0, stride = 0;
 };
 
+// Which kernel a call has launched, as the code that picks it says; for diagnostics. Nothing but constants: it costs
+// nothing to be told.
+struct Kernel {
+  const char* code = nullptr;  // whose instructions: sm90, sm80, cuda (any GPU); fp32; plain loops; null: nothing ran
+  const char* variant = "";
+  bool general = false;  // one for any shape, in place of a special one that this code has for some
+};
+constexpr Kernel plain_loops = {"plain loops"};
+std::string name_of(const Kernel& k);
+
 template <class T>
-void attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a);
+Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a);
 
 // acc_t numbers of workspace that the backward wants (rowsum(do * o) and whatever else the kernel needs).
 template <class T>
@@ -50,20 +60,20 @@ struct Gate {
 
 // do is the gradient of (sigmoid(gate) times) o. dq, dk, dv are written.
 template <class T>
-void attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
-                        const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {});
+Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
+                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {});
 
 #if FSDP_CUDA
 // The kernels behind these on a bare CUDA stream, for tests and timings. arch: compute capability (90, 80, ...) whose
 // kernels are to run; an H200 runs both 90's and 80's. T: float or bf16.
 namespace gpu {
 template <class T>
-void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
-                       const AttentionShape& a);
+Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
+                         const AttentionShape& a);
 template <class T>
-void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
-                        const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,
-                        Gate<T> gate = {});
+Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
+                          const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,
+                          Gate<T> gate = {});
 }  // namespace gpu
 #endif
 
@@ -117,50 +127,51 @@ struct PhiWeights {
 template <class T>
 int64_t nsa_select_scratch(const NsaShape& a);
 template <class T>
-void nsa_select(Stream& s, int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* scratch,
-                const NsaShape& a);
+Kernel nsa_select(Stream& s, int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* scratch,
+                  const NsaShape& a);
 
 // Attention over the keys j <= t of the selected blocks. o (B*T, H D), lse (B,H,T). q, k, v: columns of rows of a.ld.
 // scratch: bytes.
 template <class T>
 int64_t nsa_selected_forward_scratch(const NsaShape& a);
 template <class T>
-void nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
-                          char* scratch, const NsaShape& a);
+Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
+                            char* scratch, const NsaShape& a);
 // d_o (B*T, H D): gradient of sigmoid(gate) * o. dk, dv: columns of rows of a.ld, written, zero where nobody selected.
 // dq, a column too, holds the window's gradient and leaves as the sum of that, of dq_compressed (B*T, H D; may be null)
 // and of this branch's.
 template <class T>
 int64_t nsa_selected_backward_scratch(const NsaShape& a);
 template <class T>
-void nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q, const T* k,
-                           const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices, char* scratch,
-                           const NsaShape& a, Gate<T> gate);
+Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
+                             const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
+                             char* scratch, const NsaShape& a, Gate<T> gate);
 
 // Compressed keys or values (B*compressed(), HKV D) of columns x (rows of a.ld): Phi::mean.
 template <class T>
-void nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a);
+Kernel nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a);
 template <class T>
-void nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a);  // every row of dx is written
+Kernel nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a);  // every row of dx is written
 // Phi::linear and mlp. blocks (HKV, B*compressed(), block*D) = the block's rows of x + position; the products between
 // are ops::matmul's, a head at a time; (HKV, rows, D) <-> (rows, HKV D) by nsa_heads_last and nsa_heads_first.
 template <class T>
-void nsa_blocks(Stream& s, T* blocks, const T* x, const T* position, const NsaShape& a);
+Kernel nsa_blocks(Stream& s, T* blocks, const T* x, const T* position, const NsaShape& a);
 // dx: the sum over the blocks that hold a row; dposition (HKV, block, D): over all blocks. partials: numbers.
 int64_t nsa_blocks_partials(const NsaShape& a);
 template <class T, class G>
-void nsa_blocks_backward(Stream& s, T* dx, G* dposition, const T* dblocks, acc_t<T>* partials, const NsaShape& a);
+Kernel nsa_blocks_backward(Stream& s, T* dx, G* dposition, const T* dblocks, acc_t<T>* partials, const NsaShape& a);
 template <class T>
-void nsa_heads_last(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D);
+Kernel nsa_heads_last(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D);
 template <class T>
-void nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D);
+Kernel nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D);
 
 // o (B*T, H D) = sum over branches of sigmoid(gate) * branch, each (B*T, H D); fp32 sum, rounded once.
 template <class T>
-void nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
-                 const NsaShape& a);
+Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
+                   const NsaShape& a);
 
-// ---- Diagnostics: what the gates and the selection of a layer do, from the gates' columns and the indices alone.
+// ---- Diagnostics: what the gates and the selection of a layer do, from the gates' columns and the indices alone; and
+// which kernels ran.
 struct NsaStats {
   // Over all queries and heads. A branch's share is its gate over the sum of the three.
   float entropy_mean, entropy_min;  // of the shares, in nats: ln 3 where the gates are equal, 0 where one has all
@@ -175,6 +186,32 @@ int64_t nsa_stats_partials(const NsaShape& a);
 template <class T>
 void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a);
 
+enum class Stage {
+  compression,
+  compressed,
+  selection,
+  selected,
+  window,
+  gates,
+  window_backward,
+  compressed_backward,
+  selected_backward,
+  compression_backward
+};
+constexpr int nsa_stages = 10;
+const char* name_of(Stage s);
+
+// Of a layer's calls: each stage's latest kernel, and how many there were, general ones among them. Phi's products are
+// cuBLASLt's and not counted.
+struct NsaKernels {
+  Kernel latest[nsa_stages];
+  int64_t calls = 0, general = 0;
+  void add(Stage s, const Kernel& k) {
+    if (!k.code) return;  // planning
+    latest[int(s)] = k, ++calls, general += k.general;
+  }
+};
+
 // ---- The whole, with its temporaries taken from the memory plan.
 
 // What the forward leaves for the backward.
@@ -186,11 +223,11 @@ struct NsaSaved {
   Buffer<int32_t> indices;
 };
 // o (B*T, H D) from the fused rows x. Indices that saved has already are taken, not chosen again; null: nothing is
-// kept.
+// kept. ran: is told the kernels; may be null.
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
-                 Purpose life);
+                 Purpose life, NsaKernels* ran = nullptr);
 // dx: the gradient of the fused rows, all columns() of them written. dphi: gradients of phi's parameters, written.
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
-                  NsaSaved<T> saved, const NsaShape& a);
+                  NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran = nullptr);

@@ -257,10 +257,13 @@ std::string parameters_text(const ModelConfig& c, const FsdpOptions& o, int worl
   return text + strf("%s parameters\n", grouped(total).c_str());
 }
 
-json stats_json(const NsaStats* blocks, int64_t depth) {
+json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels) {
   json all = json::array();
-  for (int64_t i = 0; i < depth; i++) {
+  for (size_t i = 0; i < kernels.size(); i++) {
     const NsaStats& b = blocks[i];
+    json ran = json::object();
+    for (int s = 0; s < nsa_stages; s++)
+      if (kernels[i].latest[s].code) ran[name_of(Stage(s))] = name_of(kernels[i].latest[s]);
     all.push_back({{"gate_entropy_mean", b.entropy_mean},
                    {"gate_entropy_min", b.entropy_min},
                    {"gate_max", b.gate_max},
@@ -269,7 +272,10 @@ json stats_json(const NsaStats* blocks, int64_t depth) {
                    {"sel_k_mean", b.keys_mean},
                    {"sel_k_max", b.keys_max},
                    {"sel_rows", b.rows},
-                   {"sel_pct_at_max", b.at_max}});
+                   {"sel_pct_at_max", b.at_max},
+                   {"kernels", ran},
+                   {"kernel_calls", kernels[i].calls},
+                   {"general", kernels[i].general}});
   }
   return {{"nsa", all}};
 }
@@ -460,6 +466,7 @@ std::string train(const Context& c, const Run& r) {
   std::vector<HostBuffer<int32_t>> batches;
   std::vector<HostBuffer<double>> results;
   std::vector<HostBuffer<char>> stats;
+  std::vector<NsaKernels> kernels[2];
   std::vector<HostBuffer<ops::AdamW>> adamw;
   std::vector<Event> copied, started, done, val_done;
   for (int i = 0; i < 2; i++) {
@@ -515,7 +522,7 @@ std::string train(const Context& c, const Run& r) {
     s.peak_mib = mib(dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
     if (r.o.comm_timing) model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
-    if (model.stats()) s.more = stats_json(reinterpret_cast<const NsaStats*>(stats[slot].get()), r.model.depth);
+    if (model.stats()) s.more = stats_json(reinterpret_cast<const NsaStats*>(stats[slot].get()), kernels[slot]);
     c.telemetry->step(s);
   };
 
@@ -538,6 +545,7 @@ std::string train(const Context& c, const Run& r) {
     step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]);
     s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
     if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
+    kernels[slot] = model.kernels();
     s.record(done[slot]);
     if (profiled) {
       const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();

@@ -13,31 +13,31 @@
 #define RUN_ON_GPU(T, name, ...)                                                                       \
   if (s.on_gpu()) {                                                                                    \
     if constexpr (std::is_same_v<T, double>) throw Error(#name ": fp64 runs on the CPU backend only"); \
-    else gpu::name(s.cuda(), __VA_ARGS__);                                                             \
-    return;                                                                                            \
+    else return gpu::name(s.cuda(), __VA_ARGS__);                                                      \
   }
 #else
 #define RUN_ON_GPU(T, name, ...)
 #endif
 // bytes: read and written, for the estimate of a dry run.
-#define RUN(T, bytes, name, ...)                \
-  do {                                          \
-    if (s.off()) return s.spend(bytes);         \
-    RUN_ON_GPU(T, name, __VA_ARGS__)            \
-    s.enqueue([=] { cpu::name(__VA_ARGS__); }); \
+#define RUN(T, bytes, name, ...)                  \
+  do {                                            \
+    if (s.off()) return s.spend(bytes), Kernel(); \
+    RUN_ON_GPU(T, name, __VA_ARGS__)              \
+    s.enqueue([=] { cpu::name(__VA_ARGS__); });   \
+    return plain_loops;                           \
   } while (0)
 
 template <class T>
-void nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a) {
+Kernel nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a) {
   RUN(T, moves<T>(a.B * a.T * a.HKV * a.D), nsa_mean, out, x, a);
 }
 template <class T>
-void nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a) {
+Kernel nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a) {
   RUN(T, moves<T>(a.B * a.T * a.HKV * a.D), nsa_mean_backward, dx, dout, a);
 }
 
 template <class T>
-void nsa_blocks(Stream& s, T* blocks, const T* x, const T* position, const NsaShape& a) {
+Kernel nsa_blocks(Stream& s, T* blocks, const T* x, const T* position, const NsaShape& a) {
   RUN(T, moves<T>(2 * a.B * a.compressed() * a.HKV * a.block * a.D), nsa_blocks, blocks, x, position, a);
 }
 // dposition is a column sum over all blocks, for each head.
@@ -45,23 +45,23 @@ int64_t nsa_blocks_partials(const NsaShape& a) {
   return ops::bias_grad_partials(a.B * a.compressed(), a.HKV * a.block * a.D);
 }
 template <class T, class G>
-void nsa_blocks_backward(Stream& s, T* dx, G* dposition, const T* dblocks, acc_t<T>* partials, const NsaShape& a) {
+Kernel nsa_blocks_backward(Stream& s, T* dx, G* dposition, const T* dblocks, acc_t<T>* partials, const NsaShape& a) {
   RUN(T, moves<T>(2 * a.B * a.compressed() * a.HKV * a.block * a.D, 3), nsa_blocks_backward, dx, dposition, dblocks,
       partials, a);
 }
 
 template <class T>
-void nsa_heads_last(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
+Kernel nsa_heads_last(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
   RUN(T, moves<T>(2 * heads * rows * D), nsa_heads_last, out, x, heads, rows, D);
 }
 template <class T>
-void nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
+Kernel nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
   RUN(T, moves<T>(2 * heads * rows * D), nsa_heads_first, out, x, heads, rows, D);
 }
 
 template <class T>
-void nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
-                 const NsaShape& a) {
+Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
+                   const NsaShape& a) {
   RUN(T, moves<T>(4 * a.B * a.T * a.H * a.D), nsa_combine, o, compressed, selected, window, x, a);
 }
 
@@ -70,19 +70,21 @@ int64_t nsa_stats_partials(const NsaShape& a) {
 }
 template <class T>
 void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a) {
-  RUN(T, moves<int32_t>(a.B * a.HKV * a.T * a.selected, 2), nsa_stats, out, x, indices, partials, a);
+  if (s.off()) return s.spend(moves<int32_t>(a.B * a.HKV * a.T * a.selected, 2));
+  RUN_ON_GPU(T, nsa_stats, out, x, indices, partials, a)
+  s.enqueue([=] { cpu::nsa_stats(out, x, indices, partials, a); });
 }
 
 #define INSTANTIATE(T)                                                                             \
-  template void nsa_mean(Stream&, T*, const T*, const NsaShape&);                                  \
-  template void nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                         \
-  template void nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                      \
-  template void nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);        \
-  template void nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                  \
-  template void nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);                 \
+  template Kernel nsa_mean(Stream&, T*, const T*, const NsaShape&);                                \
+  template Kernel nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                       \
+  template Kernel nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                    \
+  template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);      \
+  template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                \
+  template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);               \
   template void nsa_stats(Stream&, NsaStats*, const T*, const int32_t*, double*, const NsaShape&); \
-  template void nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
+  template Kernel nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)
-template void nsa_blocks_backward(Stream&, bf16*, float*, const bf16*, float*, const NsaShape&);
+template Kernel nsa_blocks_backward(Stream&, bf16*, float*, const bf16*, float*, const NsaShape&);

@@ -31,10 +31,11 @@ void rows_by(cudaStream_t stream, F f, int64_t M, int64_t C) {
   CUDA_CHECK_LAUNCH();
 }
 template <class T, class F>
-void rows(cudaStream_t stream, F f, int64_t M, int64_t C, bool vectors) {
-  if (M == 0 || C == 0) return;
+Kernel rows(cudaStream_t stream, F f, int64_t M, int64_t C, bool vectors) {
+  if (M == 0 || C == 0) return {};
   if (M > 1 << 30 || C > 1 << 23) throw Error("nsa: too many rows or columns for one launch");
   vectors ? rows_by<width<T>>(stream, f, M, C) : rows_by<1>(stream, f, M, C);
+  return {"cuda", vectors ? "vectors" : "single numbers", !vectors};
 }
 template <class T>
 bool whole_vectors(const NsaShape& a) {
@@ -213,32 +214,33 @@ struct Combine {
 }  // namespace compress
 
 template <class T>
-void nsa_mean(cudaStream_t stream, T* out, const T* x, const NsaShape& a) {
+Kernel nsa_mean(cudaStream_t stream, T* out, const T* x, const NsaShape& a) {
   using namespace compress;
   const Mean<T> f{out, x, Blocks(a), 1 / float(a.block)};
-  rows<T>(stream, f, a.B * a.compressed(), a.HKV * a.D, whole_vectors<T>(a) && aligned(out, x));
+  return rows<T>(stream, f, a.B * a.compressed(), a.HKV * a.D, whole_vectors<T>(a) && aligned(out, x));
 }
 template <class T>
-void nsa_mean_backward(cudaStream_t stream, T* dx, const T* dout, const NsaShape& a) {
+Kernel nsa_mean_backward(cudaStream_t stream, T* dx, const T* dout, const NsaShape& a) {
   using namespace compress;
   const MeanBackward<T> f{dx, dout, Blocks(a), 1 / float(a.block)};
-  rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dout));
+  return rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dout));
 }
 
 template <class T>
-void nsa_blocks(cudaStream_t stream, T* blocks, const T* x, const T* position, const NsaShape& a) {
+Kernel nsa_blocks(cudaStream_t stream, T* blocks, const T* x, const T* position, const NsaShape& a) {
   using namespace compress;
   const Unfold<T> f{blocks, x, position, Blocks(a), int(a.B)};
-  rows<T>(stream, f, a.HKV * a.B * a.compressed(), a.block * a.D, whole_vectors<T>(a) && aligned(blocks, x, position));
+  return rows<T>(stream, f, a.HKV * a.B * a.compressed(), a.block * a.D,
+                 whole_vectors<T>(a) && aligned(blocks, x, position));
 }
 template <class T, class G>
-void nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* dblocks, float* partials,
-                         const NsaShape& a) {
+Kernel nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* dblocks, float* partials,
+                           const NsaShape& a) {
   using namespace compress;
   constexpr int N = width<T>;
   const int64_t M = a.B * a.compressed(), C = a.block * a.D;
   const BlocksBackward<T> f{dx, dblocks, Blocks(a), M};
-  rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dblocks));
+  const Kernel of_dx = rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dblocks));
   const bool vectors = C % N == 0 && aligned(dblocks);
   const int runs = int(nsa_blocks_partials(a) / (a.HKV * C));
   const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs, unsigned(a.HKV)), threads(warp, 8);
@@ -246,24 +248,26 @@ void nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* dblo
   else head_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dblocks, M, C);
   CUDA_CHECK_LAUNCH();
   reduce_columns<G>(stream, dposition, nullptr, partials, runs, a.HKV * C);
+  return of_dx;
 }
 
 template <class T>
-void nsa_heads_last(cudaStream_t stream, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
+Kernel nsa_heads_last(cudaStream_t stream, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
   const compress::MoveHeads<T, true> f{out, x, heads, rows, int(D)};
-  compress::rows<T>(stream, f, rows, heads * D, D % width<T> == 0 && aligned(out, x));
+  return compress::rows<T>(stream, f, rows, heads * D, D % width<T> == 0 && aligned(out, x));
 }
 template <class T>
-void nsa_heads_first(cudaStream_t stream, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
+Kernel nsa_heads_first(cudaStream_t stream, T* out, const T* x, int64_t heads, int64_t rows, int64_t D) {
   const compress::MoveHeads<T, false> f{out, x, heads, rows, int(D)};
-  compress::rows<T>(stream, f, rows, heads * D, D % width<T> == 0 && aligned(out, x));
+  return compress::rows<T>(stream, f, rows, heads * D, D % width<T> == 0 && aligned(out, x));
 }
 
 template <class T>
-void nsa_combine(cudaStream_t stream, T* o, const T* compressed, const T* selected, const T* window, const T* x,
-                 const NsaShape& a) {
+Kernel nsa_combine(cudaStream_t stream, T* o, const T* compressed, const T* selected, const T* window, const T* x,
+                   const NsaShape& a) {
   const compress::Combine<T> f{o, compressed, selected, window, x + a.gate(0), a.ld, int(a.H), int(a.D)};
-  compress::rows<T>(stream, f, a.B * a.T, a.H * a.D, a.D % width<T> == 0 && aligned(o, compressed, selected, window));
+  return compress::rows<T>(stream, f, a.B * a.T, a.H * a.D,
+                           a.D % width<T> == 0 && aligned(o, compressed, selected, window));
 }
 
 }  // namespace gpu

@@ -125,9 +125,12 @@ static void check(const Problem& a, const AttentionShape& s, std::initializer_li
 
 namespace gpu {
 
+// Each is made for one head dim and one rule of who sees what: there is no general kernel.
+static Kernel launched(int arch, bool narrow) { return {!narrow ? "fp32" : arch == 90 ? "sm90" : "sm80"}; }
+
 template <class T>
-void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
-                       const AttentionShape& shape) {
+Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
+                         const AttentionShape& shape) {
   using namespace attention;
   const Problem a(shape);
   attention::check<T>(a, shape, {o, q, k, v});
@@ -141,12 +144,13 @@ void attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T*
       simple::forward(stream, o, lse, q, k, v, a, mask);
     }
   });
+  return launched(arch, std::is_same_v<T, bf16>);
 }
 
 template <class T>
-void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
-                        const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape,
-                        Gate<T> gate) {
+Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
+                          const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape,
+                          Gate<T> gate) {
   using namespace attention;
   const Problem a(shape);
   attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
@@ -174,16 +178,18 @@ void attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, cons
     with_mask(shape,
               [&](const auto& mask) { simple::backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask); });
   }
+  return launched(arch, std::is_same_v<T, bf16>);
 }
 
-template void attention_forward(cudaStream_t, int, float*, float*, const float*, const float*, const float*,
-                                const AttentionShape&);
-template void attention_forward(cudaStream_t, int, bf16*, float*, const bf16*, const bf16*, const bf16*,
-                                const AttentionShape&);
-template void attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
-                                 const float*, const float*, const float*, float*, const AttentionShape&, Gate<float>);
-template void attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
-                                 const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>);
+template Kernel attention_forward(cudaStream_t, int, float*, float*, const float*, const float*, const float*,
+                                  const AttentionShape&);
+template Kernel attention_forward(cudaStream_t, int, bf16*, float*, const bf16*, const bf16*, const bf16*,
+                                  const AttentionShape&);
+template Kernel attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
+                                   const float*, const float*, const float*, float*, const AttentionShape&,
+                                   Gate<float>);
+template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
+                                   const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>);
 
 }  // namespace gpu
 #endif
@@ -206,17 +212,17 @@ static Cost cost(const AttentionShape& a, bool backward) {
 }
 
 template <class T>
-void attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a) {
+Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, false));
-  if (s.on_gpu()) {
+  if (s.off()) return s.spend(cost<T>(a, false)), Kernel();
 #if FSDP_CUDA
+  if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
-    else gpu::attention_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, a);
-#endif
-    return;
+    else return gpu::attention_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, a);
   }
+#endif
   s.enqueue([=] { cpu::attention_forward(o, lse, q, k, v, a); });
+  return plain_loops;
 }
 
 template <class T>
@@ -229,28 +235,28 @@ int64_t attention_backward_workspace(const AttentionShape& a) {
 }
 
 template <class T>
-void attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
-                        const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate) {
+Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
+                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, true));
-  if (s.on_gpu()) {
+  if (s.off()) return s.spend(cost<T>(a, true)), Kernel();
 #if FSDP_CUDA
+  if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
     else
-      gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a,
-                              gate);
-#endif
-    return;
+      return gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse,
+                                     workspace, a, gate);
   }
+#endif
   (void)workspace;
   s.enqueue([=] { cpu::attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, a, gate); });
+  return plain_loops;
 }
 
-#define INSTANTIATE(T)                                                                                          \
-  template void attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&); \
-  template int64_t attention_backward_workspace<T>(const AttentionShape&);                                      \
-  template void attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
-                                   const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>);
+#define INSTANTIATE(T)                                                                                            \
+  template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&); \
+  template int64_t attention_backward_workspace<T>(const AttentionShape&);                                        \
+  template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
+                                     const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

@@ -24,8 +24,8 @@
 // The kernels behind nsa_select on a bare CUDA stream, for tests and timings. arch: as in gpu::attention_forward.
 namespace gpu {
 template <class T>
-void nsa_select(cudaStream_t stream, int arch, int32_t* indices, const T* q, const T* k, const float* lse,
-                float* scratch, const NsaShape& a);
+Kernel nsa_select(cudaStream_t stream, int arch, int32_t* indices, const T* q, const T* k, const float* lse,
+                  float* scratch, const NsaShape& a);
 }
 #endif
 
@@ -81,10 +81,15 @@ struct Selection {
     *q0 = (tiles - 1 - item / HKV % tiles) * queries;
     *b = item / HKV / tiles;
   }
+  // A query may choose from blocks 1 to that; 0: nothing to choose.
+  HD int last_candidate(int t) const {
+    const int cur = t / select_block;
+    return cur < n || n == 3 ? 0 : cur - 2;
+  }
   // Keys [0, that) make all the scores that queries [q0, q0 + queries) choose by.
   HD int keys_wanted(int q0) const {
-    const int last = (q0 + queries < T ? q0 + queries : T) - 1, cur = last / select_block;
-    return cur < n || n == 3 ? 0 : (cur - 1) * block_strides;
+    const int last = last_candidate((q0 + queries < T ? q0 + queries : T) - 1);
+    return last ? (last + 1) * block_strides : 0;
   }
 };
 
@@ -100,43 +105,44 @@ namespace attention::selection {
 
 // ------------------------------------------------------------------------------------------------------------ choice
 
-// Complete scores of blocks j0 + lane + 32 i from a query's row, as numbers that compare as they do (scores are not
-// negative) and are not 0; past `last`, 0.
+// Scores of blocks j0 + lane + 32 i, i < N, from a query's row, as numbers that compare as they do (scores are not
+// negative) and are not 0; before block 1 and past `last`, 0.
+__device__ inline unsigned comparable(float score, int j, int last) {
+  return j >= 1 && j <= last ? __float_as_uint(score) + 1 : 0;
+}
 struct OfBlocks {
   const float *row, *carried;
-  __device__ OfBlocks(const float* row, const Selection& a) : row(row), carried(row + a.blocks) {}
+  __device__ OfBlocks(const float* row, int blocks) : row(row), carried(row + blocks) {}
   template <int N>
   __device__ void load(unsigned (&x)[N], int j0, int last) const {
     const int j = j0 + int(threadIdx.x % 32);
     const float *p = row + j, *c = carried + j / 4 - 1;
-    const bool first = j % 4 == 0;
     float score[N], carry[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      score[i] = j + 32 * i <= last ? p[32 * i] : 0.f;
-      carry[i] = j + 32 * i <= last && first ? c[8 * i] : 0.f;
+      const bool in = j + 32 * i >= 1 && j + 32 * i <= last;
+      score[i] = in ? p[32 * i] : 0.f;
+      carry[i] = in && j % 4 == 0 ? c[8 * i] : 0.f;
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = j + 32 * i <= last ? __float_as_uint(score[i] + carry[i]) + 1 : 0;
+    for (int i = 0; i < N; ++i) x[i] = comparable(score[i] + carry[i], j + 32 * i, last);
   }
 };
 struct OfKeys {
   const float* row;
   int key_strides, block_strides;
-  __device__ OfKeys(const float* row, const Selection& a)
-      : row(row), key_strides(a.key_strides), block_strides(a.block_strides) {}
   template <int N>
   __device__ void load(unsigned (&x)[N], int j0, int last) const {
 #pragma unroll 1
     for (int n = 0; n < N; ++n) {
       const int j = j0 + int(threadIdx.x % 32) + 32 * n, begin = j * block_strides, end = begin + block_strides;
       float sum = 0;
-      if (j <= last)
+      if (j >= 1 && j <= last)
         for (int i = begin - key_strides + 1; i < end; ++i)
           sum = fmaf(float(min(i + key_strides, end) - max(i, begin)), row[i], sum);
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        if (i == n) x[i] = j <= last ? __float_as_uint(sum) + 1 : 0;
+        if (i == n) x[i] = comparable(sum, j, last);
     }
   }
 };
@@ -155,14 +161,18 @@ __device__ inline unsigned reached(int wanted, int enough, unsigned lo, unsigned
 }
 
 constexpr int list_bytes = 2 * 32 * 4;  // of shared memory for a warp
+// Room for the scores of so many blocks of two queries, and what is carried to them; for each warp.
+constexpr int room = 1024, room_bytes = 2 * (room + room / 4) * 4;
 
-// A warp writes the list of query t: the blocks that it takes anyway, and the best `wanted` of the others. Every lane
-// finds the best of its blocks; what about `wanted` of those 32 reach is a bound that about 17 of all blocks reach (for
-// wanted = 13 and scores in any order that does not repeat every 32 blocks). Those are gathered, one in a lane, and
-// each counts those before it. If they are more than 32, because many are equal or many are wanted, the exact bound is
-// searched among all.
-template <class Score>
-__device__ inline void choose(int32_t* list, int t, const Score& score, unsigned* gathered, const Selection& a) {
+// A warp writes the list of query t: the blocks that it takes anyway, and the best `wanted` of the others, 1 to `last`.
+// Every lane finds the best of its blocks; what about `wanted` of those 32 reach is a bound that about 17 of all blocks
+// reach (for wanted = 13 and scores in any order that does not repeat every 32 blocks). Those are gathered, one in a
+// lane, and each counts those before it. If they are more than 32, because many are equal or many are wanted, the exact
+// bound is searched among all. near: the first `in_room` numbers of the row and what is carried to them, in shared
+// memory, where the numbers become comparable ones; the rest come from `score`.
+template <int in_room, class Score>
+__device__ inline void choose(int32_t* list, int t, float* near, const Score& score, unsigned* gathered,
+                              const Selection& a) {
   const int lane = threadIdx.x % 32, n = a.n, cur = t / a.select_block, wanted = n - 3, last = cur - 2;
   const unsigned before = (1u << lane) - 1;
   if (cur < n) {
@@ -172,32 +182,37 @@ __device__ inline void choose(int32_t* list, int t, const Score& score, unsigned
   if (lane < 3) list[lane == 0 ? 0 : n - lane] = lane == 0 ? 0 : cur + 1 - lane;
   if (wanted == 0) return;
 
-  // f(j, j's score) in all lanes, 32 blocks at a time in their order. The first 32 times 32 blocks' stay in registers.
-  unsigned kept[32];
-#pragma unroll
-  for (int g = 0; g < 32; g += 16) {
-    unsigned x[16] = {};
-    if (1 + 32 * g <= last) score.load(x, 1 + 32 * g, last);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) kept[g + i] = x[i];
-  }
-  const auto each = [&](auto&& f) {
-#pragma unroll
-    for (int g = 0; g < 32; g += 8)
-      if (1 + 32 * g <= last) {
-#pragma unroll
-        for (int i = g; i < g + 8; ++i) f(1 + 32 * i + lane, kept[i]);
-      }
+  unsigned* const numbers = reinterpret_cast<unsigned*>(near);
+  unsigned best = 0;
 #pragma unroll 1
-    for (int j0 = 1 + 32 * 32; j0 <= last; j0 += 32 * 8) {
+  for (int j0 = 0; j0 < in_room && j0 <= last; j0 += 256) {
+    unsigned x[8];
+    OfBlocks(near, in_room).load(x, j0, last);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) numbers[j0 + 32 * i + lane] = x[i], best = max(best, x[i]);
+  }
+  // f(j, j's score) in all lanes, 32 blocks at a time in their order.
+  const auto far = [&](auto&& f) {
+#pragma unroll 1
+    for (int j0 = in_room; j0 <= last; j0 += 256) {
       unsigned x[8];
       score.load(x, j0, last);
 #pragma unroll
       for (int i = 0; i < 8; ++i) f(j0 + 32 * i + lane, x[i]);
     }
   };
-  unsigned best = 0;
-  each([&](int, unsigned x) { best = max(best, x); });
+  const auto each = [&](auto&& f) {
+#pragma unroll 1
+    for (int j0 = 0; j0 < in_room && j0 <= last; j0 += 256) {
+      unsigned x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = numbers[j0 + 32 * i + lane];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) f(j0 + 32 * i + lane, x[i]);
+    }
+    far(f);
+  };
+  far([&](int, unsigned x) { best = max(best, x); });
   const unsigned top = __reduce_max_sync(~0u, best);
   unsigned bound = 0;
   if (wanted <= 28) {
@@ -223,7 +238,6 @@ __device__ inline void choose(int32_t* list, int t, const Score& score, unsigned
       const bool taken = lane < found && rank < wanted;
       const unsigned lanes = __ballot_sync(~0u, taken);
       if (taken) list[1 + __popc(lanes & before)] = int32_t(j);
-      __syncwarp();
       return;
     }
   }
@@ -244,13 +258,42 @@ __device__ inline void choose(int32_t* list, int t, const Score& score, unsigned
 }
 
 // All warps of a block (or those that call it: `warps` of them, this one number `warp`) choose for a tile's queries.
+// Where the scratch has scores of blocks, a query's are on their way while the one before is chosen for. near
+// and gathered: room_bytes and list_bytes of this warp.
 template <bool pooled>
 __device__ inline void choose_all(int32_t* indices, const float* scores, int b, int q0, int head, int warp, int warps,
-                                  unsigned* gathered, const Selection& a) {
-  using Score = std::conditional_t<pooled, OfBlocks, OfKeys>;
-  for (int r = warp; r < a.queries && q0 + r < a.T; r += warps)
-    choose(indices + ((int64_t(b) * a.HKV + head) * a.T + q0 + r) * a.n, q0 + r, Score(scores + int64_t(r) * a.row, a),
-           gathered, a);
+                                  float* near, unsigned* gathered, const Selection& a) {
+  const int lane = threadIdx.x % 32, end = min(a.queries, a.T - q0);
+  indices += ((int64_t(b) * a.HKV + head) * a.T + q0) * a.n;
+  const auto copy = [&](float* to, const float* from, int count) {
+    for (int i = 4 * lane; i < count; i += 128)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to + i))),
+                   "l"(from + i)
+                   : "memory");
+  };
+  const auto fetch = [&](int r, float* to) {
+    const int last = r < end ? min(a.last_candidate(q0 + r), room - 1) : 0;
+    if (last) {
+      const float* row = scores + int64_t(r) * a.row;
+      copy(to, row, last + 1), copy(to + room, row + a.blocks, last / 4);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  if constexpr (pooled) fetch(warp, near);
+#pragma unroll 1
+  for (int r = warp, turn = 0; r < end; r += warps, turn ^= 1) {
+    const float* row = scores + int64_t(r) * a.row;
+    if constexpr (pooled) {
+      float *mine = near + turn * (room + room / 4), *other = near + (turn ^ 1) * (room + room / 4);
+      fetch(r + warps, other);
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncwarp();
+      choose<room>(indices + int64_t(r) * a.n, q0 + r, mine, OfBlocks(row, a.blocks), gathered, a);
+    } else {
+      choose<0>(indices + int64_t(r) * a.n, q0 + r, near, OfKeys{row, a.key_strides, a.block_strides}, gathered, a);
+    }
+    __syncwarp();
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------------ scores
@@ -322,6 +365,7 @@ __device__ inline void store_scores(const float (&p)[64], float* to, int m, bool
 #pragma unroll
     for (int x = 0; x < 4; ++x) sum[x] = 0;
     query += 8 * a.row;
+    if constexpr (heads < 4) asm volatile("" : "+l"(query));  // 16 addresses do not fit into the registers
   }
 }
 
@@ -349,17 +393,20 @@ __device__ inline void load_queries(const bf16* q, int thread, int b, int first_
 // A block is a warpgroup of which one thread keeps a ring of key tiles filled, and one that does all else; two blocks
 // share an SM, so that one's products and exponentials run while the other chooses. Its item: the tile's columns stay
 // in shared memory, keys stream past 64 at a time; scores of the next keys are in flight while these become
-// probabilities. A thread has 2 of the keys and 32 of the columns. Read once: q, lse; for each tile, k (from L2);
-// written once and read by the same block: scores; written once: indices. Limits: tensor cores and exponentials alike
-// allow 790 TFLOP/s at D 128, 1.4 ms at T 65536 with 32 heads.
-// H200, D 128, 32/8 heads: 0.07 ms at T 4096, 0.19 at 8192, 4.6 at 65536, of which 2.7 for products (410 TFLOP/s),
-// exponentials and stores; the rest is choice, which waits for scores in L2. 64/4 heads: 5.2 ms at 65536 (425 TFLOP/s).
+// probabilities. A thread has 2 of the keys and 32 of the columns. When the products are done, scores of the queries
+// that are chosen for come to where the columns were. Read once: q, lse; for each tile, k (from L2); written once and
+// read by the same block: scores (from block 1024 on twice or more); written once: indices. Limits: tensor cores and
+// exponentials alike allow 790 TFLOP/s at D 128, 1.4 ms at T 65536 with 32 heads.
+// H200, D 128, 32/8 heads: 0.072 ms at T 4096, 0.180 at 8192, 0.438 at 16384, 1.205 at 32768, 3.71 at 65536 (296
+// TFLOP/s), 14.34 at 131072. 64/4 heads: 0.085 ms at 4096, 5.07 at 65536 (434 TFLOP/s), 19.66 at 131072.
 
 template <int D>
 struct Sm90 {
+  static constexpr int warps = 4;  // that do all but fetch keys
   static constexpr int keys = 64, stages = 4, tile = keys * D * 2;
-  static constexpr int q = 0, k = Selection::columns * D * 2, bars = k + stages * tile;
-  static constexpr int items = bars + 16 * stages, lists = items + 32, bytes = lists + 4 * list_bytes + 1024;
+  static constexpr int q = 0, k = std::max(Selection::columns * D * 2, warps*room_bytes), bars = k + stages * tile;
+  static constexpr int items = bars + 16 * stages, lists = items + 32, bytes = lists + warps * list_bytes + 1024;
+  static_assert(k % 1024 == 0, "wgmma's tiles begin at multiples of 1024");
 };
 
 template <int D, bool pooled, int heads>
@@ -373,9 +420,8 @@ __global__ void __launch_bounds__(256, 2)
   const uint32_t base = shared_base();
   const Ring<L::stages> ring(base + L::bars);
   const Items items(base + L::items, work, list);
-  if (threadIdx.x == 0) {  // four warps empty the slots
-    for (int i = 0; i < L::stages; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, 4);
-    barrier_init(items.ring.full, 1), barrier_init(items.ring.empty, 4);
+  if (threadIdx.x == 0) {
+    ring.init(L::warps), items.ring.init(L::warps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -398,8 +444,6 @@ __global__ void __launch_bounds__(256, 2)
   } else {
     more_registers<216>();
     const int warp = threadIdx.x / 32 % 4;
-    unsigned* gathered = reinterpret_cast<unsigned*>(smem + (base - uint32_t(__cvta_generic_to_shared(smem))) +
-                                                     L::lists + warp * list_bytes);
     float* scores = scratch + blockIdx.x * a.scores();
     int n = 0;
     for (int round = 0, item; items.ask(round, &item); ++round) {
@@ -446,7 +490,11 @@ __global__ void __launch_bounds__(256, 2)
         n += tiles;
       }
       named_barrier(1, 128);
-      choose_all<pooled>(indices, scores, b, q0, head, warp, 4, gathered, a);
+      uint32_t own = base - uint32_t(__cvta_generic_to_shared(smem));
+      asm volatile("" : "+r"(own));  // what follows from it shall not stay in registers while products run
+      choose_all<pooled>(indices, scores, b, q0, head, warp, L::warps,
+                         reinterpret_cast<float*>(smem + own + L::q + warp * room_bytes),  // where the columns were
+                         reinterpret_cast<unsigned*>(smem + own + L::lists + warp * list_bytes), a);
     }
   }
 #else
@@ -455,8 +503,8 @@ __global__ void __launch_bounds__(256, 2)
 }
 
 template <int D, bool pooled, int heads>
-void sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
-                       float* scratch, const Selection& a) {
+Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                         float* scratch, const Selection& a) {
   // As Items and tensor_map want it: an item for every 128 rows; keys, of which there may be none.
   AttentionShape shape = {a.B, a.tiles * 128, a.HKV, a.HKV, D, a.ld, int64_t(a.HKV) * D, 0, 0, 0, a.scale};
   shape.keys = std::max(a.keys, 1);
@@ -467,35 +515,46 @@ void sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, con
   kernel<<<std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes, stream>>>(
       indices, q, k_map, lse, scratch, a, work, sm90::next_list());
   CUDA_CHECK_LAUNCH();
+  const char* of = heads == 2    ? "pooled, 2 heads"
+                   : heads == 4  ? "pooled, 4 heads"
+                   : heads == 8  ? "pooled, 8 heads"
+                   : heads == 16 ? "pooled, 16 heads"
+                   : pooled      ? "pooled, any heads"
+                                 : "not pooled";
+  return {"sm90", of, heads == 0};
 }
 
 template <int D, bool pooled>
-void sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch,
-                 const Selection& a) {
-  const auto launch = [&](auto f) { f(stream, indices, q, k, lse, scratch, a); };
+Kernel sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                   float* scratch, const Selection& a) {
+  const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
   if constexpr (pooled) {
     if (a.heads == 2) return launch(sm90_launch_heads<D, true, 2>);
     if (a.heads == 4) return launch(sm90_launch_heads<D, true, 4>);
     if (a.heads == 8) return launch(sm90_launch_heads<D, true, 8>);
     if (a.heads == 16) return launch(sm90_launch_heads<D, true, 16>);
   }
-  launch(sm90_launch_heads<D, pooled, 0>);
+  return launch(sm90_launch_heads<D, pooled, 0>);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sm_80
 // The same with mma.sync. A block is 8 warps; 128 keys stream past at a time, of which a warp owns 16 against all
-// columns, and a thread what it owns above; two stages. Blocks take every gridDim-th item.
-// H200, D 128, 32/8 heads: 0.09 ms at T 4096, 0.27 at 8192, 7.9 at 65536; shared memory, of which every warp reads all
-// columns for its 16 keys, allows 2.6.
+// columns, and a thread what it owns above; two stages. Scores that are chosen from come to where columns and keys
+// were. Blocks take every gridDim-th item.
+// H200, D 128, 32/8 heads: 0.098 ms at T 4096, 7.93 at 65536, 29.6 at 131072; shared memory, of which every warp reads
+// all columns for its 16 keys, allows 2.6 at 65536.
 
 template <int D>
-constexpr int sm80_bytes = (Selection::columns + 2 * 128) * D * 2 + 8 * list_bytes;
+constexpr int sm80_tiles = std::max((Selection::columns + 2 * 128) * D * 2, 8 * room_bytes);
+template <int D>
+constexpr int sm80_bytes = sm80_tiles<D> + 8 * list_bytes;
+static_assert(sm80_bytes<64> <= 99 << 10 && sm80_bytes<128> <= 99 << 10, "what every chip of the family has");
 
 template <int D, bool pooled>
 __global__ void __launch_bounds__(sm80::threads, 1)
     sm80_kernel(int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch, Selection a) {
   using namespace sm80;
-  constexpr int BN = 128, tile = BN * D * 2, lists = Selection::columns * D * 2 + 2 * tile;
+  constexpr int BN = 128, tile = BN * D * 2;
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t q_tile = shared_base(), k_tiles = q_tile + Selection::columns * D * 2;
   const int warp = threadIdx.x / 32;
@@ -530,18 +589,19 @@ __global__ void __launch_bounds__(sm80::threads, 1)
       }
     }
     __syncthreads();
-    choose_all<pooled>(indices, scores, b, q0, head, warp, 8,
-                       reinterpret_cast<unsigned*>(smem + lists + warp * list_bytes), a);
+    choose_all<pooled>(indices, scores, b, q0, head, warp, 8, reinterpret_cast<float*>(smem + warp * room_bytes),
+                       reinterpret_cast<unsigned*>(smem + sm80_tiles<D> + warp * list_bytes), a);
   }
 }
 
 template <int D, bool pooled>
-void sm80_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch,
-                 const Selection& a) {
+Kernel sm80_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                   float* scratch, const Selection& a) {
   auto kernel = sm80_kernel<D, pooled>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm80_bytes<D>));
   kernel<<<a.most(), sm80::threads, sm80_bytes<D>, stream>>>(indices, q, k, lse, scratch, a);
   CUDA_CHECK_LAUNCH();
+  return {"sm80", pooled ? "pooled" : "not pooled", !pooled};
 }
 
 // ------------------------------------------------------------------------------------------------------------- float
@@ -573,7 +633,7 @@ static __global__ void __launch_bounds__(256)
         }
       }
     __syncwarp();  // a warp chooses for the queries that it has scores of
-    choose_all<false>(indices, scores, b, q0, head, warp, 8, gathered[warp], a);
+    choose_all<false>(indices, scores, b, q0, head, warp, 8, nullptr, gathered[warp], a);
   }
 }
 

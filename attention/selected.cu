@@ -112,9 +112,14 @@ static void make_lists(cudaStream_t stream, const Problem& a, const Plan& p) {
   CUDA_CHECK_LAUNCH();
 }
 
+// What joins a query's slots: a special one where a block is one piece.
+static Kernel launched(const char* code, const Problem& a) {
+  return {code, a.parts == 1 ? "blocks of one piece" : "blocks in pieces", a.parts != 1};
+}
+
 template <int D>
-static void forward(cudaStream_t stream, int arch, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                    const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
+static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                      const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
   const Problem a(shape, p, indices, scratch);
   make_lists(stream, a, p);
   bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
@@ -134,12 +139,13 @@ static void forward(cudaStream_t stream, int arch, bf16* o, float* lse, const bf
       merge<<<blocks(pairs * queries * a.group * D / 8), 256, 0, stream>>>(o, lse, rows, slot_lse, a, pair0, pairs, s);
       CUDA_CHECK_LAUNCH();
     }
+  return launched(arch == 90 ? "sm90" : "sm80", a);
 }
 
 template <int D>
-static void backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed,
-                     const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float2* stats,
-                     const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
+static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed,
+                       const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float2* stats,
+                       const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
   const Problem a(shape, p, indices, scratch);
   make_lists(stream, a, p);
   bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
@@ -171,6 +177,7 @@ static void backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* dv
     store_sums<D><<<blocks(int64_t(pairs) * 2 * a.T * D / 8), 256, 0, stream>>>(dk, dv, sums, a, pair0, pairs);
     CUDA_CHECK_LAUNCH();
   }
+  return launched(arch == 90 ? "sm90" : roomy || fewer == 2 ? "sm80" : "sm80 in 99 KiB", a);
 }
 
 #endif
@@ -181,26 +188,27 @@ static void backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* dv
 namespace gpu {
 
 template <class T>
-void nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o, float* lse, const T* q, const T* k,
-                          const T* v, const int32_t* indices, char* scratch, const NsaShape& shape, int64_t segment) {
+Kernel nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o, float* lse, const T* q, const T* k,
+                            const T* v, const int32_t* indices, char* scratch, const NsaShape& shape, int64_t segment) {
   using namespace attention::selected;
   const Plan p = plan(shape, false, segment);
   attention::selected::check<T>(shape, p, {o, q, k, v, scratch});
   if constexpr (std::is_same_v<T, bf16>) {
     const auto run = shape.D == 128 ? forward<128> : forward<64>;
-    run(stream, arch, o, lse, q, k, v, indices, scratch, shape, p);
+    return run(stream, arch, o, lse, q, k, v, indices, scratch, shape, p);
   } else {
     const Problem a(shape, p, indices, scratch);
     simple::forward_kernel<<<blocks(shape.B * shape.T * shape.H * 32), 256, 0, stream>>>(o, lse, q, k, v, a);
     CUDA_CHECK_LAUNCH();
+    return {"fp32"};
   }
 }
 
 template <class T>
-void nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* dq, T* dk, T* dv, const T* dq_compressed,
-                           const T* d_o, const T* q, const T* k, const T* v, const T* o, const float* lse,
-                           const int32_t* indices, char* scratch, const NsaShape& shape, Gate<T> gate,
-                           int64_t segment) {
+Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* dq, T* dk, T* dv,
+                             const T* dq_compressed, const T* d_o, const T* q, const T* k, const T* v, const T* o,
+                             const float* lse, const int32_t* indices, char* scratch, const NsaShape& shape,
+                             Gate<T> gate, int64_t segment) {
   using namespace attention::selected;
   const Plan p = plan(shape, true, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
@@ -211,22 +219,23 @@ void nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* dq
   CUDA_CHECK_LAUNCH();
   if constexpr (narrow) {
     const auto run = shape.D == 128 ? backward<128> : backward<64>;
-    run(stream, arch, dq, dk, dv, dq_compressed, d_o, q, k, v, stats, indices, scratch, shape, p);
+    return run(stream, arch, dq, dk, dv, dq_compressed, d_o, q, k, v, stats, indices, scratch, shape, p);
   } else {
     simple::backward_q<<<blocks(shape.B * shape.T * shape.H * 32), 256, 0, stream>>>(dq, dq_compressed, d_o, q, k, v,
                                                                                      stats, a);
     CUDA_CHECK_LAUNCH();
     simple::backward_kv<<<blocks(shape.B * shape.T * shape.HKV * 32), 256, 0, stream>>>(dk, dv, d_o, q, k, v, stats, a);
     CUDA_CHECK_LAUNCH();
+    return {"fp32"};
   }
 }
 
-#define INSTANTIATE(T)                                                                                                 \
-  template void nsa_selected_forward(cudaStream_t, int, T*, float*, const T*, const T*, const T*, const int32_t*,      \
-                                     char*, const NsaShape&, int64_t);                                                 \
-  template void nsa_selected_backward(cudaStream_t, int, T*, T*, T*, const T*, const T*, const T*, const T*, const T*, \
-                                      const T*, const float*, const int32_t*, char*, const NsaShape&, Gate<T>,         \
-                                      int64_t);
+#define INSTANTIATE(T)                                                                                              \
+  template Kernel nsa_selected_forward(cudaStream_t, int, T*, float*, const T*, const T*, const T*, const int32_t*, \
+                                       char*, const NsaShape&, int64_t);                                            \
+  template Kernel nsa_selected_backward(cudaStream_t, int, T*, T*, T*, const T*, const T*, const T*, const T*,      \
+                                        const T*, const T*, const float*, const int32_t*, char*, const NsaShape&,   \
+                                        Gate<T>, int64_t);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
 #undef INSTANTIATE
@@ -259,18 +268,19 @@ int64_t nsa_selected_forward_scratch(const NsaShape& a) {
 }
 
 template <class T>
-void nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
-                          char* scratch, const NsaShape& a) {
+Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
+                            char* scratch, const NsaShape& a) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, false));
-  if (s.on_gpu()) {
+  if (s.off()) return s.spend(cost<T>(a, false)), Kernel();
 #if FSDP_CUDA
+  if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
-    else gpu::nsa_selected_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, indices, scratch, a);
-#endif
-    return;
+    else
+      return gpu::nsa_selected_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, indices, scratch, a);
   }
+#endif
   s.enqueue([=] { cpu::nsa_selected_forward(o, lse, q, k, v, indices, scratch, a); });
+  return plain_loops;
 }
 
 template <class T>
@@ -281,31 +291,31 @@ int64_t nsa_selected_backward_scratch(const NsaShape& a) {
 }
 
 template <class T>
-void nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q, const T* k,
-                           const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices, char* scratch,
-                           const NsaShape& a, Gate<T> gate) {
+Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
+                             const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
+                             char* scratch, const NsaShape& a, Gate<T> gate) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, true));
-  if (s.on_gpu()) {
+  if (s.off()) return s.spend(cost<T>(a, true)), Kernel();
 #if FSDP_CUDA
+  if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
     else
-      gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k, v, o,
-                                 lse, indices, scratch, a, gate);
-#endif
-    return;
+      return gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k,
+                                        v, o, lse, indices, scratch, a, gate);
   }
+#endif
   s.enqueue(
       [=] { cpu::nsa_selected_backward(dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, a, gate); });
+  return plain_loops;
 }
 
-#define INSTANTIATE(T)                                                                                                 \
-  template int64_t nsa_selected_forward_scratch<T>(const NsaShape&);                                                   \
-  template void nsa_selected_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const int32_t*, char*,      \
-                                     const NsaShape&);                                                                 \
-  template int64_t nsa_selected_backward_scratch<T>(const NsaShape&);                                                  \
-  template void nsa_selected_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*, const T*, \
-                                      const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>);
+#define INSTANTIATE(T)                                                                                              \
+  template int64_t nsa_selected_forward_scratch<T>(const NsaShape&);                                                \
+  template Kernel nsa_selected_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const int32_t*, char*, \
+                                       const NsaShape&);                                                            \
+  template int64_t nsa_selected_backward_scratch<T>(const NsaShape&);                                               \
+  template Kernel nsa_selected_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
+                                        const T*, const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

@@ -30,11 +30,11 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
 // T: float or bf16; float wants no scratch but the backward's, B*T*H*8 bytes, and knows no segments.
 namespace gpu {
 template <class T>
-void nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
-                          const int32_t* indices, char* scratch, const NsaShape& a, int64_t segment = 0);
+Kernel nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
+                            const int32_t* indices, char* scratch, const NsaShape& a, int64_t segment = 0);
 template <class T>
-void nsa_selected_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o,
-                           const T* q, const T* k, const T* v, const T* o, const float* lse, const int32_t* indices,
-                           char* scratch, const NsaShape& a, Gate<T> gate, int64_t segment = 0);
+Kernel nsa_selected_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o,
+                             const T* q, const T* k, const T* v, const T* o, const float* lse, const int32_t* indices,
+                             char* scratch, const NsaShape& a, Gate<T> gate, int64_t segment = 0);
 }  // namespace gpu
 #endif

@@ -26,6 +26,8 @@
 
 namespace attention::sm90 {
 
+constexpr int consumers = 8;  // warps of this file's kernels that read what the producer fetches
+
 static __device__ unsigned items_drawn[256];  // one count a launch in flight; see Items
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -55,10 +57,10 @@ __device__ inline void barrier_wait(uint32_t bar, uint32_t parity) {  // for the
   } while (!done);
 }
 
-// A ring of `stages` slots: the n-th tile goes to slot n % stages. full: the copy has landed; empty: all 8 consumer
-// warps are done with it. One lane arrives for its warp, behind a __syncwarp that puts the other lanes' reads before
-// it. A race checker that follows barriers thread by thread does not see that; built with -DEVERY_LANE_ARRIVES=1, which
-// is slower, it has nothing to report.
+// A ring of `stages` slots: the n-th tile goes to slot n % stages. full: the copy has landed; empty: all the warps that
+// read it, as many as init was told, are done with it. One lane arrives for its warp, behind a __syncwarp that puts the
+// other lanes' reads before it. A race checker that follows barriers thread by thread does not see that; built with
+// -DEVERY_LANE_ARRIVES=1, which is slower, it has nothing to report.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -67,9 +69,9 @@ struct Ring {
   uint32_t full, empty;
   __device__ explicit Ring(uint32_t at) : full(at), empty(at + 8 * stages) {}
   static constexpr int bytes = 16 * stages;
-  __device__ void init() const {
+  __device__ void init(int warps) const {
     for (int i = 0; i < stages; ++i)
-      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, EVERY_LANE_ARRIVES ? 256 : 8);
+      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, EVERY_LANE_ARRIVES ? 32 * warps : warps);
   }
   static __device__ int slot(int n) { return n % stages; }
   // Producer: wait until slot n is free, then promise the bytes of its copies. Returns the barrier they signal.
@@ -352,7 +354,7 @@ __global__ void __launch_bounds__(384, 1)
   Ring<1> q_ring(v_ring.full + v_ring.bytes);
   const Items items(base + L::items, a, list);
   if (threadIdx.x == 0) {
-    k_ring.init(), v_ring.init(), q_ring.init(), items.ring.init();
+    k_ring.init(consumers), v_ring.init(consumers), q_ring.init(consumers), items.ring.init(consumers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -514,7 +516,7 @@ __global__ void __launch_bounds__(384, 1)
   Ring<L::stages> ring(base + L::bars);
   Ring<1> kv_ring(ring.full + ring.bytes);
   if (threadIdx.x == 0) {
-    ring.init(), kv_ring.init();
+    ring.init(consumers), kv_ring.init(consumers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -674,7 +676,7 @@ __global__ void __launch_bounds__(384, 1)
   Ring<1> q_ring(v_ring.full + v_ring.bytes);
   const Items items(base + L::items, a, list);
   if (threadIdx.x == 0) {
-    k_ring.init(), v_ring.init(), q_ring.init(), items.ring.init();
+    k_ring.init(consumers), v_ring.init(consumers), q_ring.init(consumers), items.ring.init(consumers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

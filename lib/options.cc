@@ -392,7 +392,7 @@ const std::vector<Spec>& specs() {
        "",
        &Options::nsa_stats,
        {},
-       "log for each block what gates and selection do, on rank 0's sequences; needs --log",
+       "log for each block what gates and selection do, on rank 0's sequences, and which kernels ran; needs --log",
        nullptr},
       {"Output", "profile", "", &Options::profile, {}, "print and log where the time of the last step went", nullptr},
 

@@ -70,7 +70,7 @@ struct Options {
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events
-  bool nsa_stats = false;    // log what gates and selection do
+  bool nsa_stats = false;    // log what gates and selection do, and which kernels ran
   bool profile = false;      // where the time of the last step went
   int64_t log_every = 1;
   // Instead of training.

@@ -153,6 +153,20 @@ done
 cp "$dir/log.jsonl" "$dir/out"
 verdict "the log of a run" "${wrong#; }"
 
+# Two blocks, each of which makes 7 calls a micro-batch forward and 6 backward.
+good "diagnostics of a run" "step" "${small[@]}" --grad-accum 2 --nsa-stats --log "$dir/stats.jsonl"
+wrong=""
+touch "$dir/stats.jsonl"
+for stage in compression compressed selection selected window gates window_backward compressed_backward \
+  selected_backward compression_backward; do
+  [ "$(tail -n 1 "$dir/stats.jsonl" | grep -o "\"$stage\":\"plain loops\"" | wc -l)" = 2 ] || wrong="$wrong; no kernel of $stage"
+done
+for count in '"kernel_calls":26' '"general":0' '"sel_k_mean":32.5'; do
+  [ "$(tail -n 1 "$dir/stats.jsonl" | grep -o "$count\b" | wc -l)" = 2 ] || wrong="$wrong; not $count for each block"
+done
+cp "$dir/stats.jsonl" "$dir/out"
+verdict "the log of a run's diagnostics" "${wrong#; }"
+
 # ------------------------------------------------------------------------------------------------------ checkpoints
 # losses LOG: step and loss of each step after the third, from a log.
 losses() { grep '"step"' "$1" 2>/dev/null | sed 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/' | awk '$1 > 3'; }

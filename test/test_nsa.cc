@@ -355,6 +355,7 @@ struct Step {
   Phis<T> phi;
   Phis<G> dphi;
   Indices indices;
+  NsaKernels kernels;  // of the latest program
 
   explicit Step(const Inputs& in, Backend backend = Backend::cpu)
       : a(in.a), x(converted<T>(in.x)), d_o(converted<T>(in.d_o)), dev_(std::make_unique<Device>(backend, 0)) {
@@ -415,16 +416,17 @@ struct Step {
     up(dphi_.position_k, blank.position[0]), up(dphi_.w1_k, blank.w1[0]), up(dphi_.w2_k, blank.w2[0]);
     up(dphi_.position_v, blank.position[1]), up(dphi_.w1_v, blank.w1[1]), up(dphi_.w2_v, blank.w2[1]);
     dev_->mem.begin(name);
+    kernels = {};
     {
       const PhiWeights<const T> phi = {phi_.position_k, phi_.w1_k, phi_.w2_k, phi_.position_v, phi_.w1_v, phi_.w2_v};
       NsaSaved<T> saved;
-      nsa_forward<T>(*dev_, o_, backward ? &saved : nullptr, x_, phi, a, Purpose::activations);
+      nsa_forward<T>(*dev_, o_, backward ? &saved : nullptr, x_, phi, a, Purpose::activations, &kernels);
       if (backward) {
         down(k, saved.k.get()), down(v, saved.v.get()), down(indices, saved.indices.get());
         down(branch[0], saved.o_compressed.get()), down(lse[0], saved.lse_compressed.get());
         down(branch[1], saved.o_selected.get()), down(lse[1], saved.lse_selected.get());
         down(branch[2], saved.o_window.get()), down(lse[2], saved.lse_window.get());
-        nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a);
+        nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a, &kernels);
       }
     }
     dev_->mem.end();
@@ -1376,6 +1378,44 @@ TEST_CASE("all queries select one block", "[nsa]") {
   }
 }
 
+namespace {
+// Inputs by which every query chooses blocks 1 and 3, whatever else: those blocks' compressed keys are what all queries
+// of the group have in common.
+Inputs skewed(const NsaShape& a) {
+  Inputs in(a);
+  const auto rounded = [](double x) { return double(float(bf16(float(x)))); };
+  const int64_t group = a.H / a.HKV;
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int64_t t = 0; t < a.T; ++t)
+      for (int64_t c = 0; c < a.H * a.D; ++c) {
+        const int64_t head = c / a.D / group, d = c % a.D, block = t / a.select_block;
+        const double common = normal(6, uint32_t(head), b * a.D + d);
+        double &q = in.at(b, t, c), &k = in.at(b, t, a.k(0) + head * a.D + d);
+        q = rounded(0.25 * q + common);
+        if (c / a.D % group == 0 && (block == 1 || block == 3)) k = rounded(0.25 * k + common);
+      }
+  return in;
+}
+// Queries whose list is not what those inputs make it; of 5 blocks.
+int64_t not_skewed(const NsaShape& a, const Indices& lists) {
+  int64_t bad = 0;
+  for (int64_t row = 0; row < a.B * a.HKV * a.T; ++row) {
+    const int32_t own = int32_t(row % a.T / a.select_block);
+    bad += own >= 5 && Indices(&lists[row * 5], &lists[row * 5] + 5) != Indices{0, 1, 3, own - 1, own};
+  }
+  return bad;
+}
+}  // namespace
+
+TEST_CASE("all queries choose the same blocks", "[nsa]") {
+  const Inputs in = skewed(with(shape(2, 300, 4, 2, 32), 16, 8, 32, 5, 40));
+  Step<double> x(in);
+  x.step();
+  CHECK(not_skewed(in.a, x.indices) == 0);
+  CHECK(not_skewed(in.a, Step<double>(Inputs(in.a)).step().indices) > 0);  // it is the inputs that do it
+  check_below(errors(x, reference(in)), 1e-12);
+}
+
 // -------------------------------------------------------------------------------------- attention to part of the keys
 
 TEST_CASE("attention sees what its rule says", "[nsa][attention]") {
@@ -1503,6 +1543,7 @@ template <class T, class G>
 struct Simple {
   std::vector<T> mean, dmean, blocks, dblocks, last, first, combined;
   std::vector<G> dposition;
+  bool vectors = true;  // none of the kernels is the general one
   Simple(const NsaShape& a, Backend backend) {
     Stream& s = stream_of(backend);
     Arrays on(s);
@@ -1516,14 +1557,15 @@ struct Simple {
     last = mean, first = mean, combined = nans<T>(int64_t(in.d_o.size())),
     dposition = nans<G>(int64_t(position.size()));
     const T *px = on.up(x), *pd = on.up(dout);
-    nsa_mean<T>(s, on.up(mean), px + a.k(0), a);
-    nsa_mean_backward<T>(s, on.up(dmean) + a.v(0), pd, a);
-    nsa_blocks<T>(s, on.up(blocks), px + a.v(0), on.up(position), a);
-    nsa_blocks_backward<T, G>(s, on.up(dblocks) + a.k(0), on.up(dposition), on.up(d),
-                              on.scratch<acc_t<T>>(nsa_blocks_partials(a)), a);
-    nsa_heads_last<T>(s, on.up(last), pd, a.HKV, rows, a.D);
-    nsa_heads_first<T>(s, on.up(first), pd, a.HKV, rows, a.D);
-    nsa_combine<T>(s, on.up(combined), on.up(o[0]), on.up(o[1]), on.up(o[2]), px, a);
+    const auto tell = [&](const Kernel& k) { vectors = vectors && !k.general; };
+    tell(nsa_mean<T>(s, on.up(mean), px + a.k(0), a));
+    tell(nsa_mean_backward<T>(s, on.up(dmean) + a.v(0), pd, a));
+    tell(nsa_blocks<T>(s, on.up(blocks), px + a.v(0), on.up(position), a));
+    tell(nsa_blocks_backward<T, G>(s, on.up(dblocks) + a.k(0), on.up(dposition), on.up(d),
+                                   on.scratch<acc_t<T>>(nsa_blocks_partials(a)), a));
+    tell(nsa_heads_last<T>(s, on.up(last), pd, a.HKV, rows, a.D));
+    tell(nsa_heads_first<T>(s, on.up(first), pd, a.HKV, rows, a.D));
+    tell(nsa_combine<T>(s, on.up(combined), on.up(o[0]), on.up(o[1]), on.up(o[2]), px, a));
     s.synchronize();
     on.down();
   }
@@ -1556,6 +1598,7 @@ void check_simple(const NsaShape& a, const Simple<double, double>& ref, const Er
   };
   CHECK(untouched(x.dmean, a.v(0)));
   CHECK(untouched(x.dblocks, a.k(0)));
+  CHECK(x.vectors == (a.D * sizeof(T) % 16 == 0));
 }
 void check_simple(const std::vector<NsaShape>& shapes) {
   for (const NsaShape& a : shapes) {
@@ -1724,7 +1767,8 @@ TEST_CASE("GPU: compression, heads and gates", "[nsa][gpu]") {
 #if FSDP_CUDA
   check_simple({shape(2, 32, 2, 1, 64), shape(2, 33, 6, 2, 128), shape(3, 1000, 4, 4, 64), shape(1, 2049, 16, 1, 64),
                 with(shape(2, 200, 4, 2, 40), 8, 4, 16, 4, 20), with(shape(1, 200, 4, 2, 64), 1, 1, 1, 4, 20),
-                with(shape(1, 333, 6, 3, 128), 64, 16, 64, 4, 20), with(shape(2, 100, 4, 2, 8), 16, 16, 16, 4, 20)});
+                with(shape(1, 333, 6, 3, 128), 64, 16, 64, 4, 20), with(shape(2, 100, 4, 2, 8), 16, 16, 16, 4, 20),
+                with(shape(2, 70, 6, 2, 5), 8, 4, 16, 4, 20)});  // 5: no vectors
 #endif
 }
 
@@ -1803,6 +1847,8 @@ TEST_CASE("GPU: branches that are dense attention under another rule", "[nsa][at
   for (int64_t D : {64, 128})
     for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127, 500}) check_rules(shape(2, T, 4, 2, D));
   for (int64_t group : {1, 2, 4, 6, 8, 16}) check_rules(shape(1, 300, group, 1, 64));
+  for (int64_t group : {1, 6, 8, 16}) check_rules(shape(1, 150, group, 1, 128));
+  check_rules(shape(1, 1000, 2, 1, 128));
   check_rules(shape(1, 2049, 2, 1, 64));
   check_rules(shape(1, 100, 3, 1, 40));
 #endif
@@ -1819,7 +1865,53 @@ TEST_CASE("GPU: the whole of NSA", "[nsa][gpu]") {
   }
   for (int64_t group : {1, 2, 4, 6, 8, 16})
     list.push_back(with(shape(1, 300, group, 1, group < 8 ? 128 : 64, Phi(i++ % 3)), 32, 16, 64, 3, 100));
+  for (int64_t group : {1, 2, 4, 6, 8, 16})  // the other head dim
+    list.push_back(with(shape(1, 100, group, 1, group < 8 ? 64 : 128, Phi(i++ % 3)), 8, 4, 16, 4, 30));
   check_whole(list);
+  check_whole<bf16>(Inputs(with(shape(1, 2049, 1, 1, 64), 32, 16, 64, 5, 64)));
+  check_whole<bf16>(Inputs(with(shape(1, 1000, 2, 1, 128), 32, 16, 64, 4, 64)));
+#endif
+}
+
+TEST_CASE("GPU: all queries choose the same blocks", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  // Lists of hundreds of queries, which several blocks (CTAs) share, and short ones; two KV heads skewed to keys of
+  // their own.
+  const auto check = [](auto type, const NsaShape& a) {
+    using T = decltype(type);
+    const Inputs in = skewed(a);
+    Step<T> x(in, Backend::gpu);
+    x.step();
+    CHECK(not_skewed(a, x.indices) == 0);
+    check_whole<T>(in);
+  };
+  check(bf16(), with(shape(1, 700, 4, 1, 64), 16, 8, 32, 5, 64));
+  check(bf16(), with(shape(1, 400, 12, 2, 128), 16, 8, 32, 5, 40));
+  check(float(), with(shape(2, 250, 4, 2, 64), 16, 8, 32, 5, 40));
+#endif
+}
+
+TEST_CASE("GPU: closed gates close everything, and one gate leaves its branch", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const auto check = [](auto type, int64_t D, Phi phi) {
+    using T = decltype(type);
+    Inputs in(with(shape(1, 150, 4, 2, D, phi), 8, 4, 16, 4, 20));
+    in.set_gates(-1e4, -1e4, -1e4);
+    Step<T> x(in, Backend::gpu);
+    x.step();
+    CHECK(all_zero(x.o));
+    CHECK(all_zero(x.dx));
+    for_each(x.dphi, [](const std::vector<T>& d) { CHECK(all_zero(d)); });
+    for (int open = 0; open < 3; ++open) {
+      INFO("branch " << open);
+      const auto gate = [&](int branch) { return branch == open ? 1e4 : -1e4; };
+      in.set_gates(gate(0), gate(1), gate(2));
+      check_whole<T>(in);
+    }
+  };
+  check(bf16(), 64, Phi::mlp), check(bf16(), 128, Phi::mean), check(float(), 40, Phi::mlp);
 #endif
 }
 
@@ -1901,4 +1993,82 @@ TEST_CASE("diagnostics count gates and selected keys", "[nsa]") { check_stats(Ba
 TEST_CASE("GPU: diagnostics count gates and selected keys", "[nsa][gpu][small]") {
   NEEDS_GPU();
   check_stats(Backend::gpu);
+}
+
+namespace {
+// Stages whose latest kernel is a general one.
+std::set<std::string> general_stages(const NsaKernels& k) {
+  std::set<std::string> names;
+  for (int s = 0; s < nsa_stages; ++s)
+    if (k.latest[s].general) names.insert(name_of(Stage(s)));
+  return names;
+}
+std::string kernel_of(const NsaKernels& k, Stage s) { return name_of(k.latest[int(s)]); }
+}  // namespace
+
+TEST_CASE("diagnostics say which kernels ran", "[nsa]") {
+  for (Phi phi : {Phi::mean, Phi::linear, Phi::mlp}) {
+    Step<float> x(Inputs(with(shape(1, 40, 2, 1, 8, phi), 8, 4, 16, 4, 20)));
+    CHECK(x.kernels.calls == 0);  // it has been planned, and nothing ran
+    x.step();
+    for (int s = 0; s < nsa_stages; ++s) {
+      INFO(name_of(Stage(s)));
+      CHECK(kernel_of(x.kernels, Stage(s)) == "plain loops");
+    }
+    CHECK(x.kernels.calls == 7 + 5);  // keys and values are compressed apart
+    CHECK(x.kernels.general == 0);
+    x.forward();
+    CHECK(x.kernels.calls == 7);
+    CHECK(kernel_of(x.kernels, Stage::gates) == "plain loops");
+    CHECK(kernel_of(x.kernels, Stage::window_backward) == "");
+  }
+  Step<float> x(Inputs(shape(1, 31, 2, 1, 8)));  // nothing to compress
+  x.step();
+  CHECK(x.kernels.calls == 4 + 2);
+  CHECK(kernel_of(x.kernels, Stage::compressed) == "");
+}
+
+TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const int cc = test_device(Backend::gpu).compute_capability;
+  const bool hopper = cc == 90;
+  const std::string code = hopper ? "sm90" : "sm80";
+  const auto run = [](auto type, const NsaShape& a) {
+    Step<decltype(type)> x(Inputs(a), Backend::gpu);
+    x.step();
+    CHECK(x.kernels.calls == 7 + 5);
+    return x.kernels;
+  };
+  const auto check = [&](const NsaShape& a, const std::string& selection, const std::set<std::string>& general) {
+    INFO(text(a));
+    const NsaKernels k = run(bf16(), a);
+    CHECK(kernel_of(k, Stage::selection) == selection);
+    CHECK(general_stages(k) == general);
+    CHECK(k.general == int64_t(general.size()));
+    for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
+      CHECK(kernel_of(k, s) == code);
+    const std::string blocks = a.select_block > 64 ? ", blocks in pieces" : ", blocks of one piece";
+    CHECK(kernel_of(k, Stage::selected) == code + blocks);
+    CHECK(has(kernel_of(k, Stage::selected_backward), code));
+    CHECK(has(kernel_of(k, Stage::selected_backward), blocks));
+    for (Stage s : {Stage::compression, Stage::compression_backward, Stage::gates})
+      CHECK(kernel_of(k, s) == "cuda, vectors");
+  };
+  for (int64_t D : {64, 128})
+    for (int64_t group : {2, 4, 8, 16})
+      check(shape(1, 100, group, 1, D, group == 4 ? Phi::mlp : Phi::mean),
+            hopper ? strf("sm90, pooled, %d heads", int(group)) : "sm80, pooled", {});
+  // Groups that no kernel was made for; a selection block that is not four strides; one that is two tiles of keys.
+  for (int64_t group : {1, 3, 6})
+    check(with(shape(1, 100, group, 1, 64), 8, 4, 16, 4, 20), hopper ? "sm90, pooled, any heads" : "sm80, pooled",
+          hopper ? std::set<std::string>{"selection"} : std::set<std::string>{});
+  check(with(shape(1, 100, 4, 1, 128), 8, 4, 8, 4, 20), code + ", not pooled", {"selection"});
+  check(with(shape(1, 200, 4, 1, 128), 32, 16, 128, 3, 20), code + ", not pooled",
+        {"selection", "selected", "selected_backward"});
+  const NsaKernels k = run(float(), shape(1, 100, 3, 1, 40));
+  CHECK(k.general == 0);  // there are no special ones in fp32
+  CHECK(kernel_of(k, Stage::selection) == "fp32");
+  CHECK(kernel_of(k, Stage::window_backward) == "fp32");
+#endif
 }

@@ -378,6 +378,18 @@ void run_gpu(Call<T>& c, int arch) {
   CHECK(scratch.untouched_outside());
 }
 
+// What gpu::nsa_select says it has launched for a shape.
+template <class T>
+std::string kernel_for(const NsaShape& a, int arch) {
+  Call<T> c(a);
+  OnGpu<T> q(c.q), k(c.k);
+  OnGpu<float> lse(c.lse), scratch(nsa_select_scratch<T>(a));
+  OnGpu<int32_t> indices(c.indices);
+  const Kernel ran = gpu::nsa_select<T>(gpu_stream().cuda(), arch, indices.p, q.p, k.p, lse.p, scratch.p, a);
+  gpu_stream().synchronize();
+  return name_of(ran) + (ran.general ? " (general)" : "");
+}
+
 // The bf16 kernels that this device runs, by compute capability.
 std::vector<int> archs() {
   const int cc = test_device(Backend::gpu).compute_capability;
@@ -508,6 +520,27 @@ TEST_CASE("GPU: nsa_select through a stream takes the device's kernels", "[selec
   CHECK_THROWS_AS(nsa_select<double>(s, nullptr, nullptr, nullptr, nullptr, nullptr, a), Error);
   CHECK_THROWS_AS(nsa_select<bf16>(s, nullptr, nullptr, nullptr, nullptr, nullptr, shape(1, 4, 2, 1, 96)), Error);
   CHECK_THROWS_AS(nsa_select<float>(s, nullptr, nullptr, nullptr, nullptr, nullptr, shape(1, 4, 2, 1, 136)), Error);
+#endif
+}
+
+TEST_CASE("GPU: nsa_select says which kernel it launched", "[select][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (int arch : archs()) {
+    INFO("kernels of sm_" << arch);
+    for (int64_t D : {64, 128}) {
+      for (int64_t group : {2, 4, 8, 16})
+        CHECK(kernel_for<bf16>(shape(1, 100, group, 1, D), arch) ==
+              (arch == 90 ? strf("sm90, pooled, %d heads", int(group)) : "sm80, pooled"));
+      for (int64_t group : {1, 3, 6, 12})
+        CHECK(kernel_for<bf16>(shape(1, 100, group, 1, D), arch) ==
+              (arch == 90 ? "sm90, pooled, any heads (general)" : "sm80, pooled"));
+      const std::string not_pooled = strf("sm%d, not pooled (general)", arch);
+      CHECK(kernel_for<bf16>(blocks(shape(1, 100, 4, 1, D), 16, 16, 64, 4), arch) == not_pooled);
+      CHECK(kernel_for<bf16>(shape(1, 100, 32, 1, D), arch) == not_pooled);  // its heads go by in two parts
+    }
+  }
+  CHECK(kernel_for<float>(shape(1, 100, 3, 1, 40), 0) == "fp32");
 #endif
 }
 

@@ -307,9 +307,16 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
     nsa_selected_forward<T>(s, o, lse, x, k, v, indices, at[0], a);
     nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dqc, d_o, x, k, v, o, lse, indices, at[1], a, gate);
   } else {
-    gpu::nsa_selected_forward<T>(s.cuda(), arch, o, lse, x, k, v, indices, at[0], a, segment);
-    gpu::nsa_selected_backward<T>(s.cuda(), arch, dx, dx + a.k(1), dx + a.v(1), dqc, d_o, x, k, v, o, lse, indices,
-                                  at[1], a, gate, segment);
+    const Kernel f = gpu::nsa_selected_forward<T>(s.cuda(), arch, o, lse, x, k, v, indices, at[0], a, segment);
+    const Kernel b = gpu::nsa_selected_backward<T>(s.cuda(), arch, dx, dx + a.k(1), dx + a.v(1), dqc, d_o, x, k, v, o,
+                                                   lse, indices, at[1], a, gate, segment);
+    if (arch == 90 || arch == 80 || arch == 86) {
+      const std::string code = !narrow ? "fp32" : arch == 90 ? "sm90" : "sm80";
+      CHECK(f.code == code);
+      CHECK(b.code == (narrow && arch == 86 && a.D == 128 ? "sm80 in 99 KiB" : code));
+    }
+    CHECK(f.general == (narrow && a.select_block > 64));
+    CHECK(b.general == f.general);
   }
   gpu.down();
   for (int i : {0, 1}) {
