@@ -58,7 +58,8 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       units_(std::move(units)),
       gather_channel_(
           dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
-          dev.backend == Backend::gpu ? largest(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0, open),
+          dev.backend == Backend::gpu ? largest(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0, open,
+          options.gather_by_copy_engine),
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
                       largest(units_) * size_of(options.reduce_dtype), open),
       // A multiple of what its pieces of a shard are rounded to.

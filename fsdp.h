@@ -69,7 +69,8 @@ struct FsdpOptions {
   bool reduce_last = false;  // keep whole gradients, in fp32, until a step's last micro-batch, and reduce them then
   bool update_in_backward = false;  // AdamW on a unit as soon as its gradient is reduced; excludes clipping
   ops::GradNorm norm = ops::GradNorm::two;
-  bool gather_over_mpi = false;  // where reductions go over NCCL
+  bool gather_over_mpi = false;        // where reductions go over NCCL
+  bool gather_by_copy_engine = false;  // see Channel
   bool whole_init = false;  // make the whole model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;
   bool timing = false;  // measure how long the compute stream waits for gathers and reductions

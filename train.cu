@@ -85,6 +85,7 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   f.norm = o.clip_norm == "inf" ? ops::GradNorm::inf : ops::GradNorm(std::atoi(o.clip_norm.c_str()));
   f.whole_init = o.meta_init == 0;
   f.gather_over_mpi = o.gather == "mpi";
+  f.gather_by_copy_engine = o.gather == "copy-engine";
   f.seed = o.seed;
   f.timing = o.comm_timing;
 
@@ -467,6 +468,7 @@ std::string train(const Context& c, const Run& r) {
   std::vector<HostBuffer<double>> results;
   std::vector<HostBuffer<char>> stats;
   std::vector<NsaKernels> kernels[2];
+  std::vector<Graph> graphs;
   std::vector<HostBuffer<ops::AdamW>> adamw;
   std::vector<Event> copied, started, done, val_done;
   for (int i = 0; i < 2; i++) {
@@ -474,6 +476,7 @@ std::string train(const Context& c, const Run& r) {
     adamw.emplace_back(dev, 1);
     results.emplace_back(dev, 4);  // squared norm, loss; validation's
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
+    graphs.emplace_back(dev);
     copied.emplace_back(dev), val_done.emplace_back(dev);
     started.emplace_back(dev, true), done.emplace_back(dev, true);
   }
@@ -530,7 +533,7 @@ std::string train(const Context& c, const Run& r) {
   int64_t step = done_before + 1;
   for (; step <= r.last_step; step++) {
     const int slot = int(step % 2);
-    synchronize(copied[slot]);  // two steps ago
+    synchronize(done[slot]);  // two steps ago
     fill_batches(r, world, sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, batches[slot].get());
 
     Stream& s = dev.compute();
@@ -542,7 +545,20 @@ std::string train(const Context& c, const Run& r) {
     if (r.o.comm_timing) model.fsdp.begin_timing();
     adamw[slot][0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                                 float(r.o.weight_decay), step);
-    step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]);
+    auto issue = [&] { step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]); };
+    // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
+    if (r.o.graph == 0 || step <= done_before + 2) {
+      issue();
+    } else {
+      if (!graphs[slot].made()) {
+        graphs[slot].make(issue);
+        const Graph::Nodes& n = graphs[slot].nodes();
+        if (speaks && step == done_before + 3)
+          c.telemetry->note(strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears", n.kernels,
+                                 n.nccl_kernels, n.copies));
+      }
+      graphs[slot].launch();
+    }
     s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
     if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
     kernels[slot] = model.kernels();
@@ -696,6 +712,13 @@ void run(Options o, const World& world, const std::string& command) {
   sharing = agree(sharing);
   const bool gpu = r.backend == Backend::gpu;
   if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
+  REQUIRE_USER(o.graph == 0 || (gpu && transport != Transport::mpi),
+               "--graph 1 needs a GPU for each rank, and NCCL: %s",
+               gpu ? "here collectives go over MPI" : "this run is on the CPU");
+  REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
+               "--gather %s needs a GPU for each rank, and NCCL", o.gather.c_str());
+  REQUIRE_USER(o.gather != "copy-engine" || world.local_size == world.size,
+               "--gather copy-engine: the ranks are on several hosts, and copy engines reach one");
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
   const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
@@ -716,7 +739,7 @@ void run(Options o, const World& world, const std::string& command) {
         strf("%lld x %lld", ll(r.global_batch), ll(r.model.seq)) + (r.grad_accum > 1 ? " accumulated" : "");
     std::printf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s\n",
                 name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
-                count_text(double(parameter_count(r.model))).c_str(), size_t(r.model.depth + 2), world.size,
+                count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
                 world.size > 1 ? "s" : "", dev->name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
                 name_of(transport));
     std::printf("data: %s; %s tokens a step (%s), %lld steps\n", data->description.c_str(),
@@ -726,6 +749,7 @@ void run(Options o, const World& world, const std::string& command) {
   }
   std::unique_ptr<Telemetry> telemetry;
   try {
+    if (o.gather == "copy-engine" && transport == Transport::nccl) use_nccl_memory(*dev);
     dev->mem.commit();
     if (world.rank == 0)
       telemetry = std::make_unique<Telemetry>(o.log, header(r, *dev, world, transport, gpus_used, command), r.last_step,

@@ -282,6 +282,26 @@ std::string mpi_version() {
   return s.substr(0, s.find_first_of(",\n"));
 }
 
+#if FSDP_NCCL && NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
+#define COPY_ENGINES 1
+#else
+#define COPY_ENGINES 0
+#endif
+
+void use_nccl_memory(Device& dev) {
+#if COPY_ENGINES
+  dev.mem.allocate = [](int64_t bytes) {
+    void* p = nullptr;
+    NCCL_CHECK(ncclMemAlloc(&p, size_t(bytes)), nullptr);
+    return p;
+  };
+  dev.mem.free = [](void* p) { ncclMemFree(p); };
+#else
+  (void)dev;
+  throw UsageError("--gather copy-engine needs NCCL 2.28 or newer; this build has " + nccl_version());
+#endif
+}
+
 struct Channel::Impl {
   MPI_Comm mpi = MPI_COMM_NULL;
   char* staging = nullptr;                        // CPU: planned; receives the parts that reduce_scatter sums
@@ -289,10 +309,13 @@ struct Channel::Impl {
 #if FSDP_NCCL
   ncclComm_t nccl = nullptr;
 #endif
+#if COPY_ENGINES
+  ncclWindow_t window = nullptr;
+#endif
 };
 
 Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
-                 int64_t max_bytes, bool open)
+                 int64_t max_bytes, bool open, bool copy_engines)
     : dev_(dev),
       stream_(stream),
       world_(world),
@@ -300,6 +323,7 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
       max_bytes_(max_bytes),
       impl_(std::make_unique<Impl>()) {
   transport = transport_;
+  (void)copy_engines;
   ASSERT(world.size == 1 || transport != Transport::none);
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
@@ -312,7 +336,22 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     if (world.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id), nullptr);
     MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, impl_->mpi));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+#if COPY_ENGINES
+    if (copy_engines) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
     NCCL_CHECK(ncclCommInitRankConfig(&impl_->nccl, world.size, id, world.rank, &config), nullptr);
+#if COPY_ENGINES
+    if (copy_engines) {
+      // A window cannot be a communicator's first collective. All of the arena: its slots lie at the same places on
+      // all ranks, whose plans are the same.
+      char* base = dev.mem.base();
+      NCCL_CHECK(ncclAllReduce(base, base, 1, ncclInt8, ncclSum, impl_->nccl, stream.cuda()), impl_->nccl);
+      CUDA_CHECK(cudaStreamSynchronize(stream.cuda()));
+      NCCL_CHECK(ncclCommWindowRegister(impl_->nccl, base, size_t(dev.mem.arena_bytes()), &impl_->window,
+                                        NCCL_WIN_COLL_SYMMETRIC),
+                 impl_->nccl);
+    }
+#endif
 #else
     throw UsageError("this build has no NCCL: rebuild with NCCL installed");
 #endif
@@ -324,6 +363,9 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
 
 Channel::~Channel() {
 #if FSDP_NCCL
+#if COPY_ENGINES
+  if (impl_->window) ncclCommWindowDeregister(impl_->nccl, impl_->window);
+#endif
   if (impl_->nccl) ncclCommDestroy(impl_->nccl);
 #endif
   int finalized = 0;

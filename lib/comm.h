@@ -68,14 +68,20 @@ const char* name_of(Transport t);
 std::string nccl_version();  // "2.28.9", or "none" in a build without NCCL
 std::string mpi_version();
 
+// From now on the arena is memory that other ranks' copy engines can reach. Before Memory::commit(). Throws UsageError
+// in a build without NCCL 2.28.
+void use_nccl_memory(Device& dev);
+
 class Channel {
  public:
   // `max_bytes`: the largest buffer that a collective here will see (all ranks' parts together); MPI stages through
   // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks, of all groups. A world of
   // one needs no transport, whatever is given. In a planned world (`--plan --world N`) transport says what to plan for
   // and nothing is opened.
+  // copy_engines: all_gathers of arena memory go by copy engines and use no SM (NCCL's zero-CTA policy on symmetric
+  // windows; one host; after use_nccl_memory). Where NCCL cannot do that it falls back to kernels and does not say so.
   Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
-          bool open);
+          bool open, bool copy_engines = false);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;

@@ -194,6 +194,7 @@ struct Event::State {
 #if FSDP_CUDA
   cudaEvent_t cuda = nullptr;
   bool recorded = false;
+  uint64_t graph = 0;  // in which it was recorded last; 0: in none
   ~State() {
     if (cuda) cudaEventDestroy(cuda);
   }
@@ -229,6 +230,7 @@ float elapsed_ms(Event& from, Event& to) {
 void synchronize(Event& e) {
 #if FSDP_CUDA
   if (e.s_->cuda) {
+    if (e.s_->graph) return synchronize(*e.s_->dev->after_graph);
     if (e.s_->recorded) CUDA_CHECK(cudaEventSynchronize(e.s_->cuda));
     e.s_->dev->check();
     return;
@@ -350,7 +352,7 @@ void Stream::record(Event& e) {
 #if FSDP_CUDA
   if (cuda_) {
     CUDA_CHECK(cudaEventRecord(e.s_->cuda, cuda_));
-    e.s_->recorded = true;
+    e.s_->recorded = true, e.s_->graph = dev_.in_graph;
     return;
   }
 #endif
@@ -367,6 +369,8 @@ void Stream::wait(const Event& e) {
   }
 #if FSDP_CUDA
   if (cuda_) {
+    if (dev_.in_graph && e.s_->graph != dev_.in_graph) return;
+    if (!dev_.in_graph && e.s_->graph) return wait(*dev_.after_graph);
     if (e.s_->recorded) CUDA_CHECK(cudaStreamWaitEvent(cuda_, e.s_->cuda, 0));
     return;
   }
@@ -461,6 +465,75 @@ std::vector<std::pair<std::string, double>> Device::end_profile() {
   }
   marks_.clear();
   return times;
+}
+
+// ----------------------------------------------------------------------------------------------------------- graphs
+
+Graph::~Graph() {
+#if FSDP_CUDA
+  if (exec_) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(exec_));
+#endif
+}
+
+void Graph::make(const std::function<void()>& work) {
+  ASSERT(dev_.backend == Backend::gpu && dev_.mode == Mode::run && !exec_ && !dev_.in_graph);
+#if FSDP_CUDA
+  std::vector<Stream*> others;
+  for (Stream* s : {&dev_.gather(), &dev_.reduce()})
+    if (others.empty() || others[0] != s) others.push_back(s);
+  Event fork(dev_);
+  std::vector<Event> joins;
+  for (size_t i = 0; i < others.size(); i++) joins.emplace_back(dev_);
+  const cudaStream_t compute = dev_.compute().cuda();
+  CUDA_CHECK(cudaStreamBeginCapture(compute, cudaStreamCaptureModeThreadLocal));
+  dev_.in_graph = ++dev_.graphs;
+  cudaGraph_t graph = nullptr;
+  try {
+    dev_.compute().record(fork);
+    for (Stream* s : others) s->wait(fork);
+    work();
+    for (size_t i = 0; i < others.size(); i++) others[i]->record(joins[i]), dev_.compute().wait(joins[i]);
+  } catch (...) {
+    cudaStreamEndCapture(compute, &graph);
+    dev_.in_graph = 0;
+    throw;
+  }
+  dev_.in_graph = 0;
+  CUDA_CHECK(cudaStreamEndCapture(compute, &graph));
+  size_t n = 0;
+  CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
+  std::vector<cudaGraphNode_t> nodes(n);
+  CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &n));
+  for (cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type;
+    CUDA_CHECK(cudaGraphNodeGetType(node, &type));
+    if (type == cudaGraphNodeTypeKernel) {
+      // NCCL launches through the driver's interface: its kernels are unknown to the runtime's.
+      cudaKernelNodeParams params = {};
+      nodes_.kernels++;
+      if (cudaGraphKernelNodeGetParams(node, &params) != cudaSuccess) nodes_.nccl_kernels++, cudaGetLastError();
+    } else if (type == cudaGraphNodeTypeMemcpy || type == cudaGraphNodeTypeMemset) {
+      nodes_.copies++;
+    } else {
+      nodes_.others++;
+    }
+  }
+  cudaGraphExec_t exec = nullptr;
+  CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  CUDA_CHECK(cudaGraphDestroy(graph));
+  exec_ = exec;
+  if (!dev_.after_graph) dev_.after_graph = std::make_unique<Event>(dev_);
+#else
+  (void)work;
+#endif
+}
+
+void Graph::launch() {
+  ASSERT(exec_);
+#if FSDP_CUDA
+  CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(exec_), dev_.compute().cuda()));
+  dev_.compute().record(*dev_.after_graph);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------- memory
@@ -723,7 +796,8 @@ void Memory::commit() {
 #if FSDP_CUDA
     size_t before = 0, after = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&before, &total));
-    CUDA_CHECK(cudaMalloc(&base_, size_t(want)));
+    if (allocate) base_ = static_cast<char*>(allocate(want));
+    else CUDA_CHECK(cudaMalloc(&base_, size_t(want)));
     CUDA_CHECK(cudaMemGetInfo(&after, &total));
     device_reported_ = int64_t(before) - int64_t(after);
 #endif
@@ -748,7 +822,8 @@ Memory::~Memory() {
   if (!base_) return;
 #if FSDP_CUDA
   if (dev_.backend == Backend::gpu) {
-    cudaFree(base_);
+    if (free) free(base_);
+    else cudaFree(base_);
     return;
   }
 #endif

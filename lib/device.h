@@ -223,6 +223,10 @@ class Memory {
   void commit();  // packs, checks against the free memory of the device (OutOfMemory), allocates the arena
   void rewind();  // keep() starts again from its first buffer
   bool committed() const { return base_ != nullptr; }
+  char* base() const { return base_; }
+  // Who gives the arena, where it is not cudaMalloc; free takes what allocate returned. Set before commit().
+  std::function<void*(int64_t)> allocate;
+  std::function<void(void*)> free;
   MemoryReport report() const;                                        // planning or after commit
   int64_t arena_bytes() const;                                        // packs if need be; what commit() allocates
   int64_t device_reported_bytes() const { return device_reported_; }  // what the device says the arena took
@@ -304,6 +308,29 @@ class HostBuffer {
 
 int gpu_count();  // CUDA devices that this process can use; 0 without a driver or in a build without CUDA
 
+// A CUDA graph of what a function gives the streams. It begins and ends with all of them at rest: they start where the
+// compute stream stands and it waits for them, so events from before need no waiting for, and who waits later for one
+// that was recorded in here waits for the whole launch. The pointers that it was made with must stay.
+class Graph {
+ public:
+  explicit Graph(Device& dev) : dev_(dev) {}
+  ~Graph();
+  Graph(Graph&& o) noexcept : dev_(o.dev_), nodes_(o.nodes_), exec_(o.exec_) { o.exec_ = nullptr; }
+  bool made() const { return exec_ != nullptr; }
+  void make(const std::function<void()>& work);  // runs nothing
+  void launch();                                 // on the compute stream
+  // How many kernels, and of them NCCL's; how many copies and clears.
+  struct Nodes {
+    int kernels = 0, nccl_kernels = 0, copies = 0, others = 0;
+  };
+  const Nodes& nodes() const { return nodes_; }
+
+ private:
+  Device& dev_;
+  Nodes nodes_;
+  void* exec_ = nullptr;
+};
+
 struct Device {
   // ordinal: CUDA device (ignored on a CPU); plan_only makes a GPU to plan for without a GPU. sharers: ranks that live
   // on this device, or on this host's memory. one_comm_stream: gathers and reductions share a stream, for collectives
@@ -330,6 +357,8 @@ struct Device {
 
   Backend backend;
   int ordinal, sharers;
+  uint64_t graphs = 0, in_graph = 0;   // made so far; the number of the one that is being made, or 0
+  std::unique_ptr<Event> after_graph;  // the latest launch
   Mode mode = Mode::plan;
   std::string name;                         // "NVIDIA H200", or the CPU's model
   int64_t total_bytes = 0, free_bytes = 0;  // free when the device was opened

@@ -325,8 +325,9 @@ const std::vector<Spec>& specs() {
        "gather",
        "HOW",
        &Options::gather,
-       {0, 0, "", {"nccl", "mpi"}},
-       "who moves gathered parameters",
+       {0, 0, "", {"nccl", "copy-engine", "mpi"}},
+       "who moves gathered parameters: NCCL's kernels; copy engines, which leave the SMs alone; MPI through host "
+       "memory",
        "nccl with a GPU for each rank, else mpi"},
 
       {"Checkpoints",
@@ -369,6 +370,13 @@ const std::vector<Spec>& specs() {
        "input",
        nullptr},
 
+      {"Machine",
+       "graph",
+       "0|1",
+       &Options::graph,
+       {0, 1},
+       "1: from the third step on, a step is one CUDA graph, collectives and all",
+       nullptr},
       {"Machine",
        "device",
        "NAME",
@@ -655,6 +663,9 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
   REQUIRE_USER(out->save_every == 0 || !out->save.empty(), "--save-every needs --save DIR");
   REQUIRE_USER(out->resume != "latest" || !out->save.empty(),
                "--resume latest is the latest step in --save DIR, which is not given");
+  REQUIRE_USER(out->graph == 0 || (!out->comm_timing && !out->profile),
+               "--graph 1: what a graph does cannot be timed from outside; leave out --comm-timing and --profile");
+  REQUIRE_USER(out->graph == 0 || out->gather != "mpi", "--graph 1: MPI cannot be part of a CUDA graph");
   REQUIRE_USER(out->optimizer_in_backward == 0 || out->clip == 0,
                "--optimizer-in-backward 1 needs --clip 0: the norm is known only when all gradients are");
   REQUIRE_USER(out->autocast.empty() || out->param_dtype != "bf16",
@@ -662,8 +673,10 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
   REQUIRE_USER(out->wrap == "auto" || (out->bucket_mb == 0 && out->wrap_min_params == Options().wrap_min_params),
                "--wrap-min-params and --bucket-mb are for --wrap auto");
   const bool keeps = out->shard == "grad" || out->shard == "none";
-  REQUIRE_USER(!keeps || out->reshard_after_forward != 1, "--shard %s keeps parameters whole; --reshard-after-forward 1"
-               " is for full and hybrid:K", out->shard.c_str());
+  REQUIRE_USER(!keeps || out->reshard_after_forward != 1,
+               "--shard %s keeps parameters whole; --reshard-after-forward 1"
+               " is for full and hybrid:K",
+               out->shard.c_str());
   REQUIRE_USER(out->limit_all_gathers.empty() || (!keeps && out->reshard_after_forward != 0),
                "--limit-all-gathers: a unit that is not resharded after the forward has a slot of its own");
   REQUIRE_USER(out->world == 0 || out->plan || out->show_schedule || out->show_params,

@@ -67,6 +67,7 @@ struct Options {
   std::string recompute = "none";  // none, mlp, attn, both, block
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
+  int64_t graph = 0;
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events

@@ -45,6 +45,7 @@ struct Setup {
   bool silent = false;  // every target is padding
   Backend backend = Backend::cpu;
   bool share_gpu = false;
+  bool graph = false;  // from the third step on
 };
 
 struct Outcome {
@@ -92,11 +93,13 @@ Outcome train(const Setup& s, const World& world) {
     m.init_weights();
     step(m, nullptr, 1, copied);
   }
+  if (s.fsdp.gather_by_copy_engine) use_nccl_memory(dev);
   dev.mem.commit();
   dev.mem.rewind();
   dev.mode = Mode::run;
   ops::keep_workspace(dev);
   Model<T, G> model(dev, world, transport, s.model, batch, s.fsdp, true);
+  Graph graph(dev);
   model.init_weights();
   model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
   HostBuffer<int32_t> host(dev, ints * s.micro_batches);
@@ -127,7 +130,13 @@ Outcome train(const Setup& s, const World& world) {
     }
     if (s.poison) dev.compute().synchronize(), dev.mem.poison();
     model.fsdp.begin_trace();
-    step(model, host.get(), n, copied);
+    if (s.graph && n > 2) {
+      adamw[0] = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
+      if (!graph.made()) graph.make([&] { step(model, host.get(), n, copied); });
+      graph.launch();
+    } else {
+      step(model, host.get(), n, copied);
+    }
     dev.compute().copy(result.get(), model.fsdp.scalars(), 16);
     dev.compute().synchronize();
     out.norms.push_back(std::sqrt(result[0]));
@@ -969,6 +978,62 @@ TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
     const Outcome narrow = train<bf16, float>(s, test_world());
     CHECK(furthest(narrow.losses, on_cpu.losses) < 2e-2);
   }
+}
+
+TEST_CASE("GPU: every way to shard, and AdamW's, as one GPU does", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  const World& world = test_world();
+  for (int n = 0; n < 5; ++n) {
+    INFO("case " << n);
+    Setup s;
+    s.model = small_on_gpu(n == 1 ? Arch::simple : Arch::rope), s.lr = 1e-3, s.steps = 4, s.micro_batches = 2;
+    s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::f32;
+    if (n == 0) s.model.wrap = Wrap::sublayer, s.model.tied = true;
+    if (n == 1) s.model.replicate_below = 1000, s.fsdp.reduce_last = true, s.model.hidden_bytes = 4096;
+    if (n == 4) s.fsdp.update_in_backward = true, s.clip = 0;
+    const Outcome one = alone<bf16, float>(s);
+    if (n == 0) s.fsdp.gather_wide = true;
+    if (n == 2) s.fsdp.shard_ranks = world.size % 2 ? 1 : 2;
+    if (n == 3) s.fsdp.shard_ranks = 1;
+    if (n == 3) s.fsdp.reshard_after_forward = false;
+    if (n == 4) s.fsdp.moment_dtype = Dtype::bf16, s.model.backward_prefetch = BackwardPrefetch::post;
+    const Outcome out = train<bf16, float>(s, world);
+    CHECK(out.reported == out.memory.arena);
+    CHECK(same(train<bf16, float>(s, world), out));
+    if (world.rank == 0) CHECK(furthest(out.losses, one.losses) < 1e-2);
+  }
+}
+
+TEST_CASE("GPU: a step as a graph is the step, bit for bit", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  for (bool sparse_too : {false, true})
+    for (bool in_backward : {false, true}) {
+      Setup s;
+      s.model = small_on_gpu(Arch::rope), s.lr = 1e-3, s.steps = 7, s.micro_batches = 2;
+      s.model.sparse = sparse_too, s.model.seq = sparse_too ? 1100 : s.model.seq;
+      s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+      s.fsdp.update_in_backward = in_backward, s.clip = in_backward ? 0 : 1;
+      const Outcome plain = train<bf16, bf16>(s, test_world());
+      s.graph = true;
+      CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+    }
+}
+
+TEST_CASE("GPU: gathers by copy engines change no bit, in a graph neither", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
+  Setup s;
+  s.model = small_on_gpu(Arch::rope), s.lr = 1e-3, s.steps = 6;
+  s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+  const Outcome plain = train<bf16, bf16>(s, test_world());
+  s.fsdp.gather_by_copy_engine = true;
+  const Outcome out = train<bf16, bf16>(s, test_world());
+  CHECK(same(out, plain));
+  CHECK(out.reported == out.memory.arena);
+  s.graph = true;
+  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
 }
 
 TEST_CASE("GPU: sharded over NCCL as on one GPU", "[fsdp][gpu]") {
