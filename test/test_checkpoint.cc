@@ -112,7 +112,7 @@ std::vector<Unit> wrapped(const std::vector<Param>& params, Grouping wrap, int r
   for (const Param& p : params) {
     const std::string unit = wrap == Grouping::blocks ? p.name.substr(0, p.name.find('.'))
                              : wrap == Grouping::one  ? "all"
-                                                  : p.name;
+                                                      : p.name;
     if (!place.count(unit)) place[unit] = units.size(), units.emplace_back();
     units[place[unit]].name = unit;
     units[place[unit]].params.push_back(p);
@@ -713,13 +713,16 @@ struct Trainer {
   World world;
   Device dev;
   ModelConfig config;
+  FsdpOptions fsdp;
   int64_t batch, ints;
   std::unique_ptr<Model<float, float>> model;
   std::unique_ptr<HostBuffer<int32_t>> host;
   HostBuffer<ops::AdamW> adamw;
   Event copied;
 
-  Trainer(Backend backend, const World& world)
+  // way: a way to cut the model, of `ways`.
+  static constexpr int ways = 6;
+  Trainer(Backend backend, const World& world, int way = 0)
       : world(world),
         dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size, backend == Backend::gpu),
         adamw(dev, 1),
@@ -727,11 +730,17 @@ struct Trainer {
     config.arch = Arch::rope;
     config.dim = 32, config.depth = 2, config.heads = 4, config.kv_heads = 2, config.hidden = 48, config.vocab = 17;
     config.seq = 8;
+    if (way == 1) config.wrap = Wrap::sublayer, config.replicate_below = 40;
+    if (way == 2) config.wrap = Wrap::single, fsdp.reshard_after_forward = false;
+    if (way == 3) fsdp.shard_ranks = 1, fsdp.reshard_after_forward = false;
+    if (way == 4) fsdp.shard_ranks = world.size % 2 ? world.size : 2, config.wrap = Wrap::size;
+    if (way == 4) config.wrap_min_params = 3000;
+    if (way == 5) fsdp.moment_dtype = Dtype::bf16;
     batch = (rows + world.size - 1) / world.size, ints = batch_ints(config, batch);
     for (bool plan : {true, false}) {
       ops::keep_workspace(dev);
       const Transport transport = world.size == 1 ? Transport::none : Transport::mpi;
-      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, FsdpOptions(), !plan);
+      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, fsdp, !plan);
       if (plan) step_program(1), dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
     }
     host = std::make_unique<HostBuffer<int32_t>>(dev, ints);
@@ -831,6 +840,45 @@ TEST_CASE("a run that is resumed goes on as if it had never stopped", "[checkpoi
     Trainer t(backend, world);
     load_checkpoint(dir1, "", t.dev, world, t.parts());
     CHECK(furthest(t.train(4, 6), rest) < 1e-4);
+  }
+}
+
+TEST_CASE("a checkpoint knows nothing of how the model was cut", "[checkpoint]") {
+  const World& world = test_world();
+  std::vector<double> rest;
+  {
+    Trainer t(Backend::cpu, world);
+    t.train(1, 3);
+    rest = t.train(4, 6);
+  }
+  for (int way = 0; way < Trainer::ways; ++way) {
+    const std::string dir = common_directory();
+    {
+      Trainer t(Backend::cpu, world, way);
+      Saver saver(t.dev, world, dir, 2, t.parts_to_save());
+      t.train(1, 3);
+      saver.begin(3, some_state(3));
+      saver.finish();
+      // Each number once, whoever has copies of it: fp32 weights and two moments.
+      if (world.rank == 0) {
+        int64_t bytes = 0;
+        for (int r = 0; r < world.size; ++r) bytes += int64_t(read_all(dir + strf("/step-3/rank-%d.bin", r)).size());
+        CHECK(bytes == parameter_count(t.config) * (way == 5 ? 8 : 12));
+      }
+      // The same way: bit for bit.
+      const std::vector<double> on = t.train(4, 6);
+      Trainer same(Backend::cpu, world, way);
+      load_checkpoint(dir, "", same.dev, world, same.parts());
+      CHECK(same.train(4, 6) == on);
+      CHECK(same.bytes() == t.bytes());
+    }
+    // In any other.
+    for (int other = 0; other < Trainer::ways; ++other) {
+      INFO("from " << way << " to " << other);
+      Trainer t(Backend::cpu, world, other);
+      load_checkpoint(dir, "", t.dev, world, t.parts());
+      CHECK(furthest(t.train(4, 6), rest) < (way == 5 || other == 5 ? 3e-2 : 1e-4));
+    }
   }
 }
 
