@@ -554,8 +554,9 @@ std::string train(const Context& c, const Run& r) {
         graphs[slot].make(issue);
         const Graph::Nodes& n = graphs[slot].nodes();
         if (speaks && step == done_before + 3)
-          c.telemetry->note(strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears", n.kernels,
-                                 n.nccl_kernels, n.copies));
+          c.telemetry->note(
+              strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears, %d other nodes",
+                   n.kernels, n.nccl_kernels, n.copies, n.others));
       }
       graphs[slot].launch();
     }

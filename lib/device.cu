@@ -17,6 +17,10 @@
 #include <numeric>
 #include <thread>
 
+#if FSDP_CUDA
+#include <cuda.h>
+#endif
+
 // ---------------------------------------------------------------------------------------------------------- errors
 
 namespace {
@@ -475,6 +479,55 @@ Graph::~Graph() {
 #endif
 }
 
+#if FSDP_CUDA
+namespace {
+// The runtime knows neither the kernels of libraries that launch through the driver nor all kinds of nodes.
+Graph::Nodes count_nodes(cudaGraph_t graph) {
+  auto driver = [](const char* name, auto** function) {
+    void* p = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &p, 12030, cudaEnableDefault, &found));
+#else
+    CUDA_CHECK(cudaGetDriverEntryPoint(name, &p, cudaEnableDefault, &found));
+#endif
+    *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(p);
+    return found == cudaDriverEntryPointSuccess;
+  };
+  CUresult (*type_of)(CUgraphNode, CUgraphNodeType*) = nullptr;
+  CUresult (*params_of)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*) = nullptr;
+  CUresult (*name_of)(const char**, CUfunction) = nullptr;
+  CUresult (*name_of_kernel)(const char**, CUkernel) = nullptr;
+  Graph::Nodes count;
+  if (!driver("cuGraphNodeGetType", &type_of) || !driver("cuGraphKernelNodeGetParams", &params_of) ||
+      !driver("cuFuncGetName", &name_of) || !driver("cuKernelGetName", &name_of_kernel))
+    return count;
+  size_t n = 0;
+  CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
+  std::vector<cudaGraphNode_t> nodes(n);
+  CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &n));
+  for (cudaGraphNode_t node : nodes) {
+    CUgraphNodeType type;
+    if (type_of(node, &type) != CUDA_SUCCESS) {
+      count.others++;
+    } else if (type == CU_GRAPH_NODE_TYPE_KERNEL) {
+      CUDA_KERNEL_NODE_PARAMS params = {};
+      const char* name = "";
+      count.kernels++;
+      if (params_of(node, &params) != CUDA_SUCCESS) continue;
+      if (params.func) name_of(&name, params.func);
+      else name_of_kernel(&name, params.kern);
+      count.nccl_kernels += std::strstr(name, "nccl") != nullptr;
+    } else {
+      const bool copies = type == CU_GRAPH_NODE_TYPE_MEMCPY || type == CU_GRAPH_NODE_TYPE_MEMSET;
+      (copies ? count.copies : count.others)++;
+    }
+  }
+  return count;
+}
+}  // namespace
+#endif
+
 void Graph::make(const std::function<void()>& work) {
   ASSERT(dev_.backend == Backend::gpu && dev_.mode == Mode::run && !exec_ && !dev_.in_graph);
 #if FSDP_CUDA
@@ -500,24 +553,7 @@ void Graph::make(const std::function<void()>& work) {
   }
   dev_.in_graph = 0;
   CUDA_CHECK(cudaStreamEndCapture(compute, &graph));
-  size_t n = 0;
-  CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
-  std::vector<cudaGraphNode_t> nodes(n);
-  CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &n));
-  for (cudaGraphNode_t node : nodes) {
-    cudaGraphNodeType type;
-    CUDA_CHECK(cudaGraphNodeGetType(node, &type));
-    if (type == cudaGraphNodeTypeKernel) {
-      // NCCL launches through the driver's interface: its kernels are unknown to the runtime's.
-      cudaKernelNodeParams params = {};
-      nodes_.kernels++;
-      if (cudaGraphKernelNodeGetParams(node, &params) != cudaSuccess) nodes_.nccl_kernels++, cudaGetLastError();
-    } else if (type == cudaGraphNodeTypeMemcpy || type == cudaGraphNodeTypeMemset) {
-      nodes_.copies++;
-    } else {
-      nodes_.others++;
-    }
-  }
+  nodes_ = count_nodes(graph);
   cudaGraphExec_t exec = nullptr;
   CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
   CUDA_CHECK(cudaGraphDestroy(graph));

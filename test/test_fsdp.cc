@@ -980,7 +980,7 @@ TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
   }
 }
 
-TEST_CASE("GPU: every way to shard, and AdamW's, as one GPU does", "[fsdp][gpu]") {
+TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   const World& world = test_world();
@@ -1005,7 +1005,7 @@ TEST_CASE("GPU: every way to shard, and AdamW's, as one GPU does", "[fsdp][gpu]"
   }
 }
 
-TEST_CASE("GPU: a step as a graph is the step, bit for bit", "[fsdp][gpu]") {
+TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   for (bool sparse_too : {false, true})
@@ -1021,7 +1021,7 @@ TEST_CASE("GPU: a step as a graph is the step, bit for bit", "[fsdp][gpu]") {
     }
 }
 
-TEST_CASE("GPU: gathers by copy engines change no bit, in a graph neither", "[fsdp][gpu]") {
+TEST_CASE("GPU: gathers by copy engines change no bit", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
   Setup s;
