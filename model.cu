@@ -441,11 +441,9 @@ void Model<T, G>::enter(int module, int next) {
   leave();
   dev_.mark("waiting for communication");
   fsdp.gather(u, true);
-  if (next >= 0) {
-    const int then = unit_of_[size_t(next)];
-    if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::pre) fsdp.gather(then);
-  } else if (pass_ == Pass::backward) {
-    const int then = following_unit(module, u);
+  if (pass_ == Pass::backward) {
+    const bool other = next >= 0 && unit_of_[size_t(next)] >= 0 && unit_of_[size_t(next)] != u;
+    const int then = other ? unit_of_[size_t(next)] : following_unit(module, u);
     if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::pre) fsdp.gather(then);
   } else {
     int ahead = 0, before = u;

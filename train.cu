@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <thread>
 
@@ -616,20 +617,115 @@ void with_types(const Run& r, F f) {
 
 // ------------------------------------------------------------------------------------------------------------- main
 
-// The time of a step on --gpu's chip, on the one here, or on an H200, by a dry run of its own.
-std::string estimate_text(Run r, World world) {
-  const std::string name = !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
-  const Chip* chip = chip_named(name);
-  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", name.c_str());
-  Estimate estimate(*chip);
+// Memory and time of a step, by a dry run.
+struct Price {
+  double bytes, tokens_per_sec;
+  std::string text;
+};
+Price price(Run r, int ranks, const Chip& chip) {
+  Estimate estimate(chip);
   Device dev(Backend::gpu, Device::plan_only);
   dev.estimate = &estimate;
   r.o.val_every = 0;  // a step alone
-  world.local_size = std::min(world.size, gpus_per_node);
-  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
+  World world;
+  world.size = ranks, world.local_size = std::min(ranks, gpus_per_node);
+  const Transport transport = ranks > 1 ? Transport::nccl : Transport::none;
   with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
-  const double tokens = double(r.tokens_per_step()) / world.size;
-  return estimate.text(tokens, tokens * flops_per_token(r.model), double(dev.mem.arena_bytes()));
+  const double tokens = double(r.tokens_per_step()) / ranks, bytes = double(dev.mem.arena_bytes());
+  return {bytes, tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
+}
+
+// CUDA and NCCL keep something for themselves.
+bool fits(double bytes, const Chip& chip) { return bytes + 1.5e9 <= chip.memory; }
+
+// What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s.
+std::string advice(const Options& o, int ranks, const Chip& chip) {
+  const Run now = resolve(o, ranks, 0);
+  using Change = std::pair<std::string, std::function<void(Options*)>>;
+  std::vector<std::vector<Change>> groups;  // one of each group at most
+  groups.emplace_back();
+  for (const char* mode : {"mlp", "attn", "both", "block"})
+    if (o.recompute != mode)
+      groups.back().push_back({strf("--recompute %s", mode), [mode](Options* c) { c->recompute = mode; }});
+  if (!now.fsdp.reshard_after_forward || now.fsdp.shard_ranks > 0)
+    groups.push_back({{"--shard full", [](Options* c) { c->shard = "full", c->reshard_after_forward = -1; }}});
+  if (o.moments == "fp32") groups.push_back({{"--moments bf16", [](Options* c) { c->moments = "bf16"; }}});
+  if (o.wrap == "block") groups.push_back({{"--wrap sublayer", [](Options* c) { c->wrap = "sublayer"; }}});
+  if (o.gradient_slots > 1) groups.push_back({{"--gradient-slots 1", [](Options* c) { c->gradient_slots = 1; }}});
+  if (o.optimizer_in_backward == 0)
+    groups.push_back(
+        {{"--clip 0 --optimizer-in-backward 1", [](Options* c) { c->clip = 0, c->optimizer_in_backward = 1; }}});
+  groups.emplace_back();
+  for (int64_t part = 2; part <= 8 && now.batch % part == 0; part *= 2) {
+    const int64_t batch = now.batch / part, accum = now.grad_accum * part;
+    groups.back().push_back({strf("--batch %lld --grad-accum %lld", ll(batch), ll(accum)),
+                             [=](Options* c) { c->batch = batch, c->grad_accum = accum, c->global_batch = 0; }});
+  }
+  for (size_t changes = 1; changes <= 3; changes++) {
+    std::string best;
+    double most = 0;
+    std::function<void(size_t, size_t, Options, std::string)> go = [&](size_t from, size_t left, Options c,
+                                                                       std::string said) {
+      if (left > 0) {
+        for (size_t g = from; g < groups.size(); g++)
+          for (const Change& change : groups[g]) {
+            Options next = c;
+            change.second(&next);
+            go(g + 1, left - 1, next, said + (said.empty() ? "" : " ") + change.first);
+          }
+        return;
+      }
+      try {
+        const Price p = price(resolve(c, ranks, 0), ranks, chip);
+        if (fits(p.bytes, chip) && p.tokens_per_sec > most) {
+          most = p.tokens_per_sec;
+          best = strf("%s: %.1f GB, %s tokens/s a GPU", said.c_str(), 1e-9 * p.bytes, grouped(ll(most)).c_str());
+        }
+      } catch (const UsageError&) {}  // this model cannot
+    };
+    go(0, changes, o, "");
+    if (!best.empty()) return "the cheapest change that fits: " + best + "\n";
+  }
+  for (int more = 2 * ranks; more <= 65536; more *= 2) {
+    Options c = o;
+    c.recompute = "block", c.shard = "full", c.reshard_after_forward = -1;
+    try {
+      const Price p = price(resolve(c, more, 0), more, chip);
+      if (fits(p.bytes, chip))
+        return strf("no three changes make it fit on %d GPUs; --recompute block on %d does: %.1f GB\n", ranks, more,
+                    1e-9 * p.bytes);
+    } catch (const UsageError&) {}
+  }
+  return "nothing that is tried makes it fit: a batch is too large for one GPU; lower --seq or --batch\n";
+}
+
+// The step on --gpu's chip, on the one here, or on an H200; and whether there is room for it.
+std::string estimate_text(const Run& r, int ranks) {
+  const std::string name = !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
+  const Chip* chip = chip_named(name);
+  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", name.c_str());
+  const Price p = price(r, ranks, *chip);
+  if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
+  return p.text +
+         strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA takes some\n", 1e-9 * p.bytes, chip->name,
+              1e-9 * chip->memory) +
+         advice(r.o, ranks, *chip);
+}
+
+// Units with what a rank has of them; neighbours that are alike in one line.
+std::string units_text(const Run& r, int ranks) {
+  const int shards = r.fsdp.shard_ranks ? r.fsdp.shard_ranks : ranks;
+  std::vector<Unit> units = parameter_table(r.model);
+  lay_out(&units, shards);
+  std::string text = strf("%-34s %6s %16s %16s %10s\n", "units", "", "parameters", "shard of a rank", "padding");
+  for (size_t i = 0, end; i < units.size(); i = end) {
+    const Unit& u = units[i];
+    for (end = i + 1; end < units.size() && units[end].numel == u.numel && units[end].shard == u.shard;) end++;
+    text += strf("  %-32s %6s %16s %16s %10s\n", (end > i + 1 ? u.name + " to " + units[end - 1].name : u.name).c_str(),
+                 end > i + 1 ? strf("%zu x", end - i).c_str() : "", grouped(u.numel).c_str(), grouped(u.shard).c_str(),
+                 grouped(u.padded - u.numel).c_str());
+  }
+  return text;
 }
 
 // --help and its kind: no MPI, no memory. Under mpirun only the first process speaks.
@@ -661,8 +757,8 @@ int answer(const Options& o) {
       std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                   r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                   name_of(r.dtype), ll(r.batch), ll(r.model.seq));
-      if (o.plan) std::printf("%s", memory_table(dev.mem.report(), ranks).c_str());
-      if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, world).c_str());
+      if (o.plan) std::printf("%s%s", units_text(r, ranks).c_str(), memory_table(dev.mem.report(), ranks).c_str());
+      if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, ranks).c_str());
       if (o.show_schedule) std::printf("%s", schedule_text(issued, r.model, ranks).c_str());
     }
   }

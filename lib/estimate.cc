@@ -117,7 +117,7 @@ void Estimate::wait(int stream, int recorder, double until) {
 double Estimate::host() const { return double(calls_) * issue; }
 double Estimate::step() const { return std::max(*std::max_element(clock_.begin(), clock_.end()), host()); }
 
-std::string Estimate::text(double tokens, double flops, double bytes) const {
+std::string Estimate::text(double tokens, double flops) const {
   static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
   const double s = step(), waited = exposed(1) + exposed(2);
   std::string t = strf("a step of a rank on %s, estimated %25s\n", chip_.name, "ms");
@@ -134,12 +134,11 @@ std::string Estimate::text(double tokens, double flops, double bytes) const {
     if (const Traffic& c = traffic_[i]; c.count > 0)
       row(strf("beside it: %d %s, %.1f MiB sent", c.count, collectives[i], c.bytes / (1 << 20)).c_str(), c.seconds);
   row(strf("beside it: the host, %lld calls", static_cast<long long>(calls_)).c_str(), host());
-  t += strf("  %s tokens/s a GPU, %.2f TFLOP, MFU %.1f %%; bound by %s; %.1f of %.0f GB\n",
-            grouped(std::llround(tokens / s)).c_str(), 1e-12 * flops, 1e2 * flops / s / chip_.bf16,
+  t += strf("  %s tokens/s a GPU, %.2f TFLOP, MFU %.1f %%; bound by %s\n", grouped(std::llround(tokens / s)).c_str(),
+            1e-12 * flops, 1e2 * flops / s / chip_.bf16,
             s <= host()        ? "the host"
             : waited > 0.1 * s ? "communication: it does not hide"
-                               : "compute",
-            1e-9 * bytes, 1e-9 * chip_.memory);
+                               : "compute");
   t += strf("  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings;\n",
             1e-12 * chip_.bandwidth * of_bandwidth, 1e-9 * chip_.link * of_link);
   return t + strf("  measured nowhere here: nodes of %d GPUs, each with %.0f GB/s into the network\n", gpus_per_node,

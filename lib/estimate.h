@@ -50,8 +50,8 @@ class Estimate {
   double exposed(int recorder) const { return exposed_[size_t(recorder)]; }  // it, waiting for that stream
   double talking(Collective kind) const { return traffic_[size_t(kind)].seconds; }
 
-  // The table for people. Of a GPU and step: tokens, FLOPs as MFU counts them, bytes of memory.
-  std::string text(double tokens, double flops, double bytes) const;
+  // The table for people. Of a GPU and step: tokens, FLOPs as MFU counts them.
+  std::string text(double tokens, double flops) const;
 
  private:
   struct Traffic {

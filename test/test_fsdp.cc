@@ -357,6 +357,13 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
         "gather0 gather1 gather2 gather3 gather4 reduce4 step4 gather2 reduce3 step3 gather1 reduce2 step2 reduce1 "
         "step1 reduce0 step0 sum");
   s.fsdp.update_in_backward = false, s.clip = 1;
+  // Whatever is made again, the next unit is on its way before a unit is used.
+  s.model.recompute = Recompute::block;
+  CHECK(trace(2, 1) ==
+        "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
+  s.model.wrap = Wrap::sublayer, s.model.depth = 1;  // attention, for its output; the MLP; attention
+  CHECK(trace(2, 1) == "gather0 gather1 gather2 gather3 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
+  s.model.wrap = Wrap::block, s.model.depth = 3, s.model.recompute = Recompute::none;
   // Units: attention and MLP apart; all in one; a shared weight is reduced where it is used.
   s.model.depth = 1, s.model.wrap = Wrap::sublayer;  // 0 the embedding, 1 attention, 2 MLP, 3 the head
   CHECK(trace(2, 1) == "gather0 gather1 gather2 gather3 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
