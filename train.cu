@@ -849,8 +849,8 @@ void run(Options o, const World& world, const std::string& command) {
     if (o.gather == "copy-engine" && transport == Transport::nccl) use_nccl_memory(*dev);
     dev->mem.commit();
     if (world.rank == 0)
-      telemetry = std::make_unique<Telemetry>(o.log, header(r, *dev, world, transport, gpus_used, command), r.last_step,
-                                              o.log_every);
+      telemetry = std::make_unique<Telemetry>(
+          o.log, !o.resume.empty(), header(r, *dev, world, transport, gpus_used, command), r.last_step, o.log_every);
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);

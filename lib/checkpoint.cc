@@ -269,8 +269,9 @@ Manifest parse(const std::string& step_dir, const std::string& text) {
       m.files.push_back(step_dir + "/" + f.at("file").get<std::string>());
       m.sizes.push_back(f.at("bytes"));
       for (const json& p : f.at("parts")) {
-        const Piece piece = {file,           p.at("first"),  p.at("count"),
-                             p.at("offset"), p.at("xxh64"), p.value("dtype", "fp32") == "bf16" ? Dtype::bf16 : Dtype::f32};
+        const Piece piece = {file,          p.at("first"),
+                             p.at("count"), p.at("offset"),
+                             p.at("xxh64"), p.value("dtype", "fp32") == "bf16" ? Dtype::bf16 : Dtype::f32};
         const int64_t bytes = piece.bytes(), chunks = (bytes + m.chunk - 1) / m.chunk;
         ASSERT(piece.count > 0 && piece.offset >= 0 && piece.offset + bytes <= m.sizes.back());
         ASSERT(int64_t(piece.checksums.size()) == 16 * chunks);

@@ -147,10 +147,11 @@ nlohmann::json step_json(const StepRecord& r) {
   return j;
 }
 
-Telemetry::Telemetry(const std::string& path, const nlohmann::json& header, int64_t total_steps, int64_t log_every)
+Telemetry::Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps,
+                     int64_t log_every)
     : terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
   if (path.empty()) return;
-  file_ = std::fopen(path.c_str(), "w");
+  file_ = std::fopen(path.c_str(), append ? "a" : "w");
   REQUIRE_USER(file_, "--log %s cannot be written: %s", path.c_str(), std::strerror(errno));
   std::fprintf(file_, "%s\n", header.dump().c_str());
   const bool written = std::fflush(file_) == 0;

@@ -84,6 +84,18 @@ bad "unknown name in a file of options" "dmi|dim" --config "$dir/bad.toml"
 bad "heads that do not divide dim" "dim|100|heads|3" --dim 100 --heads 3 --kv-heads 1
 bad "kv-heads that do not divide heads" "heads|4|kv-heads|3" --dim 64 --heads 4 --kv-heads 3
 bad "log that cannot be written" "--log $dir/none/log" --log "$dir/none/log"
+bad "groups that do not divide the ranks" "--shard hybrid:3|2 ranks" --shard hybrid:3
+bad "a way to shard that there is not" "--shard some|full|hybrid:K" --shard some
+bad "no limit that there is" "--limit-all-gathers 0|64|off" --limit-all-gathers 0
+bad "a limit where all stay" "--limit-all-gathers" --shard grad --limit-all-gathers 3
+bad "resharding what stays whole" "--shard none|--reshard-after-forward 1" --shard none --reshard-after-forward 1
+bad "sizes of units without auto" "--wrap auto" --wrap-min-params 5
+bad "AdamW in the backward pass with clipping" "--optimizer-in-backward 1|--clip 0" --optimizer-in-backward 1
+bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-dtype bf16
+bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
+bad "a graph without a GPU" "--graph 1|CPU" --graph 1
+bad "copy engines without a GPU" "--gather copy-engine" --gather copy-engine
+bad "frozen parameters that there are not" "--freeze blok|--show-params" --freeze blok
 if [ "$(./train --hardware 2>/dev/null | grep -c '"gpus": *0')" = 1 ]; then
   mpi -np 2 ./train --device gpu --preset tiny
   judge "no GPU" "--device gpu"
@@ -141,6 +153,10 @@ good "hardware" '"gpus"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
+good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
+good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
+good "frozen" "frozen" --show-params --preset tiny --freeze embedding
+good "schedule of another way to shard" "all_reduce      block.0" --show-schedule --world 4 --shard hybrid:2 --preset tiny
 good "schedule" "reduce_scatter  block.0" --show-schedule --world 4 --preset tiny
 good "a run" "step" "${small[@]}" --log "$dir/log.jsonl"
 wrong=""
@@ -180,6 +196,20 @@ wrong=""
 [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 [ -s "$dir/model.safetensors" ] || wrong="$wrong; nothing was exported"
 verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
+# The log of a run that goes on goes on, too.
+cp "$dir/again.jsonl" "$dir/log.jsonl"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+[ "$(grep -c '"step":' "$dir/log.jsonl")" = 4 ] || wrong="$wrong; not three steps and then one more"
+verdict "the log of a run that goes on" "${wrong#; }"
+# Another way to shard.
+mpi -np 4 ./train "${run[@]}" --resume "$dir/saved/step-3" --shard hybrid:2 --wrap sublayer --moments bf16 --tf32 \
+  --accum-sync last --log "$dir/other.jsonl"
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+[ "$(losses "$dir/other.jsonl" | wc -l)" = 3 ] || wrong="$wrong; it did not run three more steps"
+verdict "a run goes on in another way to shard" "${wrong#; }"
 # What the command line leaves open comes from the checkpoint, so other ranks see the same data.
 mpi -np 3 ./train --device cpu --preset tiny --seq 64 --resume "$dir/saved/step-6" --steps 8 --log "$dir/three.jsonl"
 wrong=""
