@@ -333,6 +333,10 @@ json header(const Run& r, const Device& dev, const World& world, Transport trans
                  {"global_batch", r.global_batch},
                  {"limit_all_gathers", r.fsdp.gather_slots},
                  {"reshard_after_forward", r.fsdp.reshard_after_forward},
+                 {"gather", r.fsdp.gather_by_copy_engine   ? "copy-engine"
+                            : r.fsdp.gather_over_mpi       ? "mpi"
+                            : transport == Transport::none ? "none"
+                                                           : name_of(transport)},
                  {"steps", r.steps},
                  {"warmup", r.warmup},
                  {"param_dtype", name_of(r.dtype)},
@@ -822,23 +826,27 @@ void run(Options o, const World& world, const std::string& command) {
   if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
   ops::set_allow_tf32(o.tf32);
 
+  bool engines = false;
   try {
     dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
                                    gpu && transport == Transport::mpi);
+    engines = copy_engines_pay(*dev);
     with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
+  if (o.gather.empty() && transport == Transport::nccl && world.local_size == world.size)
+    r.fsdp.gather_by_copy_engine = agree(engines ? "" : "no").empty();
 
   if (world.rank == 0) {
     for (const std::string& notice : r.notices) std::printf("note: %s\n", notice.c_str());
     const std::string batch =
         strf("%lld x %lld", ll(r.global_batch), ll(r.model.seq)) + (r.grad_accum > 1 ? " accumulated" : "");
-    std::printf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s\n",
+    std::printf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s%s\n",
                 name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
                 count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
                 world.size > 1 ? "s" : "", dev->name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
-                name_of(transport));
+                name_of(transport), r.fsdp.gather_by_copy_engine ? ", gathers by copy engines" : "");
     std::printf("data: %s; %s tokens a step (%s), %lld steps\n", data->description.c_str(),
                 grouped(r.tokens_per_step()).c_str(), batch.c_str(), ll(r.last_step));
     std::printf("%s", memory_table(dev->mem.report(), world.size).c_str());
@@ -846,7 +854,7 @@ void run(Options o, const World& world, const std::string& command) {
   }
   std::unique_ptr<Telemetry> telemetry;
   try {
-    if (o.gather == "copy-engine" && transport == Transport::nccl) use_nccl_memory(*dev);
+    if (r.fsdp.gather_by_copy_engine && transport == Transport::nccl) use_nccl_memory(*dev);
     dev->mem.commit();
     if (world.rank == 0)
       telemetry = std::make_unique<Telemetry>(

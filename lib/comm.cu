@@ -302,6 +302,23 @@ void use_nccl_memory(Device& dev) {
 #endif
 }
 
+bool copy_engines_pay(const Device& dev) {
+#if COPY_ENGINES
+  int version = 0;
+  if (ncclGetVersion(&version) != ncclSuccess || version < NCCL_VERSION(2, 28, 3)) return false;
+  bool all = dev.backend == Backend::gpu && dev.compute_capability >= 90;
+  for (int other = 0; all && other < gpu_count(); other++) {
+    int reached = other == dev.ordinal;
+    if (!reached) CUDA_CHECK(cudaDeviceCanAccessPeer(&reached, dev.ordinal, other));
+    all = reached;
+  }
+  return all;
+#else
+  (void)dev;
+  return false;
+#endif
+}
+
 struct Channel::Impl {
   MPI_Comm mpi = MPI_COMM_NULL;
   char* staging = nullptr;                        // CPU: planned; receives the parts that reduce_scatter sums

@@ -71,6 +71,9 @@ std::string mpi_version();
 // From now on the arena is memory that other ranks' copy engines can reach. Before Memory::commit(). Throws UsageError
 // in a build without NCCL 2.28.
 void use_nccl_memory(Device& dev);
+// Whether copy engines are what gathers should go by on this device, if its ranks are on one host: where they were
+// measured to be faster (Hopper and later), the library can, and all GPUs reach each other.
+bool copy_engines_pay(const Device& dev);
 
 class Channel {
  public:
