@@ -558,10 +558,16 @@ std::string train(const Context& c, const Run& r) {
       if (!graphs[slot].made()) {
         graphs[slot].make(issue);
         const Graph::Nodes& n = graphs[slot].nodes();
-        if (speaks && step == done_before + 3)
+        if (speaks && step == done_before + 3) {
+          c.telemetry->record({{"graph",
+                                {{"kernels", n.kernels},
+                                 {"nccl_kernels", n.nccl_kernels},
+                                 {"copies", n.copies},
+                                 {"others", n.others}}}});
           c.telemetry->note(
               strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears, %d other nodes",
                    n.kernels, n.nccl_kernels, n.copies, n.others));
+        }
       }
       graphs[slot].launch();
     }

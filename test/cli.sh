@@ -153,6 +153,27 @@ good "hardware" '"gpus"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
+# The estimate against what was measured: each run's options without those that change no step.
+wrong=""
+rows=0
+for file in results/rope-?gpu-*.jsonl; do
+  mapfile -t options < <(head -n 1 "$file" | sed 's/.*"command":"\([^"]*\)".*/\1/' | tr ' ' '\n')
+  args=()
+  for ((i = 4; i < ${#options[@]}; i++)); do
+    case ${options[i]} in
+    --data | --log | --log-every | --steps | --graph | --gather) i=$((i + 1)) ;;
+    --comm-timing) ;;
+    *) args+=("${options[i]}") ;;
+    esac
+  done
+  measured=$(grep -o '"step_ms":[0-9.]*' "$file" | tail -n +4 | cut -d: -f2 | sort -n | awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }')
+  estimated=$(./train --plan --gpu h200 --world "${options[2]}" "${args[@]}" | awk '$1 == "step" { print $2 }')
+  awk -v m="$measured" -v e="$estimated" 'BEGIN { exit !(m > 0 && e > 0.92 * m && e < 1.08 * m) }' ||
+    wrong="$wrong; $file: measured $measured ms, estimated $estimated"
+  rows=$((rows + 1))
+done
+[ $rows -gt 20 ] || wrong="$wrong; only $rows runs"
+verdict "estimates of the knobs" "${wrong#; }"
 good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
 good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
