@@ -385,6 +385,7 @@ template <class T, class G>
 void Fsdp<T, G>::end_step() {
   Stream& s = dev_.compute();
   for (GradientSlot& g : gradient_slots_) await(g);
+  next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)
     for (size_t i = 0; i < units_.size(); i++) {
       if (!units_[i].trained()) continue;

@@ -44,7 +44,8 @@ struct Part {
   int64_t bytes() const { return count * size_of(dtype); }
 };
 
-// A rank's parts of an Fsdp (or of anything that has its units and shards). to_save: without those that a replica saves.
+// A rank's parts of an Fsdp (or of anything that has its units and shards). to_save: without those that a replica
+// saves.
 template <class F>
 std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
   std::vector<Part> parts;
