@@ -15,7 +15,7 @@ RANKS ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run test tests clean format help force
+.PHONY: all run test tests syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -207,11 +207,11 @@ train: build/train.o $(parts)
 bench: build/bench.o $(filter-out build/model.o build/fsdp.o,$(parts))
 build/test_unit: build/test/main.o $(unit_objects) $(parts)
 build/test_ranks: build/test/main_mpi.o $(rank_objects) $(parts)
-build/test_unit build/test_ranks: link_libs += $(if $(filter has_catch2_v3,$(catch)),-lCatch2)
+catch_lib := $(if $(filter has_catch2_v3,$(catch)),-lCatch2)
 
 train bench build/test_unit build/test_ranks:
 	@echo link $@
-	@$(CXX) $(debug) -o $@ $(filter %.o,$^) $(LDFLAGS) $(link_libs) $(LDLIBS)
+	@$(CXX) $(debug) -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(catch_lib)) $(link_libs) $(LDLIBS)
 
 build/test/main_mpi.o: test/main.cc build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $< with MPI
@@ -224,6 +224,11 @@ build/%.o: %.cc build/flags | build/version.h
 build/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
 	@$(if $(nvcc),$(nvcc_compile) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<,$(cxx_compile) -MMD -MP -c -o $@ -x c++ $<)
+
+# What is built without CUDA and NCCL must compile, on machines that have both too: the compiler's front end alone.
+syntax: | build/version.h
+	@printf '%s\n' $(sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -fsyntax-only -Wall -Wextra -pthread -UFSDP_CUDA \
+	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 -DOMPI_SKIP_MPICXX $(includes) -x c++ {}
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.
 write_if_changed = mkdir -p build && printf '%s\n' '$(1)' | cmp -s - $@ || printf '%s\n' '$(1)' > $@

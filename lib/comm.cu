@@ -282,7 +282,7 @@ std::string mpi_version() {
   return s.substr(0, s.find_first_of(",\n"));
 }
 
-#if FSDP_NCCL && NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
+#if FSDP_NCCL && NCCL_VERSION_CODE >= 22800
 #define COPY_ENGINES 1
 #else
 #define COPY_ENGINES 0
