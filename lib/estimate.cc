@@ -87,21 +87,24 @@ void Estimate::spend(int stream, const Cost& c) {
   const double t = seconds(c);
   double &clock = clock_[size_t(stream)], end = clock + t;
   if (stream == 0) {
-    for (const Spans& spans : spans_) end = end_of(clock, end - clock, beside, spans);
+    for (const auto& streams : spans_)
+      for (const Spans& spans : streams) end = end_of(clock, end - clock, beside, spans);
     busy_[size_t(c.kind)] += t, slowed_ += end - (clock + t);
     if (c.kind == Work::matmul) product_flops_ += c.flops;
   }
   clock = end;
 }
 
-// All collectives share the links: one that is issued later has them while the earlier ones do not.
+// Collectives share the links, or the network where their groups span nodes: one that is issued later has them while
+// the earlier ones do not.
 void Estimate::spend(int stream, Collective kind, double bytes, int ranks, int local) {
   if (ranks < 2) return;
   calls_++;
   const double t = seconds(kind, bytes, ranks, local);
   double &clock = clock_[size_t(stream)], end = clock + t;
-  for (const Spans& spans : spans_) end = end_of(clock, end - clock, never_ends, spans);
-  spans_[size_t(stream)].emplace_back(end - t, end);
+  auto& same = spans_[ranks > local];
+  for (const Spans& spans : same) end = end_of(clock, end - clock, never_ends, spans);
+  same[size_t(stream)].emplace_back(end - t, end);
   clock = end;
   Traffic& traffic = traffic_[size_t(kind)];
   traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;

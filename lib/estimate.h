@@ -65,7 +65,8 @@ class Estimate {
   std::array<double, 3> clock_ = {}, exposed_ = {};
   std::array<double, 4> busy_ = {};
   std::array<Traffic, 4> traffic_ = {};
-  std::array<Spans, 3> spans_;  // in which a stream has a collective running
+  // In which a stream has a collective running: in a node, and between nodes.
+  std::array<std::array<Spans, 3>, 2> spans_;
   double slowed_ = 0, product_flops_ = 0;
   int64_t calls_ = 0;
 };
