@@ -364,9 +364,13 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
       char* base = dev.mem.base();
       NCCL_CHECK(ncclAllReduce(base, base, 1, ncclInt8, ncclSum, impl_->nccl, stream.cuda()), impl_->nccl);
       CUDA_CHECK(cudaStreamSynchronize(stream.cuda()));
-      NCCL_CHECK(ncclCommWindowRegister(impl_->nccl, base, size_t(dev.mem.arena_bytes()), &impl_->window,
-                                        NCCL_WIN_COLL_SYMMETRIC),
-                 impl_->nccl);
+      const ncclResult_t code = ncclCommWindowRegister(impl_->nccl, base, size_t(dev.mem.arena_bytes()), &impl_->window,
+                                                       NCCL_WIN_COLL_SYMMETRIC);
+      if (code != ncclSuccess)
+        throw NcclError(
+            strf("NCCL: copy engines cannot reach the arena of rank %d (ncclCommWindowRegister: %s); --gather "
+                 "nccl does without them",
+                 this_rank(), ncclGetErrorString(code)));
     }
 #endif
 #else
