@@ -162,17 +162,36 @@ std::vector<T> check_reduce_scatter(Rig& rig, int64_t count, uint64_t seed) {
   return std::vector<T>(data.begin() + rank * count, data.begin() + (rank + 1) * count);  // the rest is undefined
 }
 
+template <class T>
 void check_all_reduce(Rig& rig, int64_t n, uint64_t seed) {
-  std::vector<double> data(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) data[size_t(i)] = value<double>(seed, rig.world.rank, i);
-  CHECK(rig.around<double>(*rig.reductions, rig.two, data, [&](double* buf) { rig.reductions->all_reduce(buf, n, Dtype::f64); }));
+  std::vector<T> data(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) data[size_t(i)] = value<T>(seed, rig.world.rank, i);
+  CHECK(
+      rig.around<T>(*rig.reductions, rig.two, data, [&](T* buf) { rig.reductions->all_reduce(buf, n, dtype_of<T>); }));
   int64_t wrong = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const double sum = sum_in_order<double>(seed, rig.world.size, i);
-    wrong += !same(data[size_t(i)], sum) && !(std::abs(data[size_t(i)] - sum) <= allowed<double>(rig, seed, i));
+    const T sum = sum_in_order<T>(seed, rig.world.size, i);
+    wrong +=
+        !same(data[size_t(i)], sum) && !(std::abs(double(data[size_t(i)]) - double(sum)) <= allowed<T>(rig, seed, i));
   }
-  CAPTURE(n, rig.world.size);
+  CAPTURE(name_of(dtype_of<T>), n, rig.world.size);
   CHECK(wrong == 0);
+}
+
+// The largest of all ranks' numbers; a NaN on one rank is everybody's.
+void check_largest(Rig& rig) {
+  const int64_t n = 100, broken = 7;
+  std::vector<double> data(n);
+  for (int64_t i = 0; i < n; ++i) data[size_t(i)] = value<double>(5, rig.world.rank, i);
+  if (rig.world.rank == rig.world.size / 2) data[broken] = std::nan("");
+  CHECK(rig.around<double>(*rig.reductions, rig.two, data,
+                           [&](double* buf) { rig.reductions->all_reduce(buf, n, Dtype::f64, Channel::max); }));
+  for (int64_t i = 0; i < n; ++i) {
+    double most = -INFINITY;
+    for (int r = 0; r < rig.world.size; ++r) most = std::max(most, value<double>(5, r, i));
+    if (i != broken) CHECK(data[size_t(i)] == most);
+    else if (rig.exact()) CHECK(std::isnan(data[size_t(i)]));  // NCCL promises nothing
+  }
 }
 
 void check_broadcast(Rig& rig, int64_t bytes, int root, uint64_t seed) {
@@ -216,7 +235,11 @@ void check_collectives(Rig& rig) {
   check_collectives_of<bf16>(rig);
   check_collectives_of<double>(rig);
   uint64_t seed = 100;
-  for (int64_t n : counts) check_all_reduce(rig, n, seed++);
+  // The largest in more pieces than one, where every rank's must fit into the staging memory together.
+  for (int64_t n : counts) check_all_reduce<double>(rig, n, seed++);
+  for (int64_t n : counts) check_all_reduce<float>(rig, n * 2, seed++);
+  for (int64_t n : counts) check_all_reduce<bf16>(rig, n * rig.world.size, seed++);
+  check_largest(rig);
   for (int64_t bytes : {int64_t(0), int64_t(1), int64_t(7), int64_t(4096), largest_count})
     for (int root = 0; root < rig.world.size; ++root) check_broadcast(rig, bytes, root, seed++);
 }
@@ -383,6 +406,42 @@ TEST_CASE("a planned world opens nothing", "[comm]") {
     channel.all_gather(nullptr, 10, Dtype::f32);
     channel.reduce_scatter(nullptr, 10, Dtype::f32);
     CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, false), Error);
+  }
+}
+
+TEST_CASE("groups of ranks talk among themselves, and to those in their place in other groups", "[comm]") {
+  const World& world = test_world();
+  for (int ranks = 1; ranks <= world.size; ++ranks) {
+    if (world.size % ranks) {
+      CHECK_THROWS_AS(shard_group(world, ranks), Error);
+      continue;
+    }
+    const World shards = shard_group(world, ranks), replicas = replica_group(world, ranks);
+    CHECK(shards.size == ranks);
+    CHECK(shards.size * replicas.size == world.size);
+    CHECK(shards.group * ranks + shards.rank == world.rank);
+    CHECK(replicas.rank * ranks + replicas.group == world.rank);
+    Device dev(Backend::cpu, 0, world.size);
+    double* buf = nullptr;
+    const Transport over = world.size > 1 ? Transport::mpi : Transport::none;
+    std::unique_ptr<Channel> among, across;
+    for (bool open : {false, true}) {
+      buf = dev.mem.keep<double>(2, "two numbers", Purpose::workspace);
+      among = std::make_unique<Channel>(dev, dev.reduce(), shards, over, "among", 4096, open);
+      across = std::make_unique<Channel>(dev, dev.reduce(), replicas, over, "across", 4096, open);
+      if (!open) dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
+    }
+    buf[0] = buf[1] = double(1 << world.rank);
+    among->all_reduce(buf, 1, Dtype::f64);
+    across->all_reduce(buf + 1, 1, Dtype::f64);
+    dev.reduce().synchronize();
+    double mine = 0, theirs = 0;
+    for (int r = 0; r < world.size; ++r) {
+      if (r / ranks == world.rank / ranks) mine += double(1 << r);
+      if (r % ranks == world.rank % ranks) theirs += double(1 << r);
+    }
+    CHECK(buf[0] == mine);
+    CHECK(buf[1] == theirs);
   }
 }
 
