@@ -52,8 +52,8 @@ template <class T, class G>
 Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vector<Unit> units,
                  const FsdpOptions& options, bool open)
     : dev_(dev),
-      shard_world_(shard_group(world, options.shard_ranks ? options.shard_ranks : world.size)),
-      replica_world_(replica_group(world, options.shard_ranks ? options.shard_ranks : world.size)),
+      shard_world_(shard_group(world, options.shards(world.size))),
+      replica_world_(replica_group(world, options.shards(world.size))),
       options_(options),
       units_(std::move(units)),
       gather_channel_(
@@ -324,10 +324,7 @@ void Fsdp<T, G>::reduce(int u) {
     }
   }
   if (update) {
-    if (unit.replicated ? shard_world_.rank == 0 : true) {
-      ops::sum_powers(stream, options_.norm, scalars_, shard, partials_, unit.shard, norm_begun_);
-      norm_begun_ = true;
-    }
+    add_to_norm(stream, u, shard);
     this->update(stream, u, shard, 0);
     note(Issued::optimizer, u, 0);
   }
@@ -336,6 +333,14 @@ void Fsdp<T, G>::reduce(int u) {
   if (update) s.done[1] = std::move(state.gradient);
   s.unit = -1;
   if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
+}
+
+template <class T, class G>
+void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
+  const Unit& unit = units_[size_t(u)];
+  if (unit.replicated && shard_world_.rank > 0) return;  // counted once
+  ops::sum_powers(s, options_.norm, scalars_, gradient, partials_, unit.shard, norm_begun_);
+  norm_begun_ = true;
 }
 
 template <class T, class G>
@@ -390,9 +395,7 @@ void Fsdp<T, G>::end_step() {
     for (size_t i = 0; i < units_.size(); i++) {
       if (!units_[i].trained()) continue;
       ASSERT(state_[i].gradient.get() != nullptr);
-      if (units_[i].replicated && shard_world_.rank > 0) continue;  // counted once
-      ops::sum_powers(s, options_.norm, scalars_, state_[i].gradient.get(), partials_, units_[i].shard, norm_begun_);
-      norm_begun_ = true;
+      add_to_norm(s, int(i), state_[i].gradient.get());
     }
   if (!norm_begun_) s.zero(scalars_, 8);
   sum_scalars();

@@ -59,7 +59,8 @@ constexpr int64_t shard_align = 64;
 void lay_out(std::vector<Unit>* units, int shards);
 
 struct FsdpOptions {
-  int shard_ranks = 0;                // ranks of a shard group, neighbours; 0: all. They must divide the world
+  int shard_ranks = 0;  // ranks of a shard group, neighbours; 0: all. They must divide the world
+  int shards(int world_size) const { return shard_ranks ? shard_ranks : world_size; }
   bool reshard_after_forward = true;  // false: a unit has a slot of its own and is gathered once a step
   int gather_slots = 2;               // 0: as many as units
   int gradient_slots = 2;
@@ -176,6 +177,7 @@ class Fsdp {
   Slot* slot_of(int u);
   GradientSlot& gradient_slot_of(int u);
   void await(GradientSlot& s);
+  void add_to_norm(Stream& s, int u, const float* gradient);
   void update(Stream& s, int u, const float* gradient, float clip);
   void note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype = Dtype::f32);
   void timed_wait(int kind, const Event& e);

@@ -265,7 +265,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
           dev, world, transport,
           [&] {
             std::vector<Unit> units = parameter_table(config);
-            lay_out(&units, options.shard_ranks ? options.shard_ranks : world.size);
+            lay_out(&units, options.shards(world.size));
             return units;
           }(),
           options, open),

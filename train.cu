@@ -235,7 +235,7 @@ std::string memory_table(const MemoryReport& m, int world_size) {
 
 std::string parameters_text(const ModelConfig& c, const FsdpOptions& o, int world_size) {
   std::vector<Unit> units = parameter_table(c);
-  const int shards = o.shard_ranks ? o.shard_ranks : world_size;
+  const int shards = o.shards(world_size);
   lay_out(&units, shards);
   std::string text = strf("%-28s %-18s %14s  %-22s %s\n", "parameter", "shape", "elements", "initial weights", "decay");
   int64_t total = 0;
@@ -724,7 +724,7 @@ std::string estimate_text(const Run& r, int ranks) {
 
 // Units with what a rank has of them; neighbours that are alike in one line.
 std::string units_text(const Run& r, int ranks) {
-  const int shards = r.fsdp.shard_ranks ? r.fsdp.shard_ranks : ranks;
+  const int shards = r.fsdp.shards(ranks);
   std::vector<Unit> units = parameter_table(r.model);
   lay_out(&units, shards);
   std::string text = strf("%-34s %6s %16s %16s %10s\n", "units", "", "parameters", "shard of a rank", "padding");
