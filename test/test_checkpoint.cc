@@ -496,72 +496,77 @@ TEST_CASE("a rank whose disk is full stops all, through rank 0", "[checkpoint]")
   CHECK(rank.holds(10));
 }
 
-TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") {
+namespace {
+void check_overlap(Backend backend) {
   const World& world = test_world();
-  for (Backend backend : {Backend::cpu, Backend::gpu}) {
-    if (backend == Backend::gpu && !have_gpu()) continue;
-    Device& dev = test_device(backend);
-    const std::string dir = common_directory();
-    FakeRank rank(tensors(), Grouping::blocks, world.size, world.rank);
-    // The numbers lie in planned memory of the device, as a trainer's do.
-    std::vector<Part> parts = rank.parts();
-    int64_t bytes = 0;
-    for (const Part& p : parts) bytes += p.count * 4;
-    Device own(backend, dev.ordinal);
-    auto memory = [&] { return own.mem.keep<float>(bytes / 4, "parts", Purpose::master); };
-    memory();
-    own.mem.commit();
-    float* at = memory();
-    own.mode = Mode::run;
-    for (Part& p : parts) p.data = reinterpret_cast<char*>(at), at += p.count;
-    HostBuffer<char> host(own, bytes);
-    auto put = [&](int64_t step) {
-      own.compute().synchronize();
-      rank.fill(step);
-      const std::string all = rank.bytes();
-      std::memcpy(host.get(), all.data(), all.size());
-      own.compute().copy(at - bytes / 4, host.get(), bytes);
-    };
-    {
-      Latch gate;
-      bool waited = false;
-      int said = 0;
-      Saver saver(own, world, dir, 0, parts, [&](const std::string& note) {
-        ++said;
-        CHECK(has(note, "the checkpoint of step 10 is still being written"));
-        waited = !gate.open;
-        gate.open = true;
-      });
-      Hook hook([&](const char*, const std::string&) {
-        if (world.rank == 0) gate.wait();
-        return 0;
-      });
-      put(10);
-      own.compute().sleep(30);
-      put(11), put(10);
-      saver.begin(10, some_state(10));
-      put(12);  // behind the copy: not what is saved
-      own.compute().synchronize();
-      saver.check();
-      CHECK(!exists(dir + "/step-10"));
-      put(20);
-      saver.begin(20, some_state(20));  // waits; the note opens the gate
-      put(21);
-      saver.finish();
-      CHECK(said == (world.rank == 0));
-      CHECK(waited == (world.rank == 0));
-    }
-    barrier();
-    for (int64_t step : {10, 20}) {
-      put(0);
-      CHECK(load_checkpoint(dir + strf("/step-%d", int(step)), "", own, world, parts) == some_state(step));
-      own.compute().copy(host.get(), at - bytes / 4, bytes);
-      own.compute().synchronize();
-      rank.fill(step);
-      CHECK(std::string(host.get(), size_t(bytes)) == rank.bytes());
-    }
-    CHECK(load_state("latest", dir, world) == some_state(20));
+  Device& dev = test_device(backend);
+  const std::string dir = common_directory();
+  FakeRank rank(tensors(), Grouping::blocks, world.size, world.rank);
+  // The numbers lie in planned memory of the device, as a trainer's do.
+  std::vector<Part> parts = rank.parts();
+  int64_t bytes = 0;
+  for (const Part& p : parts) bytes += p.count * 4;
+  Device own(backend, dev.ordinal);
+  auto memory = [&] { return own.mem.keep<float>(bytes / 4, "parts", Purpose::master); };
+  memory();
+  own.mem.commit();
+  float* at = memory();
+  own.mode = Mode::run;
+  for (Part& p : parts) p.data = reinterpret_cast<char*>(at), at += p.count;
+  HostBuffer<char> host(own, bytes);
+  auto put = [&](int64_t step) {
+    own.compute().synchronize();
+    rank.fill(step);
+    const std::string all = rank.bytes();
+    std::memcpy(host.get(), all.data(), all.size());
+    own.compute().copy(at - bytes / 4, host.get(), bytes);
+  };
+  {
+    Latch gate;
+    bool waited = false;
+    int said = 0;
+    Saver saver(own, world, dir, 0, parts, [&](const std::string& note) {
+      ++said;
+      CHECK(has(note, "the checkpoint of step 10 is still being written"));
+      waited = !gate.open;
+      gate.open = true;
+    });
+    Hook hook([&](const char*, const std::string&) {
+      if (world.rank == 0) gate.wait();
+      return 0;
+    });
+    put(10);
+    own.compute().sleep(30);
+    put(11), put(10);
+    saver.begin(10, some_state(10));
+    put(12);  // behind the copy: not what is saved
+    own.compute().synchronize();
+    saver.check();
+    CHECK(!exists(dir + "/step-10"));
+    put(20);
+    saver.begin(20, some_state(20));  // waits; the note opens the gate
+    put(21);
+    saver.finish();
+    CHECK(said == (world.rank == 0));
+    CHECK(waited == (world.rank == 0));
   }
+  barrier();
+  for (int64_t step : {10, 20}) {
+    put(0);
+    CHECK(load_checkpoint(dir + strf("/step-%d", int(step)), "", own, world, parts) == some_state(step));
+    own.compute().copy(host.get(), at - bytes / 4, bytes);
+    own.compute().synchronize();
+    rank.fill(step);
+    CHECK(std::string(host.get(), size_t(bytes)) == rank.bytes());
+  }
+  CHECK(load_state("latest", dir, world) == some_state(20));
+}
+}  // namespace
+
+TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") { check_overlap(Backend::cpu); }
+TEST_CASE("GPU: saving holds up nothing but the copy", "[checkpoint][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  check_overlap(Backend::gpu);
 }
 
 TEST_CASE("what is damaged is refused, by name", "[checkpoint]") {
@@ -711,6 +716,7 @@ namespace {
 struct Trainer {
   static constexpr int64_t rows = 12;
   World world;
+  Transport transport;
   Device dev;
   ModelConfig config;
   FsdpOptions fsdp;
@@ -724,7 +730,11 @@ struct Trainer {
   static constexpr int ways = 6;
   Trainer(Backend backend, const World& world, int way = 0)
       : world(world),
-        dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size, backend == Backend::gpu),
+        transport(world.size == 1                                   ? Transport::none
+                  : backend == Backend::gpu && gpus() >= world.size ? Transport::nccl
+                                                                    : Transport::mpi),
+        dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size,
+            backend == Backend::gpu && transport == Transport::mpi),
         adamw(dev, 1),
         copied(dev) {
     config.arch = Arch::rope;
@@ -739,7 +749,6 @@ struct Trainer {
     batch = (rows + world.size - 1) / world.size, ints = batch_ints(config, batch);
     for (bool plan : {true, false}) {
       ops::keep_workspace(dev);
-      const Transport transport = world.size == 1 ? Transport::none : Transport::mpi;
       model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, fsdp, !plan);
       if (plan) step_program(1), dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
     }
@@ -799,48 +808,53 @@ double furthest(const std::vector<double>& x, const std::vector<double>& y) {
 
 }  // namespace
 
-TEST_CASE("a run that is resumed goes on as if it had never stopped", "[checkpoint]") {
+namespace {
+void check_resumed(Backend backend) {
   const World& world = test_world();
-  for (Backend backend : {Backend::cpu, Backend::gpu}) {
-    if (backend == Backend::gpu && !have_gpu()) continue;
-    const std::string dir = common_directory();
-    std::vector<double> whole;
-    std::string weights;
-    {
-      Trainer t(backend, world);
-      Saver saver(t.dev, world, dir, 2, t.parts());
-      whole = t.train(1, 3);
-      saver.begin(3, some_state(3));
-      for (double x : t.train(4, 6)) whole.push_back(x);
-      saver.finish();
-      weights = t.bytes();
-    }
-    const std::vector<double> rest(whole.begin() + 6, whole.end());
-    barrier();
-    {
-      Trainer t(backend, world);
-      const json state = load_checkpoint("latest", dir, t.dev, world, t.parts());
-      CHECK(state == some_state(3));
-      CHECK(t.train(state.at("step").get<int64_t>() + 1, 6) == rest);  // bit for bit
-      CHECK(t.bytes() == weights);
-    }
-    // Of W ranks, on one; then of one, on W: to rounding.
-    const std::string dir1 = common_directory();
-    if (world.rank == 0) {
-      Trainer t(backend, World());
-      load_checkpoint(dir, "", t.dev, World(), t.parts());
-      CHECK(furthest(t.train(4, 6), rest) < 1e-4);
-      Trainer start(backend, World());
-      Saver saver(start.dev, World(), dir1, 2, start.parts());
-      CHECK(furthest(start.train(1, 3), std::vector<double>(whole.begin(), whole.begin() + 6)) < 1e-4);
-      saver.begin(3, some_state(3));
-      saver.finish();
-    }
-    barrier();
+  const std::string dir = common_directory();
+  std::vector<double> whole;
+  std::string weights;
+  {
     Trainer t(backend, world);
-    load_checkpoint(dir1, "", t.dev, world, t.parts());
-    CHECK(furthest(t.train(4, 6), rest) < 1e-4);
+    Saver saver(t.dev, world, dir, 2, t.parts());
+    whole = t.train(1, 3);
+    saver.begin(3, some_state(3));
+    for (double x : t.train(4, 6)) whole.push_back(x);
+    saver.finish();
+    weights = t.bytes();
   }
+  const std::vector<double> rest(whole.begin() + 6, whole.end());
+  barrier();
+  {
+    Trainer t(backend, world);
+    const json state = load_checkpoint("latest", dir, t.dev, world, t.parts());
+    CHECK(state == some_state(3));
+    CHECK(t.train(state.at("step").get<int64_t>() + 1, 6) == rest);  // bit for bit
+    CHECK(t.bytes() == weights);
+  }
+  // Of W ranks, on one; then of one, on W: to rounding.
+  const std::string dir1 = common_directory();
+  if (world.rank == 0) {
+    Trainer t(backend, World());
+    load_checkpoint(dir, "", t.dev, World(), t.parts());
+    CHECK(furthest(t.train(4, 6), rest) < 1e-4);
+    Trainer start(backend, World());
+    Saver saver(start.dev, World(), dir1, 2, start.parts());
+    CHECK(furthest(start.train(1, 3), std::vector<double>(whole.begin(), whole.begin() + 6)) < 1e-4);
+    saver.begin(3, some_state(3));
+    saver.finish();
+  }
+  barrier();
+  Trainer t(backend, world);
+  load_checkpoint(dir1, "", t.dev, world, t.parts());
+  CHECK(furthest(t.train(4, 6), rest) < 1e-4);
+}
+}  // namespace
+
+TEST_CASE("a run that is resumed goes on as if it had never stopped", "[checkpoint]") { check_resumed(Backend::cpu); }
+TEST_CASE("GPU: a run that is resumed goes on as if it had never stopped", "[checkpoint][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  check_resumed(Backend::gpu);
 }
 
 TEST_CASE("a checkpoint knows nothing of how the model was cut", "[checkpoint]") {
