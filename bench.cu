@@ -5,6 +5,7 @@
 //   ./bench --sweep width --ranks 2 --values 1024,2048 -- --param-dtype fp32
 //   ./bench --sweep attention        NSA beside dense attention, from q, k and v to o, by sequence length; in this
 //   process
+//   ./bench --sweep collectives      gathers and reductions by size, alone and beside a product
 //   ./bench --attention              on GPU 0, in this process
 //
 // Typed without mpirun. Each row of a sweep is a run of its own, `mpirun -np W ./train ...` in fresh processes, so that
@@ -21,6 +22,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,7 +36,9 @@
 #include "nlohmann/json.hpp"
 
 #include "build/version.h"
+#include "lib/comm.h"
 #include "lib/device.h"
+#include "lib/estimate.h"
 #include "lib/ops.h"
 #include "lib/telemetry.h"
 #include "nsa_attention.h"
@@ -50,6 +54,7 @@ struct Settings {
   int64_t steps = 0, ranks = 0, timeout = 900;
   int64_t first = 0, last = 0;  // the window, steps counted from 1
   bool peer = false, attention = false, gpu = false;
+  bool rank = false;    // of a sweep of collectives: started by mpirun, which this program started
   Words extra;          // for ./train, after --
   std::string command;  // as typed
 };
@@ -139,6 +144,18 @@ std::string error_line(const std::string& log) {
   return any;
 }
 
+// The same with `ranks` ranks under mpirun; what went wrong is what they say it was.
+std::string run_ranks(int64_t ranks, const Words& words, const std::string& output, int64_t timeout_s) {
+  const std::string n = std::to_string(ranks);
+  // setup.sh knows the flags that this machine's mpirun needs.
+  Words all = {"bash", "-c", ". ./setup.sh env " + n + " && exec mpirun $MPIRUN_FLAGS -np " + n + " \"$@\"", "bench"};
+  all.insert(all.end(), words.begin(), words.end());
+  const std::string error = run(all, output, timeout_s);
+  if (error.empty() || error.rfind("timed out", 0) == 0) return error;
+  const std::string line = error_line(output);
+  return line.empty() ? error : line;
+}
+
 // ------------------------------------------------------------------------------------------------------------ rows
 
 double median(std::vector<double> v) {
@@ -219,17 +236,7 @@ Row train_row(const Settings& s, int64_t value) {
   }
   train.insert(train.end(), s.extra.begin(), s.extra.end());
   row.command = "mpirun -np " + number(row.ranks) + " " + join(train);
-  // setup.sh knows the flags that this machine's mpirun needs.
-  Words words = {
-      "bash", "-c",
-      ". ./setup.sh env " + number(row.ranks) + " && exec mpirun $MPIRUN_FLAGS -np " + number(row.ranks) + " \"$@\"",
-      "bench"};
-  words.insert(words.end(), train.begin(), train.end());
-  row.error = run(words, output, s.timeout);
-  if (!row.error.empty() && row.error.rfind("timed out", 0) != 0) {
-    const std::string line = error_line(output);
-    if (!line.empty()) row.error = line;
-  }
+  row.error = run_ranks(row.ranks, train, output, s.timeout);
   read_log(log, s, &row);
   return row;
 }
@@ -304,6 +311,18 @@ Row peer_row(const Settings& s, const Row& ours) {
     row.error = line.empty() ? "no result" : line;
   }
   return row;
+}
+
+// Where rows go, and that they can, before the first of them takes its time.
+void open_out(Settings* s) {
+  mkdir("build", 0777), mkdir("build/bench", 0777);
+  if (s->out.empty()) {
+    mkdir("results", 0777);
+    const std::string name = s->attention ? "attention" : s->sweep == "attention" ? "nsa" : s->sweep;
+    s->out = "results/" + name + "-" + now_iso8601().substr(0, 10) + ".jsonl";
+  }
+  REQUIRE_USER(std::ofstream(s->out, std::ios::app), "--out %s cannot be written: %s", s->out.c_str(),
+               std::strerror(errno));
 }
 
 void append_row(const Settings& s, const json& j) {
@@ -409,17 +428,20 @@ Settings parse(int argc, char** argv) {
   Settings s;
   const auto end = std::find(argv, argv + argc, std::string("--"));
   if (end != argv + argc) s.extra.assign(end + 1, argv + argc);
-  s.command = join(Words(argv, argv + argc));
+  Words typed(argv, argv + argc);
+  typed.erase(std::remove(typed.begin(), typed.end(), "--rank"), typed.end());
+  s.command = join(typed);
   CLI::App app(
       "Time and memory of a training step, over a sweep; options of ./train follow after --. Or the time of the "
       "attention kernels alone");
   auto* sweep = app.add_option("--sweep", s.sweep,
-                               "what to vary: depth, seq, width or world; attention: NSA beside dense, by length")
-                    ->check(CLI::IsMember({"depth", "seq", "width", "world", "attention"}));
+                               "what to vary: depth, seq, width or world; attention: NSA beside dense, by length; "
+                               "collectives: gathers and reductions, by MiB")
+                    ->check(CLI::IsMember({"depth", "seq", "width", "world", "attention", "collectives"}));
   app.add_flag("--attention", s.attention, "time the attention kernels on GPU 0")->excludes(sweep);
   app.add_option("--values", s.values, "the values, with commas (default: a list that suits the machine)")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(int64_t(1), int64_t(1) << 40))
       ->needs(sweep);
   app.add_option("--ranks", s.ranks, "ranks (default: a rank a GPU; on a CPU 2)")
       ->check(CLI::Range(1, 1 << 20))
@@ -431,8 +453,8 @@ Settings parse(int argc, char** argv) {
   app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")
       ->needs(sweep);
   app.add_option("--timeout", s.timeout, "seconds a row (default: 900)")->check(CLI::Range(1, 1 << 20))->needs(sweep);
-  app.add_option("--out", s.out,
-                 "JSON lines are added to this file (default: results/SWEEP-DATE.jsonl, results/attention.jsonl)");
+  app.add_option("--out", s.out, "JSON lines are added to this file (default: results/SWEEP-DATE.jsonl)");
+  app.add_flag("--rank", s.rank)->needs(sweep)->group("");
   app.add_flag("--peer", s.peer, "after each row the same shape in PyTorch (peers/torch_fsdp.py)")->needs(sweep);
   try {
     app.parse(int(end - argv), argv);
@@ -475,7 +497,6 @@ void complete(const json& hardware, Settings* s) {
                  static_cast<long long>(s->steps));
     s->first = first, s->last = last;
   }
-  if (s->out.empty()) s->out = "results/" + s->sweep + "-" + now_iso8601().substr(0, 10) + ".jsonl";
   if (s->peer && !run({"python3", "-c", "import torch; assert torch.cuda.is_available()"}, "/dev/null", 120).empty()) {
     std::printf("--peer: python3 here has no torch that sees a GPU; its rows are left out\n");
     s->peer = false;
@@ -483,7 +504,6 @@ void complete(const json& hardware, Settings* s) {
 }
 
 int sweep(Settings s) {
-  mkdir("build", 0777), mkdir("build/bench", 0777), mkdir("results", 0777);
   const json hardware = ask_hardware();
   complete(hardware, &s);
   const std::string name = hardware.value("name", "?");
@@ -511,6 +531,194 @@ int sweep(Settings s) {
   return std::any_of(rows.begin(), rows.end(), [](const Row& r) { return r.error.empty(); }) ? 0 : 1;
 }
 
+// Milliseconds of 20 calls after 3 that do not count, one behind the other: a call's time is from the end of the one
+// before to its own.
+template <class F>
+std::vector<double> time_calls(Device& dev, Stream& s, F call) {
+  std::vector<Event> ends;
+  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, true);
+  for (int i = 0; i < 3; ++i) call();
+  for (Event& end : ends) {
+    if (&end != &ends[0]) call();
+    s.record(end);
+  }
+  s.synchronize();
+  std::vector<double> ms;
+  for (size_t i = 1; i < ends.size(); ++i) ms.push_back(elapsed_ms(ends[i - 1], ends[i]));
+  return ms;
+}
+
+// ----------------------------------------------------------------------------------------------------- collectives
+
+// The widest product of the reference shape, for 8192 tokens.
+struct Product {
+  static constexpr int64_t M = 8192, N = 16384, K = 4096;
+  bf16 *y = nullptr, *x = nullptr, *w = nullptr;
+  void keep(Memory& mem) {
+    y = mem.keep<bf16>(M * N, "y", Purpose::activations);
+    x = mem.keep<bf16>(M * K, "x", Purpose::activations), w = mem.keep<bf16>(N * K, "w", Purpose::activations);
+  }
+  void operator()(Stream& s) const { ops::matmul<bf16>(s, y, x, w, nullptr, nullptr, M, N, K); }
+};
+
+// Milliseconds of one of `calls` calls on stream s while `other` does `others` of its own, which must last longer.
+template <class F, class G>
+double time_beside(Device& dev, Stream& s, int64_t calls, F call, Stream& other, int64_t others, G other_call) {
+  Event begun(dev), start(dev, true), end(dev, true);
+  other_call();
+  other.record(begun);
+  for (int64_t i = 1; i < others; ++i) other_call();
+  s.wait(begun);
+  s.record(start);
+  for (int64_t i = 0; i < calls; ++i) call();
+  s.record(end);
+  s.synchronize(), other.synchronize();
+  return elapsed_ms(start, end) / double(calls);
+}
+
+// What one rank does; rank 0 writes the rows and prints the table. Returns an error that all ranks know of, or "".
+std::string time_collectives(const Settings& s, const World& world) {
+  const int gpus = gpu_count();
+  const bool gpu = gpus > 0;
+  const std::string error =
+      agree(world.size < 2 ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
+            : gpu && gpus < world.local_size
+                ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each", world.local_size,
+                       gpus, gpus == 1 ? "" : "s")
+                : "");
+  if (!error.empty()) return error;
+  const Transport transport = gpu ? Transport::nccl : Transport::mpi;
+  const Dtype dtype = gpu ? Dtype::bf16 : Dtype::f32;
+  Device dev(gpu ? Backend::gpu : Backend::cpu, gpu ? world.local_rank : 0, gpu ? 1 : world.local_size);
+  const bool engines = agree(copy_engines_pay(dev) && world.local_size == world.size ? "" : "no").empty();
+  // Whole parts, of whole vectors.
+  auto bytes_of = [&](int64_t mib) { return (mib << 20) / (256 * world.size) * 256 * world.size; };
+  const int64_t largest = bytes_of(*std::max_element(s.values.begin(), s.values.end()));
+
+  char* buf = nullptr;
+  Product product;
+  std::unique_ptr<Channel> ring, engine;
+  auto open = [&](bool open) {
+    buf = dev.mem.keep<char>(largest, "buffer", Purpose::gather_slots);
+    if (gpu) product.keep(dev.mem);
+    ring = std::make_unique<Channel>(dev, dev.gather(), world, transport, "ring", largest, open);
+    if (engines)
+      engine = std::make_unique<Channel>(dev, dev.gather(), world, transport, "copy engines", largest, open, true);
+  };
+  open(false);
+  if (engines) use_nccl_memory(dev);
+  dev.mem.commit();
+  dev.mem.rewind();
+  dev.mode = Mode::run;
+  open(true);
+  Stream &compute = dev.compute(), &talk = dev.gather();
+  if (gpu) {
+    float* wide = reinterpret_cast<float*>(product.y);  // room for either factor in fp32
+    auto fill = [&](bf16* to, int64_t n, int64_t from) {
+      ops::init_normal(compute, wide, 1, 1, from, n, 0, 1);
+      ops::cast<bf16, float>(compute, to, wide, n);
+    };
+    fill(product.x, Product::M * Product::K, 0), fill(product.w, Product::N * Product::K, 1 << 30);
+    const int64_t piece = Product::N * Product::K, numbers = largest / 2;
+    for (int64_t at = 0; at < numbers; at += piece)
+      fill(reinterpret_cast<bf16*>(buf) + at, std::min(piece, numbers - at), (int64_t(2) << 30) + at);
+  }
+  compute.synchronize();
+
+  const Chip* chip = chip_named(dev.name);
+  const auto multiply = [&] { product(compute); };
+  const double product_ms = gpu ? median(time_calls(dev, compute, multiply)) : 0;
+  std::vector<Words> table = {{"", "by", "MiB", "ms", "GB/s sent", "of the link", "estimated ms", "beside products, ms",
+                               "a product beside it"}};
+  struct Kind {
+    const char* name;
+    Collective what;
+    Channel* by;
+    const char* means;
+  };
+  std::vector<Kind> kinds = {{"all_gather", Collective::all_gather, ring.get(), name_of(transport)},
+                             {"reduce_scatter", Collective::reduce_scatter, ring.get(), name_of(transport)}};
+  if (engines) kinds.push_back({"all_gather", Collective::all_gather, engine.get(), "copy engines"});
+  for (const Kind& k : kinds)
+    for (int64_t mib : s.values) {
+      const int64_t bytes = bytes_of(mib), count = bytes / world.size / size_of(dtype);
+      const auto call = [&] {
+        if (k.what == Collective::all_gather) k.by->all_gather(buf, count, dtype);
+        else k.by->reduce_scatter(buf, count, dtype);
+      };
+      barrier();
+      const std::vector<double> alone = time_calls(dev, talk, call);
+      const double ms = median(alone), sent = double(bytes) / world.size * (world.size - 1);
+      json result = {{"ms", ms},
+                     {"ms_min", *std::min_element(alone.begin(), alone.end())},
+                     {"ms_max", *std::max_element(alone.begin(), alone.end())},
+                     {"sent_gb_s", 1e-6 * sent / ms}};
+      Words cells = {k.name, k.means, std::to_string(mib), strf("%.3f", ms), strf("%.1f", 1e-6 * sent / ms)};
+      if (chip) {
+        result["of_link"] = 1e3 * sent / ms / chip->link;
+        result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size);
+        cells.push_back(strf("%.2f", result["of_link"].get<double>()));
+        cells.push_back(strf("%.3f", result["estimated_ms"].get<double>()));
+      } else {
+        cells.insert(cells.end(), 2, "");
+      }
+      if (gpu) {
+        // As many as fill 40 ms alone, beside what alone takes three times as long.
+        const auto enough = [](double ms, double of) { return std::max<int64_t>(3, std::llround(ms / of)); };
+        const double a = time_beside(dev, talk, enough(40, ms), call, compute, enough(120, product_ms), multiply);
+        barrier();
+        const double b = time_beside(dev, compute, enough(40, product_ms), multiply, talk, enough(120, ms), call);
+        result["beside_product_ms"] = a, result["product_ms"] = product_ms, result["product_beside_ms"] = b;
+        cells.push_back(strf("%.3f", a)), cells.push_back(strf("x %.2f", b / product_ms));
+      } else {
+        cells.insert(cells.end(), 2, "");
+      }
+      if (world.rank == 0)
+        append_row(s, {{"date", now_iso8601()},
+                       {"sweep", s.sweep},
+                       {"collective", k.name},
+                       {"by", k.means},
+                       {"mib", mib},
+                       {"ranks", world.size},
+                       {"dtype", name_of(dtype)},
+                       {"command", s.command},
+                       {"commit", FSDP_COMMIT},
+                       {"hardware", {{"gpus", gpus}, {"name", dev.name}, {"nccl", nccl_version()}}},
+                       {"result", result}});
+      table.push_back(cells);
+    }
+  if (world.rank == 0) print_markdown(table);
+  return "";
+}
+
+int collectives_rank(const Settings& s, int argc, char** argv) {
+  const World world = init_mpi(&argc, &argv);
+  std::string error;
+  or_abort([&] { error = time_collectives(s, world); });
+  if (world.rank == 0 && !error.empty()) std::fprintf(stderr, "error: %s\n", error.c_str());
+  finish_mpi();
+  return error.empty() ? 0 : 2;
+}
+
+int sweep_collectives(Settings s) {
+  const json hardware = ask_hardware();
+  const int64_t gpus = hardware.value("gpus", int64_t(0));
+  if (s.ranks == 0) s.ranks = gpus > 0 ? gpus : 2;
+  if (s.values.empty())
+    s.values = gpus > 0 ? std::vector<int64_t>{1, 4, 16, 64, 336, 1024} : std::vector<int64_t>{1, 8};
+  Words words = {"./bench", "--rank", "--sweep",  s.sweep, "--ranks", std::to_string(s.ranks),
+                 "--out",   s.out,    "--values", ""};
+  for (int64_t v : s.values) words.back() += (words.back().empty() ? "" : ",") + std::to_string(v);
+  const std::string output = "build/bench/collectives.log";
+  std::printf("collectives of %lld ranks, medians of 20 calls; %s; %s\n\n", static_cast<long long>(s.ranks),
+              hardware.value("name", "?").c_str(), s.out.c_str());
+  std::fflush(stdout);
+  const std::string error = run_ranks(s.ranks, words, output, s.timeout);
+  REQUIRE_USER(error.empty(), "%s", error.c_str());
+  std::printf("%s", read_file(output).c_str());
+  return 0;
+}
+
 // ------------------------------------------------------------------------------------------------------- attention
 
 #if FSDP_CUDA
@@ -530,23 +738,6 @@ struct GpuArrays {
     return static_cast<T*>(p);
   }
 };
-
-// Milliseconds of 20 calls after 3 that do not count, one behind the other: a call's time is from the end of the one
-// before to its own.
-template <class F>
-std::vector<double> time_calls(Device& dev, F call) {
-  Stream& s = dev.compute();
-  std::vector<Event> ends;
-  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, true);
-  for (int i = 0; i < 3; ++i) call();
-  for (Event& end : ends) {
-    if (&end != &ends[0]) call();
-    s.record(end);
-  }
-  std::vector<double> ms;
-  for (size_t i = 1; i < ends.size(); ++i) ms.push_back(elapsed_ms(ends[i - 1], ends[i]));
-  return ms;
-}
 
 // Pairs of a query and a key that it sees, in one head of one sequence; causal: half of all.
 double seen_pairs(const AttentionShape& a) {
@@ -599,8 +790,8 @@ json time_attention_shape(Device& dev, int arch, AttentionShape a) {
     result[name + "_ms_max"] = *std::max_element(ms.begin(), ms.end());
     result[name + "_tflops"] = work_done / median(ms) / 1e9;
   };
-  add("forward", time_calls(dev, forward), flops);
-  add("forward_backward", time_calls(dev, both), 3.5 * flops);
+  add("forward", time_calls(dev, s, forward), flops);
+  add("forward_backward", time_calls(dev, s, both), 3.5 * flops);
   return result;
 }
 #endif
@@ -627,8 +818,6 @@ int time_attention(Settings s) {
   };
   std::vector<Kernels> kernels = {{80, "sm_80 (mma.sync)"}};
   if (cc == 90) kernels.insert(kernels.begin(), {90, "sm_90a (wgmma)"});
-  mkdir("results", 0777);
-  if (s.out.empty()) s.out = "results/attention.jsonl";
   std::printf("attention in bf16, medians of 20 calls; %s; %s\n\n", dev.name.c_str(), s.out.c_str());
   std::vector<Words> table = {{"shape", "kernel", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s", "note"}};
   bool any = false;
@@ -788,8 +977,6 @@ int sweep_attention(Settings s) {
     Device dev(backend, 0);
     name = dev.name;
   }
-  mkdir("results", 0777);
-  if (s.out.empty()) s.out = "results/nsa-" + now_iso8601().substr(0, 10) + ".jsonl";
   if (s.values.empty())
     s.values =
         gpu ? std::vector<int64_t>{4096, 8192, 16384, 32768, 65536, 131072} : std::vector<int64_t>{256, 512, 1024};
@@ -841,7 +1028,10 @@ int sweep_attention(Settings s) {
 int main(int argc, char** argv) {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) std::signal(signal, stop_child_and_exit);
   try {
-    const Settings s = parse(argc, argv);
+    Settings s = parse(argc, argv);
+    open_out(&s);
+    if (s.rank) return collectives_rank(s, argc, argv);
+    if (s.sweep == "collectives") return sweep_collectives(s);
     return s.attention ? time_attention(s) : s.sweep == "attention" ? sweep_attention(s) : sweep(s);
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());

@@ -371,6 +371,15 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
             strf("NCCL: copy engines cannot reach the arena of rank %d (ncclCommWindowRegister: %s); --gather "
                  "nccl does without them",
                  this_rank(), ncclGetErrorString(code)));
+      // NCCL may take kernels all the same, and tells nobody: one gather is looked at, and one before it sets NCCL up.
+      auto gather = [&] { all_gather(base, 256, Dtype::f32); };
+      gather();
+      CUDA_CHECK(cudaStreamSynchronize(stream.cuda()));
+      Graph graph(dev);
+      graph.make(gather);
+      if (graph.nodes().nccl_kernels > 0)
+        throw NcclError(strf("NCCL: gathers of rank %d would run on SMs and not on copy engines; --gather nccl is that",
+                             this_rank()));
     }
 #endif
 #else

@@ -204,6 +204,35 @@ done
 cp "$dir/stats.jsonl" "$dir/out"
 verdict "the log of a run's diagnostics" "${wrong#; }"
 
+# ----------------------------------------------------------------------------------------------------------- sweeps
+bench() { # the rest of a ./bench command line, on the CPU; output in $dir/out, status in $status
+  CUDA_VISIBLE_DEVICES='' timeout -k 5 60 ./bench "$@" >"$dir/out" 2>&1 </dev/null
+  status=$?
+}
+# rows FILE COUNT WORD...: that many rows, each with every word; on the CPU.
+rows() {
+  local file=$1 count=$2 wrong=""
+  shift 2
+  [ "$status" = 0 ] || wrong="exit status $status"
+  touch "$file"
+  for word in '"result"' '"command"' '"commit"' '"hardware"' "$@"; do
+    [ "$(grep -c -- "$word" "$file")" = "$count" ] || wrong="$wrong; not $count rows with $word"
+  done
+  verdict "the rows of a sweep" "${wrong#; }"
+}
+bench --sweep depth --values 1,2 --steps 3 --ranks 2 --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]'
+[ "$(grep -c '"depth":[12],.*"depth":[12],' "$dir/depth.jsonl")" = 2 ]
+verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are not in the rows' configurations")"
+bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
+rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
+bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
+judge "collectives of one rank" "--ranks 2"
+bench --sweep depth --values 0
+judge "a value of nothing" "--values"
+bench --sweep depth --out /nonexistent/rows.jsonl
+judge "rows that cannot be written" "--out" "/nonexistent/rows.jsonl"
+
 # ------------------------------------------------------------------------------------------------------ checkpoints
 # losses LOG: step and loss of each step after the third, from a log.
 losses() { grep '"step"' "$1" 2>/dev/null | sed 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/' | awk '$1 > 3'; }
