@@ -11,7 +11,7 @@
 #pragma once
 
 #include "lib/kernels.cuh"
-#include "lib/kernels_norm.cuh"
+#include "lib/kernels_sums.cuh"
 #include "lib/ops.h"
 #include "nsa_attention.h"
 
@@ -144,35 +144,6 @@ struct Unfold {
   }
 };
 
-// partials[y][h * C + c] = the sum over a run of M rows of head h. A block owns 32 vectors of columns in one run of
-// rows; its eight warps take the rows in turn, a lane owns one vector.
-template <class T, int N>
-__global__ void __launch_bounds__(256) head_sums_kernel(float* partials, const T* x, int64_t M, int64_t C) {
-  __shared__ float sums[8][warp][N];
-  const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N;
-  const int64_t run = ceil_div(M, gridDim.y), begin = run * blockIdx.y, end = begin + run < M ? begin + run : M;
-  x += blockIdx.z * M * C + c;
-  float total[N] = {};
-  if (c < C)
-#pragma unroll 4
-    for (int64_t m = begin + threadIdx.y; m < end; m += 8) {
-      float v[N];
-      load(v, x + m * C);
-#pragma unroll
-      for (int j = 0; j < N; ++j) total[j] += v[j];
-    }
-#pragma unroll
-  for (int j = 0; j < N; ++j) sums[threadIdx.y][threadIdx.x][j] = total[j];
-  __syncthreads();
-  if (threadIdx.y > 0 || c >= C) return;
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-#pragma unroll
-    for (int y = 1; y < 8; ++y) total[j] += sums[y][threadIdx.x][j];
-    partials[(int64_t(blockIdx.y) * gridDim.z + blockIdx.z) * C + c + j] = total[j];
-  }
-}
-
 // (heads, rows, D) to (rows, heads D), or back.
 template <class T, bool last>
 struct MoveHeads {
@@ -244,8 +215,8 @@ Kernel nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* db
   const bool vectors = C % N == 0 && aligned(dblocks);
   const int runs = int(nsa_blocks_partials(a) / (a.HKV * C));
   const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs, unsigned(a.HKV)), threads(warp, 8);
-  if (vectors) head_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dblocks, M, C);
-  else head_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dblocks, M, C);
+  if (vectors) column_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dblocks, M, C, C);
+  else column_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dblocks, M, C, C);
   CUDA_CHECK_LAUNCH();
   reduce_columns<G>(stream, dposition, nullptr, partials, runs, a.HKV * C);
   return of_dx;

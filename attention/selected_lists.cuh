@@ -359,6 +359,28 @@ __global__ void __launch_bounds__(256)
   stats[i] = {l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate, sum};
 }
 
+// dK and dV of a unit's keys, as four warps hold them in accumulators of products (a warp 16 keys, a thread 2 x 2 of
+// each 16 x 8 tile): added to the segments' before, or, of a list with other units, left for add_splits.
+template <int D>
+__device__ __forceinline__ void add_to_sums(float* sums, float* split_sums, const float (&dk)[D / 2],
+                                            const float (&dv)[D / 2], const Unit& unit, const Problem& a, int pair,
+                                            int first_key, int keys) {
+  const bool only = unit.split < 0;
+  float* to = only ? sums + (int64_t(pair) * 2 * a.T + first_key) * D
+                   : split_sums + (int64_t(pair) * a.max_splits + unit.split) * 2 * piece_keys * D;
+  const int64_t to_dv = only ? int64_t(a.T) * D : int64_t(piece_keys) * D;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < D / 4; ++i) {
+    const int j = threadIdx.x / 32 * 16 + lane / 4 + i % 2 * 8;
+    if (j >= keys) continue;
+    float2* x = reinterpret_cast<float2*>(to + j * D + i / 2 * 8 + lane % 4 * 2);
+    float2* y = reinterpret_cast<float2*>(to + to_dv + j * D + i / 2 * 8 + lane % 4 * 2);
+    const float2 x0 = only ? *x : float2{0, 0}, y0 = only ? *y : float2{0, 0};
+    *x = {x0.x + dk[2 * i], x0.y + dk[2 * i + 1]}, *y = {y0.x + dv[2 * i], y0.y + dv[2 * i + 1]};
+  }
+}
+
 // sums (pairs of a launch, 2, T, D): dK and dV of the segments so far. Pieces whose list has several units: their sums
 // are added here, first unit first. A block owns 1024 numbers of every 128th piece, a thread 4 of them.
 template <int D>

@@ -404,20 +404,7 @@ __global__ void __launch_bounds__(block_threads, 2)
       store_slots<D>(slot_rows, dq, to, base + L::room + warp * 1024);
     }
   }
-  // dK and dV: added to the segments' before, or, of a list with other units, left for add_splits.
-  const bool only = unit.split < 0;
-  float* to = only ? sums + (int64_t(pair - pair0) * 2 * a.T + key) * D
-                   : split_sums + (int64_t(pair - pair0) * a.max_splits + unit.split) * 2 * N * D;
-  const int64_t to_dv = only ? int64_t(a.T) * D : int64_t(N) * D;
-#pragma unroll
-  for (int i = 0; i < D / 4; ++i) {
-    const int j = warp * 16 + lane / 4 + i % 2 * 8;
-    if (j >= keys) continue;
-    float2* x = reinterpret_cast<float2*>(to + j * D + i / 2 * 8 + lane % 4 * 2);
-    float2* y = reinterpret_cast<float2*>(to + to_dv + j * D + i / 2 * 8 + lane % 4 * 2);
-    const float2 x0 = only ? *x : float2{0, 0}, y0 = only ? *y : float2{0, 0};
-    *x = {x0.x + dk[2 * i], x0.y + dk[2 * i + 1]}, *y = {y0.x + dv[2 * i], y0.y + dv[2 * i + 1]};
-  }
+  add_to_sums<D>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
 #else
   __trap();  // code for another architecture, which has sm80's kernels
 #endif

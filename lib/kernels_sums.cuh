@@ -13,19 +13,21 @@ namespace gpu {
 
 // ----------------------------------------------------------------------------------------------------- column sums
 
-// A block owns 32 vectors of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector.
+// partials[y][z * C + c] = the sum over a run of the M rows of matrix z, which lie one behind the other. A block owns
+// 32 vectors of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    column_sums_kernel(float* partials, const T* dy, int64_t M, int64_t C, int64_t ld) {
+    column_sums_kernel(float* partials, const T* x, int64_t M, int64_t C, int64_t ld) {
   __shared__ float sums[8][warp][N];
   const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N;
   const int64_t rows = ceil_div(M, gridDim.y), begin = rows * blockIdx.y, end = begin + rows < M ? begin + rows : M;
+  x += blockIdx.z * M * ld + c;
   float total[N] = {};
   if (c < C)
 #pragma unroll 4
     for (int64_t m = begin + threadIdx.y; m < end; m += 8) {
       float v[N];
-      load(v, dy + m * ld + c);
+      load(v, x + m * ld);
 #pragma unroll
       for (int j = 0; j < N; ++j) total[j] += v[j];
     }
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(256)
   for (int j = 0; j < N; ++j) {
 #pragma unroll
     for (int y = 1; y < 8; ++y) total[j] += sums[y][threadIdx.x][j];
-    partials[int64_t(blockIdx.y) * C + c + j] = total[j];
+    partials[(int64_t(blockIdx.y) * gridDim.z + blockIdx.z) * C + c + j] = total[j];
   }
 }
 
@@ -91,9 +93,9 @@ __global__ void __launch_bounds__(256)
 
 // A thread owns one vector of channels of row v: the sum of its occurrences, or of its partial sums.
 template <class T, class G, int N>
-__global__ void __launch_bounds__(256) embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index,
-                                                                 const float* partials, int64_t V, int64_t C,
-                                                                 bool accumulate) {
+__global__ void __launch_bounds__(256)
+    embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index, const float* partials, int64_t V,
+                              int64_t C, bool accumulate) {
   const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (v >= V || c >= C) return;
@@ -303,7 +305,7 @@ inline void sum_powers(cudaStream_t stream, ops::GradNorm p, double* out, const 
   const auto by = p == ops::GradNorm::one     ? sum_by_blocks<Term::absolute, double>
                   : p == ops::GradNorm::two   ? sum_by_blocks<Term::square, double>
                   : p == ops::GradNorm::three ? sum_by_blocks<Term::cube, double>
-                                           : sum_by_blocks<Term::largest, double>;
+                                              : sum_by_blocks<Term::largest, double>;
   by(stream, out, x, partials, n, accumulate);
 }
 static __global__ void power_kernel(double* x, double exponent) { *x = pow(*x, exponent); }
