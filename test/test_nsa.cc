@@ -3,13 +3,12 @@
 // blocks are selected, that nobody sees the future, which cases are dense attention. GPU cases have the tag [gpu]:
 // every stage against its double twin, with the bf16 twin's own error as the measure, and the whole. Those with [small]
 // are for compute-sanitizer.
-#include "test/catch.h"
+#include "test/arrays.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -556,51 +555,6 @@ bool has(const std::string& text, const std::string& part) { return text.find(pa
 
 // ------------------------------------------------------------------------------------------------ stages by themselves
 
-// A call's arrays where the stream's device can use them: themselves on a CPU, copies on a GPU, which down() brings
-// back.
-class Arrays {
- public:
-  explicit Arrays(Stream& s) : s_(s) {}
-  Arrays(const Arrays&) = delete;
-  ~Arrays() {
-#if FSDP_CUDA
-    for (auto& c : copies_) cudaFree(c.device);
-#endif
-  }
-  template <class T>
-  T* up(std::vector<T>& v) {
-    if (v.empty()) v.resize(1);
-    if (!s_.on_gpu()) return v.data();
-#if FSDP_CUDA
-    void* p = nullptr;
-    CUDA_CHECK(cudaMalloc(&p, v.size() * sizeof(T)));
-    copies_.push_back({p, v.data(), int64_t(v.size() * sizeof(T))});
-    s_.copy(p, v.data(), copies_.back().bytes);
-    s_.synchronize();
-    return static_cast<T*>(p);
-#else
-    return nullptr;
-#endif
-  }
-  template <class T>
-  T* scratch(int64_t n) {
-    spare_.emplace_back(n * sizeof(T) + 1, char(0xff));
-    return reinterpret_cast<T*>(up(spare_.back()));
-  }
-  void down() {
-    for (auto& c : copies_) s_.copy(c.host, c.device, c.bytes);
-    s_.synchronize();
-  }
-
- private:
-  struct Copy {
-    void *device, *host;
-    int64_t bytes;
-  };
-  Stream& s_;
-  std::vector<Copy> copies_;
-  std::list<std::vector<char>> spare_;
-};
 Stream& stream_of(Backend b) { return test_device(b).compute(); }
 
 template <class T>

@@ -1,6 +1,6 @@
 // nsa_select: the CPU twin and every GPU kernel against the definition in double. GPU cases have the tag [gpu]; those
 // with [small] too are for compute-sanitizer. [.time], hidden, prints times.
-#include "test/catch.h"
+#include "test/arrays.h"
 
 #include <algorithm>
 #include <cmath>
@@ -335,58 +335,30 @@ namespace {
 
 Stream& gpu_stream() { return test_device(Backend::gpu).compute(); }
 
-// Device memory that takes a host vector's numbers, `guard` of them around it 0xff.
-template <class T>
-struct OnGpu {
-  static constexpr int64_t guard = 64;
-  T* p = nullptr;
-  int64_t n;
-  explicit OnGpu(int64_t n) : n(n) {
-    CUDA_CHECK(cudaMalloc(&p, size_t(n + 2 * guard) * sizeof(T)));
-    CUDA_CHECK(cudaMemset(p, 0xff, size_t(n + 2 * guard) * sizeof(T)));
-    p += guard;
-  }
-  explicit OnGpu(const std::vector<T>& v) : OnGpu(int64_t(v.size())) {
-    CUDA_CHECK(cudaMemcpy(p, v.data(), size_t(n) * sizeof(T), cudaMemcpyDefault));
-  }
-  OnGpu(const OnGpu&) = delete;
-  ~OnGpu() { cudaFree(p - guard); }
-  bool untouched_outside() const {
-    std::vector<unsigned char> bytes(2 * guard * sizeof(T));
-    CUDA_CHECK(cudaMemcpy(bytes.data(), p - guard, bytes.size() / 2, cudaMemcpyDefault));
-    CUDA_CHECK(cudaMemcpy(bytes.data() + bytes.size() / 2, p + n, bytes.size() / 2, cudaMemcpyDefault));
-    return std::count(bytes.begin(), bytes.end(), 0xff) == int64_t(bytes.size());
-  }
-};
-
 // arch's kernel, or for arch 0 what the stream's device gets. Twice, and the same.
 template <class T>
 void run_gpu(Call<T>& c, int arch) {
   Stream& s = gpu_stream();
-  OnGpu<T> q(c.q), k(c.k);
-  OnGpu<float> lse(c.lse), scratch(nsa_select_scratch<T>(c.a));
-  OnGpu<int32_t> indices(c.indices), again(c.indices);
-  for (int32_t* to : {indices.p, again.p})
-    if (arch == 0) nsa_select<T>(s, to, q.p, k.p, lse.p, scratch.p, c.a);
-    else gpu::nsa_select<T>(s.cuda(), arch, to, q.p, k.p, lse.p, scratch.p, c.a);
-  Indices second(c.indices.size());
-  s.copy(c.indices.data(), indices.p, indices.n * 4);
-  s.copy(second.data(), again.p, again.n * 4);
-  s.synchronize();
-  CHECK(second == c.indices);
-  CHECK(indices.untouched_outside());
-  CHECK(scratch.untouched_outside());
+  Arrays on(s);
+  Indices again = c.indices;
+  const T *q = on.up(c.q), *k = on.up(c.k);
+  const float* lse = on.up(c.lse);
+  float* scratch = on.scratch<float>(nsa_select_scratch<T>(c.a));
+  for (int32_t* to : {on.up(c.indices), on.up(again)})
+    if (arch == 0) nsa_select<T>(s, to, q, k, lse, scratch, c.a);
+    else gpu::nsa_select<T>(s.cuda(), arch, to, q, k, lse, scratch, c.a);
+  on.down();
+  CHECK(again == c.indices);
 }
 
 // What gpu::nsa_select says it has launched for a shape.
 template <class T>
 std::string kernel_for(const NsaShape& a, int arch) {
   Call<T> c(a);
-  OnGpu<T> q(c.q), k(c.k);
-  OnGpu<float> lse(c.lse), scratch(nsa_select_scratch<T>(a));
-  OnGpu<int32_t> indices(c.indices);
-  const Kernel ran = gpu::nsa_select<T>(gpu_stream().cuda(), arch, indices.p, q.p, k.p, lse.p, scratch.p, a);
-  gpu_stream().synchronize();
+  Arrays on(gpu_stream());
+  const Kernel ran = gpu::nsa_select<T>(gpu_stream().cuda(), arch, on.up(c.indices), on.up(c.q), on.up(c.k),
+                                        on.up(c.lse), on.scratch<float>(nsa_select_scratch<T>(a)), a);
+  on.down();
   return name_of(ran) + (ran.general ? " (general)" : "");
 }
 
@@ -563,19 +535,20 @@ TEST_CASE("GPU: nsa_select, times", "[.time]") {
       for (int64_t T = 4096; T <= 131072; T *= 2) {
         const NsaShape a = shape(1, T, H, HKV, 128);
         const int64_t q_bytes = T * a.ld * 2, all = int64_t(numbers.size()) * 2;
-        OnGpu<bf16> q(T * a.ld), k(a.compressed() * HKV * a.D);
+        Arrays on(s);
+        const int64_t k_bytes = a.compressed() * HKV * a.D * 2, scratch_floats = nsa_select_scratch<bf16>(a);
+        bf16 *q = on.scratch<bf16>(q_bytes / 2), *k = on.scratch<bf16>(k_bytes / 2);
         for (int64_t at = 0; at < q_bytes; at += all)
-          CUDA_CHECK(cudaMemcpy(reinterpret_cast<char*>(q.p) + at, numbers.data(), size_t(std::min(all, q_bytes - at)),
+          CUDA_CHECK(cudaMemcpy(reinterpret_cast<char*>(q) + at, numbers.data(), size_t(std::min(all, q_bytes - at)),
                                 cudaMemcpyDefault));
-        CUDA_CHECK(cudaMemcpy(k.p, numbers.data(), size_t(k.n) * 2, cudaMemcpyDefault));
+        CUDA_CHECK(cudaMemcpy(k, numbers.data(), size_t(k_bytes), cudaMemcpyDefault));
         std::vector<float> rows(H * T);
         for (int64_t i = 0; i < H * T; ++i)
           rows[i] = seen(a, i % T) ? float(std::log(double(seen(a, i % T))) + 0.5) : -INFINITY;
-        OnGpu<float> lse(rows), scratch(nsa_select_scratch<bf16>(a));
-        OnGpu<int32_t> indices(HKV * T * a.selected);
+        float *lse = on.up(rows), *scratch = on.scratch<float>(scratch_floats);
+        int32_t* indices = on.scratch<int32_t>(HKV * T * a.selected);
         const auto run = [&](int times) {
-          for (int i = 0; i < times; ++i)
-            gpu::nsa_select<bf16>(s.cuda(), arch, indices.p, q.p, k.p, lse.p, scratch.p, a);
+          for (int i = 0; i < times; ++i) gpu::nsa_select<bf16>(s.cuda(), arch, indices, q, k, lse, scratch, a);
         };
         const int times = T > 40000 ? 5 : 20;
         Event from(dev, true), to(dev, true);
@@ -585,7 +558,7 @@ TEST_CASE("GPU: nsa_select, times", "[.time]") {
         double flops = 0;
         for (int64_t t = 0; t < T; ++t) flops += 2.0 * double(seen(a, t)) * double(H * a.D);
         std::printf("nsa_select sm_%d T %lld heads %lld/%lld D 128: %.3f ms, %.0f TFLOP/s, scratch %.0f MB\n", arch,
-                    (long long)T, (long long)H, (long long)HKV, ms, flops / ms * 1e-9, double(scratch.n) * 4e-6);
+                    (long long)T, (long long)H, (long long)HKV, ms, flops / ms * 1e-9, double(scratch_floats) * 4e-6);
         std::fflush(stdout);
       }
 #endif

@@ -2,7 +2,7 @@
 // indices. The measure for bf16 is the definition computed in double and rounded where the interface rounds: inputs, o
 // before the backward reads it, results. Cases with [small] too are for compute-sanitizer. [.time], hidden:
 // milliseconds.
-#include "test/catch.h"
+#include "test/arrays.h"
 
 #include <algorithm>
 #include <cmath>
@@ -238,61 +238,18 @@ void define(Call<double>& x, bool rounded) {
   }
 }
 
-// Copies of a call's arrays on the GPU.
-class OnGpu {
- public:
-  explicit OnGpu(Stream& s) : s_(s) {}
-  OnGpu(const OnGpu&) = delete;
-  ~OnGpu() {
-    for (auto& c : copies_) cudaFree(c.device);
-  }
-  char* take(int64_t bytes, void* host = nullptr) {
-    void* p = nullptr;
-    CUDA_CHECK(cudaMalloc(&p, size_t(bytes)));
-    CUDA_CHECK(cudaMemset(p, 0xff, size_t(bytes)));
-    CUDA_CHECK(cudaDeviceSynchronize());  // our stream does not wait for the one that this ran on
-    copies_.push_back({p, host, host ? bytes : 0});
-    return static_cast<char*>(p);
-  }
-  template <class T>
-  T* up(std::vector<T>& v) {
-    const int64_t bytes = int64_t(v.size() * sizeof(T));
-    void* p = take(bytes, v.data());
-    s_.copy(p, v.data(), bytes);
-    s_.synchronize();
-    return static_cast<T*>(p);
-  }
-  void down() {
-    for (auto& c : copies_)
-      if (c.host) s_.copy(c.host, c.device, c.bytes);
-    s_.synchronize();
-  }
-
- private:
-  struct Copy {
-    void *device, *host;
-    int64_t bytes;
-  };
-  Stream& s_;
-  std::vector<Copy> copies_;
-};
-
 // Forward and backward on the GPU: arch's kernels, or for arch 0 those that the stream's device gets.
 template <class T>
 void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
   const NsaShape& a = c.a;
   Stream& s = test_device(Backend::gpu).compute();
   constexpr bool narrow = std::is_same_v<T, bf16>;
-  constexpr int64_t spare = 256;  // bytes before and after the scratch that must stay
-  OnGpu gpu(s);
+  Arrays gpu(s);
   char* at[2];
-  int64_t bytes[2];
-  for (int i : {0, 1}) {
-    bytes[i] = narrow && segment ? plan(a, i == 1, segment).bytes
-               : i               ? nsa_selected_backward_scratch<T>(a)
-                                 : nsa_selected_forward_scratch<T>(a);
-    at[i] = gpu.take(bytes[i] + 2 * spare) + spare;
-  }
+  for (int i : {0, 1})
+    at[i] = gpu.scratch<char>(narrow && segment ? plan(a, i == 1, segment).bytes
+                              : i               ? nsa_selected_backward_scratch<T>(a)
+                                                : nsa_selected_forward_scratch<T>(a));
   const T* x = gpu.up(c.x.v) + a.ld;
   T* dx = gpu.up(c.dx.v) + a.ld;
   const T *d_o = gpu.up(c.d_o.v) + c.d_o.ld, *dqc = gpu.up(c.dq_compressed.v) + c.d_o.ld;
@@ -319,12 +276,6 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
     CHECK(b.general == f.general);
   }
   gpu.down();
-  for (int i : {0, 1}) {
-    std::vector<char> ends(2 * spare);
-    s.copy(ends.data(), at[i] - spare, spare), s.copy(ends.data() + spare, at[i] + bytes[i], spare);
-    s.synchronize();
-    CHECK(std::all_of(ends.begin(), ends.end(), [](char c) { return c == char(0xff); }));
-  }
 }
 
 // The bf16 kernels that this device runs, by compute capability, its own first. 86: those for less shared memory.
