@@ -550,15 +550,17 @@ std::vector<double> time_calls(Device& dev, Stream& s, F call) {
 
 // ----------------------------------------------------------------------------------------------------- collectives
 
-// The widest product of the reference shape, for 8192 tokens.
+// A product to run beside collectives: on a GPU the widest of the reference shape, for 8192 tokens.
+template <class T>
 struct Product {
-  static constexpr int64_t M = 8192, N = 16384, K = 4096;
-  bf16 *y = nullptr, *x = nullptr, *w = nullptr;
+  int64_t M, N, K;
+  T *y = nullptr, *x = nullptr, *w = nullptr;
+  explicit Product(bool gpu) : M(gpu ? 8192 : 128), N(gpu ? 16384 : 256), K(gpu ? 4096 : 128) {}
   void keep(Memory& mem) {
-    y = mem.keep<bf16>(M * N, "y", Purpose::activations);
-    x = mem.keep<bf16>(M * K, "x", Purpose::activations), w = mem.keep<bf16>(N * K, "w", Purpose::activations);
+    y = mem.keep<T>(M * N, "y", Purpose::activations);
+    x = mem.keep<T>(M * K, "x", Purpose::activations), w = mem.keep<T>(N * K, "w", Purpose::activations);
   }
-  void operator()(Stream& s) const { ops::matmul<bf16>(s, y, x, w, nullptr, nullptr, M, N, K); }
+  void operator()(Stream& s) const { ops::matmul<T>(s, y, x, w, nullptr, nullptr, M, N, K); }
 };
 
 // Milliseconds of one of `calls` calls on stream s while `other` does `others` of its own, which must last longer.
@@ -576,31 +578,23 @@ double time_beside(Device& dev, Stream& s, int64_t calls, F call, Stream& other,
   return elapsed_ms(start, end) / double(calls);
 }
 
-// What one rank does; rank 0 writes the rows and prints the table. Returns an error that all ranks know of, or "".
-std::string time_collectives(const Settings& s, const World& world) {
-  const int gpus = gpu_count();
-  const bool gpu = gpus > 0;
-  const std::string error =
-      agree(world.size < 2 ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
-            : gpu && gpus < world.local_size
-                ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each", world.local_size,
-                       gpus, gpus == 1 ? "" : "s")
-                : "");
-  if (!error.empty()) return error;
+// What one rank does; rank 0 writes the rows and prints the table.
+template <class T>
+void time_collectives(const Settings& s, const World& world) {
+  const bool gpu = gpu_count() > 0;
   const Transport transport = gpu ? Transport::nccl : Transport::mpi;
-  const Dtype dtype = gpu ? Dtype::bf16 : Dtype::f32;
   Device dev(gpu ? Backend::gpu : Backend::cpu, gpu ? world.local_rank : 0, gpu ? 1 : world.local_size);
   const bool engines = agree(copy_engines_pay(dev) && world.local_size == world.size ? "" : "no").empty();
-  // Whole parts, of whole vectors.
+  // Parts of whole vectors.
   auto bytes_of = [&](int64_t mib) { return (mib << 20) / (256 * world.size) * 256 * world.size; };
   const int64_t largest = bytes_of(*std::max_element(s.values.begin(), s.values.end()));
 
-  char* buf = nullptr;
-  Product product;
+  T* buf = nullptr;
+  Product<T> product(gpu);
   std::unique_ptr<Channel> ring, engine;
   auto open = [&](bool open) {
-    buf = dev.mem.keep<char>(largest, "buffer", Purpose::gather_slots);
-    if (gpu) product.keep(dev.mem);
+    buf = dev.mem.keep<T>(largest / int64_t(sizeof(T)), "buffer", Purpose::gather_slots);
+    product.keep(dev.mem);
     ring = std::make_unique<Channel>(dev, dev.gather(), world, transport, "ring", largest, open);
     if (engines)
       engine = std::make_unique<Channel>(dev, dev.gather(), world, transport, "copy engines", largest, open, true);
@@ -612,90 +606,95 @@ std::string time_collectives(const Settings& s, const World& world) {
   dev.mode = Mode::run;
   open(true);
   Stream &compute = dev.compute(), &talk = dev.gather();
-  if (gpu) {
-    float* wide = reinterpret_cast<float*>(product.y);  // room for either factor in fp32
-    auto fill = [&](bf16* to, int64_t n, int64_t from) {
-      ops::init_normal(compute, wide, 1, 1, from, n, 0, 1);
-      ops::cast<bf16, float>(compute, to, wide, n);
-    };
-    fill(product.x, Product::M * Product::K, 0), fill(product.w, Product::N * Product::K, 1 << 30);
-    const int64_t piece = Product::N * Product::K, numbers = largest / 2;
-    for (int64_t at = 0; at < numbers; at += piece)
-      fill(reinterpret_cast<bf16*>(buf) + at, std::min(piece, numbers - at), (int64_t(2) << 30) + at);
-  }
+  // Normal numbers. They are made in fp32, in as much of y as half a piece of bf16 leaves.
+  int64_t made = 0;
+  const auto fill = [&](T* to, int64_t n) {
+    const int64_t piece = product.M * product.N / 2;
+    for (int64_t at = 0; at < n; at += piece, made += piece) {
+      float* wide = reinterpret_cast<float*>(product.y);
+      ops::init_normal(compute, wide, 1, 1, made, std::min(piece, n - at), 0, 1);
+      ops::cast<T, float>(compute, to + at, wide, std::min(piece, n - at));
+    }
+  };
+  fill(product.x, product.M * product.K), fill(product.w, product.N * product.K);
+  fill(buf, largest / int64_t(sizeof(T)));
   compute.synchronize();
 
   const Chip* chip = chip_named(dev.name);
   const auto multiply = [&] { product(compute); };
-  const double product_ms = gpu ? median(time_calls(dev, compute, multiply)) : 0;
+  // Rank 0's: the ranks must agree on how many collectives there are to be.
+  const auto agreed = [](double x) { return std::atof(broadcast_text(strf("%.17g", x)).c_str()); };
+  const auto enough = [](double ms, double of) { return std::max<int64_t>(3, std::llround(ms / of)); };
+  const double product_ms = agreed(median(time_calls(dev, compute, multiply)));
   std::vector<Words> table = {{"", "by", "MiB", "ms", "GB/s sent", "of the link", "estimated ms", "beside products, ms",
                                "a product beside it"}};
   struct Kind {
     const char* name;
     Collective what;
-    Channel* by;
-    const char* means;
+    Channel* channel;
+    const char* by;
   };
   std::vector<Kind> kinds = {{"all_gather", Collective::all_gather, ring.get(), name_of(transport)},
                              {"reduce_scatter", Collective::reduce_scatter, ring.get(), name_of(transport)}};
   if (engines) kinds.push_back({"all_gather", Collective::all_gather, engine.get(), "copy engines"});
   for (const Kind& k : kinds)
     for (int64_t mib : s.values) {
-      const int64_t bytes = bytes_of(mib), count = bytes / world.size / size_of(dtype);
+      const int64_t bytes = bytes_of(mib), count = bytes / world.size / int64_t(sizeof(T));
       const auto call = [&] {
-        if (k.what == Collective::all_gather) k.by->all_gather(buf, count, dtype);
-        else k.by->reduce_scatter(buf, count, dtype);
+        if (k.what == Collective::all_gather) k.channel->all_gather(buf, count, dtype_of<T>);
+        else k.channel->reduce_scatter(buf, count, dtype_of<T>);
       };
       barrier();
       const std::vector<double> alone = time_calls(dev, talk, call);
-      const double ms = median(alone), sent = double(bytes) / world.size * (world.size - 1);
+      const double ms = agreed(median(alone)), sent = double(bytes) / world.size * (world.size - 1);
+      // As many as fill 40 ms alone, beside what alone takes three times as long.
+      const double beside_product =
+          time_beside(dev, talk, enough(40, ms), call, compute, enough(120, product_ms), multiply);
+      barrier();
+      const double product_beside =
+          time_beside(dev, compute, enough(40, product_ms), multiply, talk, enough(120, ms), call);
       json result = {{"ms", ms},
                      {"ms_min", *std::min_element(alone.begin(), alone.end())},
                      {"ms_max", *std::max_element(alone.begin(), alone.end())},
-                     {"sent_gb_s", 1e-6 * sent / ms}};
-      Words cells = {k.name, k.means, std::to_string(mib), strf("%.3f", ms), strf("%.1f", 1e-6 * sent / ms)};
+                     {"sent_gb_s", 1e-6 * sent / ms},
+                     {"beside_product_ms", beside_product},
+                     {"product_ms", product_ms},
+                     {"product_beside_ms", product_beside}};
       if (chip) {
         result["of_link"] = 1e3 * sent / ms / chip->link;
         result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size);
-        cells.push_back(strf("%.2f", result["of_link"].get<double>()));
-        cells.push_back(strf("%.3f", result["estimated_ms"].get<double>()));
-      } else {
-        cells.insert(cells.end(), 2, "");
       }
-      if (gpu) {
-        // As many as fill 40 ms alone, beside what alone takes three times as long.
-        const auto enough = [](double ms, double of) { return std::max<int64_t>(3, std::llround(ms / of)); };
-        const double a = time_beside(dev, talk, enough(40, ms), call, compute, enough(120, product_ms), multiply);
-        barrier();
-        const double b = time_beside(dev, compute, enough(40, product_ms), multiply, talk, enough(120, ms), call);
-        result["beside_product_ms"] = a, result["product_ms"] = product_ms, result["product_beside_ms"] = b;
-        cells.push_back(strf("%.3f", a)), cells.push_back(strf("x %.2f", b / product_ms));
-      } else {
-        cells.insert(cells.end(), 2, "");
-      }
+      auto cell = [&](const char* key) { return chip ? strf("%.3f", result[key].get<double>()) : std::string("-"); };
+      table.push_back({k.name, k.by, std::to_string(mib), strf("%.3f", ms), strf("%.1f", 1e-6 * sent / ms),
+                       cell("of_link"), cell("estimated_ms"), strf("%.3f", beside_product),
+                       strf("x %.2f", product_beside / product_ms)});
       if (world.rank == 0)
         append_row(s, {{"date", now_iso8601()},
                        {"sweep", s.sweep},
                        {"collective", k.name},
-                       {"by", k.means},
+                       {"by", k.by},
                        {"mib", mib},
                        {"ranks", world.size},
-                       {"dtype", name_of(dtype)},
+                       {"dtype", name_of(dtype_of<T>)},
                        {"command", s.command},
                        {"commit", FSDP_COMMIT},
-                       {"hardware", {{"gpus", gpus}, {"name", dev.name}, {"nccl", nccl_version()}}},
+                       {"hardware", {{"gpus", gpu_count()}, {"name", dev.name}, {"nccl", nccl_version()}}},
                        {"result", result}});
-      table.push_back(cells);
     }
   if (world.rank == 0) print_markdown(table);
-  return "";
 }
 
 int collectives_rank(const Settings& s, int argc, char** argv) {
   const World world = init_mpi(&argc, &argv);
-  std::string error;
-  or_abort([&] { error = time_collectives(s, world); });
-  if (world.rank == 0 && !error.empty()) std::fprintf(stderr, "error: %s\n", error.c_str());
+  const int gpus = gpu_count();
+  const std::string error =
+      agree(world.size < 2 ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
+            : gpus > 0 && gpus < world.local_size
+                ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each", world.local_size,
+                       gpus, gpus == 1 ? "" : "s")
+                : "");
+  if (error.empty()) or_abort([&] { gpus > 0 ? time_collectives<bf16>(s, world) : time_collectives<float>(s, world); });
+  else if (world.rank == 0) std::fprintf(stderr, "error: %s\n", error.c_str());
   finish_mpi();
   return error.empty() ? 0 : 2;
 }

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #ifndef FSDP_NCCL
@@ -372,11 +373,13 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
                  "nccl does without them",
                  this_rank(), ncclGetErrorString(code)));
       // NCCL may take kernels all the same, and tells nobody: one gather is looked at, and one before it sets NCCL up.
+      const Mode mode = std::exchange(dev.mode, Mode::run);
       auto gather = [&] { all_gather(base, 256, Dtype::f32); };
       gather();
-      CUDA_CHECK(cudaStreamSynchronize(stream.cuda()));
+      stream.synchronize();
       Graph graph(dev);
       graph.make(gather);
+      dev.mode = mode;
       if (graph.nodes().nccl_kernels > 0)
         throw NcclError(strf("NCCL: gathers of rank %d would run on SMs and not on copy engines; --gather nccl is that",
                              this_rank()));

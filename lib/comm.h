@@ -82,7 +82,7 @@ class Channel {
   // one needs no transport, whatever is given. In a planned world (`--plan --world N`) transport says what to plan for
   // and nothing is opened.
   // copy_engines: all_gathers of arena memory go by copy engines and use no SM (NCCL's zero-CTA policy on symmetric
-  // windows; one host; after use_nccl_memory; Mode::run). Throws NcclError where NCCL would take kernels instead.
+  // windows; one host; after use_nccl_memory). Throws NcclError where NCCL would take kernels instead.
   Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
           bool open, bool copy_engines = false);
   ~Channel();
