@@ -50,6 +50,10 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
                ll(c.vocab), ll((c.vocab + 7) / 8 * 8));
   REQUIRE_USER(c.attends() || c.recompute != Recompute::attn, "--recompute attn: architecture %s has no attention",
                name_of(c.arch));
+  const bool remade = c.recompute != Recompute::none && c.recompute != Recompute::mlp;
+  REQUIRE_USER(!c.keep_attention || (remade && c.attends()),
+               "--keep-attention 1: %s; it is for --recompute attn, both and block",
+               c.attends() ? "attention is not recomputed" : "there is no attention");
   if (!c.attends()) return;
   const int64_t D = c.head_dim();
   REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
@@ -547,13 +551,13 @@ void Model<T, G>::embed_backward(Buffer<T> dx) {
 
 // ------------------------------------------------------------------------------------------------ block: attention
 
-// x -> norm -> q, k, v -> attention. Fills in statistics, q, k, v and what attention's backward wants.
+// x -> norm -> q, k, v, with their positions, and NSA's gates. Fills in the norm's statistics.
 template <class T, class G>
-Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran) {
+void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const Places& at = at_[size_t(block)];
-  const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
+  const int64_t M = M_, C = c_.dim, QKV = c_.row();
   dev_.mark("norms");
   Buffer<T> n = mem.take<T>(M * C, "normed");
   if (v->stats1) {
@@ -567,17 +571,36 @@ Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels*
   ops::matmul<T>(s, v->qkv, n, weight(at.qkv), nullptr, nullptr, M, QKV, C);
   n.reset();
   dev_.mark("positions");
-  if (rope_table_) ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, false);
-  Buffer<T> o = mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
+  if (rope_table_)
+    ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
+  if (c_.sparse)
+    ops::add_bias<T>(s, v->qkv + c_.nsa_shape(M / c_.seq).gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
+}
+
+// q, k, v -> attention. Fills in what its backward wants.
+template <class T, class G>
+Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran) {
+  const int64_t M = M_, D = c_.head_dim(), H = c_.heads;
+  Buffer<T> o = dev_.mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
   if (c_.sparse) {
-    const NsaShape a = c_.nsa_shape(M / c_.seq);
-    ops::add_bias<T>(s, v->qkv + a.gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
-    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(at), a, life, ran);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(at_[size_t(block)]), c_.nsa_shape(M / c_.seq), life, ran);
   } else {
     dev_.mark("attention");
-    v->lse = mem.take<A>(M * H, "log-sum-exp", life);
-    attention_forward<T>(s, o, v->lse, v->qkv, v->qkv + H * D, v->qkv + (H + c_.kv_heads) * D, attention_shape());
+    v->lse = dev_.mem.take<A>(M * H, "log-sum-exp", life);
+    attention_forward<T>(dev_.compute(), o, v->lse, v->qkv, v->qkv + H * D, v->qkv + (H + c_.kv_heads) * D,
+                         attention_shape());
   }
+  return o;
+}
+
+// The gated sum of NSA's branches, again.
+template <class T, class G>
+Buffer<T> Model<T, G>::combine(int64_t block, Saved* v) {
+  Buffer<T> o = dev_.mem.take<T>(M_ * c_.heads * c_.head_dim(), "attention");
+  dev_.mark("gates, backward");
+  const Kernel k = nsa_combine<T>(dev_.compute(), o, v->nsa.o_compressed, v->nsa.o_selected, v->nsa.o_window, v->qkv,
+                                  c_.nsa_shape(M_ / c_.seq));
+  if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
   return o;
 }
 
@@ -612,14 +635,16 @@ Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, b
   Buffer<T> n;
   if (c_.attends()) {
     enter(c_.attention_module(block));
+    queries(block, &v, life(keeps_queries()));
     Buffer<T> o = attend(block, &v, life(keeps_attention()), keep ? kernels_of(block) : nullptr);
     if (keep && stats_) {
       const NsaShape a = c_.nsa_shape(M_ / c_.seq);
       Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
       nsa_stats<T>(dev_.compute(), stats_ + block, v.qkv, v.nsa.indices, partials, a);
     }
+    if (!keep || !keeps_queries()) v.qkv.reset();
     if (!keep || !keeps_attention()) {
-      v.qkv.reset(), v.lse.reset();
+      v.lse.reset();
       Buffer<int32_t> indices = std::move(v.nsa.indices);
       v.nsa = NsaSaved<T>();
       if (keep) v.nsa.indices = std::move(indices);
@@ -645,7 +670,9 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   const int mlp = c_.mlp_module(block), attention = c_.attention_module(block);
   if (c_.attends() && !keeps_middle()) {
     enter(attention, mlp);
-    v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
+    if (c_.sparse || !keeps_attention()) queries(block, &v, Purpose::temporaries);
+    if (!keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
+    if (!v.o) v.o = combine(block, &v);
     project(block, &v, v.o, Purpose::temporaries);
     enter(mlp, attention);
     middle(block, &v);
@@ -660,6 +687,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   enter(attention);
   open(attention);
   const Places& at = at_[size_t(block)];
+  if (!v.qkv) queries(block, &v, Purpose::temporaries);
   if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
   Buffer<T> dqkv;
   {
@@ -668,12 +696,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
     ops::matmul_dgrad<T>(s, d_o, dx, weight(at.o), M, C, H * D, false);
     if (c_.sparse) {
       const NsaShape a = c_.nsa_shape(M / c_.seq);
-      if (!v.o) {
-        v.o = mem.take<T>(M * H * D, "attention");
-        dev_.mark("gates, backward");
-        const Kernel k = nsa_combine<T>(s, v.o, v.nsa.o_compressed, v.nsa.o_selected, v.nsa.o_window, v.qkv, a);
-        if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
-      }
+      if (!v.o) v.o = combine(block, &v);
       dev_.mark("projections, backward");
       wgrad(at.o, dx, v.o, M, C, H * D, false);
       v.o.reset();

@@ -50,6 +50,7 @@ struct ModelConfig {
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
+  bool keep_attention = false;                // with attn, both, block: only q, k and v are made again
   bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_
@@ -164,9 +165,11 @@ class Model {
 
   void load(const int32_t* host, Event& copied);
   Buffer<T> embed();
-  // A block's parts, for the forward pass and for making them again: attention's output from the input; its projection;
-  // the middle and its norm.
+  // A block's parts, for the forward pass and for making them again: q, k and v from the input; attention's output;
+  // NSA's from its branches'; its projection; the middle and its norm.
+  void queries(int64_t block, Saved* v, Purpose life);
   Buffer<T> attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran);
+  Buffer<T> combine(int64_t block, Saved* v);
   void project(int64_t block, Saved* v, const T* o, Purpose life);
   Buffer<T> middle(int64_t block, Saved* v);
   Buffer<T> block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep);
@@ -178,7 +181,8 @@ class Model {
   void embed_backward(Buffer<T> dx);
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
   bool keeps_mlp() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::attn; }
-  bool keeps_attention() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::mlp; }
+  bool keeps_queries() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::mlp; }
+  bool keeps_attention() const { return keeps_queries() || c_.keep_attention; }
   bool keeps_middle() const { return c_.recompute != Recompute::block; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }
   AttentionShape attention_shape() const;

@@ -150,6 +150,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
   m.diagnostics = o.nsa_stats;
   for (const auto& mode : modes)
     if (o.recompute == mode.first) m.recompute = mode.second;
+  m.keep_attention = o.keep_attention;
 
   auto dtype = [&](const std::string& name, Dtype otherwise) {
     return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
@@ -655,8 +656,10 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
   std::vector<std::vector<Change>> groups;  // one of each group at most
   groups.emplace_back();
   for (const char* mode : {"mlp", "attn", "both", "block"})
-    if (o.recompute != mode)
-      groups.back().push_back({strf("--recompute %s", mode), [mode](Options* c) { c->recompute = mode; }});
+    for (int64_t keep : {0, 1})
+      if (o.recompute != mode || o.keep_attention != keep)
+        groups.back().push_back({strf("--recompute %s%s", mode, keep ? " --keep-attention 1" : ""),
+                                 [=](Options* c) { c->recompute = mode, c->keep_attention = keep; }});
   if (!now.fsdp.reshard_after_forward || now.fsdp.shard_ranks > 0)
     groups.push_back({{"--shard full", [](Options* c) { c->shard = "full", c->reshard_after_forward = -1; }}});
   if (o.moments == "fp32") groups.push_back({{"--moments bf16", [](Options* c) { c->moments = "bf16"; }}});
@@ -698,7 +701,7 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
   }
   for (int more = 2 * ranks; more <= 65536; more *= 2) {
     Options c = o;
-    c.recompute = "block", c.shard = "full", c.reshard_after_forward = -1;
+    c.recompute = "block", c.keep_attention = 0, c.shard = "full", c.reshard_after_forward = -1;
     try {
       const Price p = price(resolve(c, more, 0), more, chip);
       if (fits(p.bytes, chip))

@@ -369,6 +369,14 @@ const std::vector<Spec>& specs() {
        "what the backward pass makes again instead of keeping it (activation checkpointing); block: all but a block's "
        "input",
        nullptr},
+      {"Memory",
+       "keep-attention",
+       "0|1",
+       &Options::keep_attention,
+       {0, 1},
+       "1: with --recompute attn, both or block, keep attention's output and make only q, k and v again: for long "
+       "sequences",
+       nullptr},
 
       {"Machine",
        "graph",

@@ -65,6 +65,7 @@ struct Options {
   std::string export_dtype = "bf16";
   // Memory.
   std::string recompute = "none";  // none, mlp, attn, both, block
+  int64_t keep_attention = 0;
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
   int64_t graph = 0;

@@ -900,6 +900,14 @@ TEST_CASE("recomputation changes no bit, and keeps less", "[fsdp]") {
     CHECK(kept(both) < kept(mlp));
     CHECK(kept(both) < kept(attn));
     CHECK(kept(block) < kept(both));
+    s.model.keep_attention = true;
+    const Outcome attn_kept = with(Recompute::attn), both_kept = with(Recompute::both),
+                  block_kept = with(Recompute::block);
+    CHECK(kept(attn) < kept(attn_kept));
+    CHECK(kept(attn_kept) < kept(all));
+    CHECK(kept(both) < kept(both_kept));
+    CHECK(kept(block) < kept(block_kept));
+    CHECK(kept(block_kept) < kept(both_kept));
   }
 }
 

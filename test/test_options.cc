@@ -231,6 +231,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--profile",
                             "--recompute",
                             "both",
+                            "--keep-attention",
+                            "1",
                             "--save",
                             "a dir",
                             "--save-every",
