@@ -662,7 +662,8 @@ void time_collectives(const Settings& s, const World& world) {
                      {"product_beside_ms", product_beside}};
       if (chip) {
         result["of_link"] = 1e3 * sent / ms / chip->link;
-        result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size);
+        result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size,
+                                                               k.channel == engine.get());
       }
       auto cell = [&](const char* key) { return chip ? strf("%.3f", result[key].get<double>()) : std::string("-"); };
       table.push_back({k.name, k.by, std::to_string(mib), strf("%.3f", ms), strf("%.1f", 1e-6 * sent / ms),

@@ -641,6 +641,7 @@ Price price(Run r, int ranks, const Chip& chip) {
   World world;
   world.size = ranks, world.local_size = std::min(ranks, gpus_per_node);
   const Transport transport = ranks > 1 ? Transport::nccl : Transport::none;
+  if (r.o.gather.empty()) r.fsdp.gather_by_copy_engine = chip.copy_engines && on_one_host(world, r.fsdp.shards(ranks));
   with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
   const double tokens = double(r.tokens_per_step()) / ranks, bytes = double(dev.mem.arena_bytes());
   return {bytes, tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
@@ -827,8 +828,10 @@ void run(Options o, const World& world, const std::string& command) {
                gpu ? "here collectives go over MPI" : "this run is on the CPU");
   REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
                "--gather %s needs a GPU for each rank, and NCCL", o.gather.c_str());
-  REQUIRE_USER(o.gather != "copy-engine" || world.local_size == world.size,
-               "--gather copy-engine: the ranks are on several hosts, and copy engines reach one");
+  const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
+  REQUIRE_USER(o.gather != "copy-engine" || one_host,
+               "--gather copy-engine: ranks that shard among themselves are on several hosts, and copy engines reach "
+               "one; --shard hybrid:K with the K ranks of a host");
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
   const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
@@ -844,7 +847,7 @@ void run(Options o, const World& world, const std::string& command) {
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
-  if (o.gather.empty() && transport == Transport::nccl && world.local_size == world.size)
+  if (o.gather.empty() && transport == Transport::nccl && one_host)
     r.fsdp.gather_by_copy_engine = agree(engines ? "" : "no").empty();
 
   if (world.rank == 0) {

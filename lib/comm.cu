@@ -132,6 +132,10 @@ World replica_group(const World& world, int ranks) {
   w.local_size = std::max(1, world.local_size / ranks);
   return w;
 }
+bool on_one_host(const World& world, int ranks) {
+  const int host = world.rank - world.local_rank, group = world.rank / ranks * ranks;
+  return group >= host && group + ranks <= host + world.local_size;
+}
 
 void abort_all_ranks(const std::string& text, int status) {
   std::fprintf(stderr, "error: %s\n", text.c_str());
@@ -339,9 +343,9 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
       world_(world),
       transport_(world.size == 1 ? Transport::none : transport),
       max_bytes_(max_bytes),
+      copy_engines_(copy_engines),
       impl_(std::make_unique<Impl>()) {
   transport = transport_;
-  (void)copy_engines;
   ASSERT(world.size == 1 || transport != Transport::none);
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
@@ -418,7 +422,8 @@ ncclDataType_t nccl_type(Dtype t) {
 void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off())
-    stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
+    stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size,
+                  copy_engines_);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);

@@ -23,6 +23,8 @@ struct World {
 // place in theirs.
 World shard_group(const World& world, int ranks);
 World replica_group(const World& world, int ranks);
+// Whether this rank's group of `ranks` neighbours is on one host, if hosts have runs of neighbours. Ranks may differ.
+bool on_one_host(const World& world, int ranks);
 
 // Starts MPI (once a process) and tells who we are. Errors: MpiError.
 World init_mpi(int* argc, char*** argv);
@@ -109,5 +111,6 @@ class Channel {
   World world_;
   Transport transport_;
   int64_t max_bytes_;
+  bool copy_engines_;
   std::unique_ptr<Impl> impl_;
 };

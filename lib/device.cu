@@ -433,8 +433,8 @@ int Stream::place() const { return this == dev_.compute_.get() ? 0 : this == dev
 void Stream::spend(const Cost& cost) {
   if (dev_.estimate) dev_.estimate->spend(place(), cost);
 }
-void Stream::spend(Collective kind, double bytes, int ranks, int local) {
-  if (dev_.estimate) dev_.estimate->spend(place(), kind, bytes, ranks, local);
+void Stream::spend(Collective kind, double bytes, int ranks, int local, bool engines) {
+  if (dev_.estimate) dev_.estimate->spend(place(), kind, bytes, ranks, local, engines);
 }
 
 void Stream::synchronize() {

@@ -140,7 +140,7 @@ class Stream {
   // In a dry run that estimates time (Device::estimate): an operation stands here, or a collective of a group of ranks,
   // `local` of them in a node. Otherwise nothing.
   void spend(const Cost& cost);
-  void spend(Collective kind, double bytes, int ranks, int local);
+  void spend(Collective kind, double bytes, int ranks, int local, bool engines = false);
   void synchronize();  // the host waits; rethrows what a CPU stream's work has thrown
 
  private:

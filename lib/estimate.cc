@@ -10,10 +10,14 @@
 namespace {
 
 // What of a datasheet's figures an H200 reaches. NOTES.md, "What a step costs, before it runs", says how each is known.
-constexpr double of_bandwidth = 0.75;  // a kernel that streams; a copy reaches 0.85
-constexpr double of_link = 0.7;        // NCCL's rings
-constexpr double of_network = 0.85;    // not measured
-constexpr double beside = 1.28;        // a product's time while a collective runs, over its time alone
+constexpr double of_bandwidth = 0.75;                     // a kernel that streams; a copy reaches 0.85
+constexpr double ring_of_link = 0.7, pair_of_link = 0.6;  // NCCL's rings; a ring of two
+constexpr double engine_of_link = 0.83;                   // gathers by copy engines
+// What a collective takes from the products beside it: a part of the time that its bytes are on the node's links. A
+// ring's kernels last longer beside products, and move the bytes through multiprocessors; for all of its time, waiting
+// for hops and the network too, it holds some of those.
+constexpr double ring_takes = 0.8, engine_takes = 0.15;
+constexpr double of_network = 0.85, held = 0.13;  // not measured; held: 17 multiprocessors of 132
 // Latencies, in seconds.
 constexpr double launch = 5e-6;   // of a kernel on the device: to begin, to fill the chip, to end
 constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
@@ -36,16 +40,20 @@ double sent(Collective kind, double bytes, int ranks) {
   return bytes * (ranks - 1) / ranks * (kind == Collective::all_reduce ? 2 : 1);
 }
 
+double link_rate(const Chip& chip, int ranks, bool engines) {
+  return chip.link * (engines ? engine_of_link : ranks == 2 ? pair_of_link : ring_of_link);
+}
+
 }  // namespace
 
 const Chip* chip_named(const std::string& name) {
   static const Chip chips[] = {
-      //        SMs  bf16      fp32     bandwidth memory link   network
-      {"H200", 132, 989.5e12, 66.9e12, 4.8e12, 141e9, 450e9, 50e9},
-      {"H100", 132, 989.5e12, 66.9e12, 3.35e12, 80e9, 450e9, 50e9},  // SXM, as the next
-      {"A100", 108, 312e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9},
-      {"L40S", 142, 362.05e12, 91.6e12, 0.864e12, 48e9, 32e9, 12.5e9},
-      {"RTX 4090", 128, 165.2e12, 82.6e12, 1.008e12, 24e9, 32e9, 12.5e9},
+      //        SMs  bf16      fp32     bandwidth memory link   network copy engines
+      {"H200", 132, 989.5e12, 66.9e12, 4.8e12, 141e9, 450e9, 50e9, true},
+      {"H100", 132, 989.5e12, 66.9e12, 3.35e12, 80e9, 450e9, 50e9, true},  // SXM, as the next
+      {"A100", 108, 312e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9, false},
+      {"L40S", 142, 362.05e12, 91.6e12, 0.864e12, 48e9, 32e9, 12.5e9, false},
+      {"RTX 4090", 128, 165.2e12, 82.6e12, 1.008e12, 24e9, 32e9, 12.5e9, false},
   };
   for (const Chip& c : chips)
     if (letters_of(name).find(letters_of(c.name)) != std::string::npos) return &c;
@@ -60,10 +68,10 @@ double Estimate::seconds(const Cost& c) const {
 
 // A ring goes at the rate of a GPU's link. Across nodes there are as many rings as a node has GPUs in the group, and
 // each leaves the node through another network card.
-double Estimate::seconds(Collective kind, double bytes, int ranks, int local) const {
+double Estimate::seconds(Collective kind, double bytes, int ranks, int local, bool engines) const {
   local = std::min(local, ranks);
   const int nodes = (ranks + local - 1) / local;
-  double rate = local > 1 ? chip_.link * of_link : never_ends;
+  double rate = local > 1 ? link_rate(chip_, ranks, engines) : never_ends;
   if (nodes > 1) rate = std::min(rate, local * chip_.network * of_network);
   const double latency = kind == Collective::all_reduce
                              ? tree + 2 * ((local - 1) * tree_hop + std::ceil(std::log2(nodes)) * tree_node_hop)
@@ -71,13 +79,14 @@ double Estimate::seconds(Collective kind, double bytes, int ranks, int local) co
   return launch + latency + sent(kind, bytes, ranks) / rate;
 }
 
-// The end of what takes `seconds` alone, and goes on `slowdown` times slower in the spans.
-double Estimate::end_of(double start, double seconds, double slowdown, const Spans& spans) {
+// The end of what takes `seconds` alone, and for a span's time is held up for the part of it that the span takes; 1:
+// all.
+double Estimate::end_of(double start, double seconds, double takes, const Spans& spans) {
   double end = start + seconds;
-  for (const auto& span : spans) {
-    const double from = std::max(start, span.first);
-    if (from >= end || from >= span.second) continue;
-    end += std::min((slowdown - 1) * (end - from), (1 - 1 / slowdown) * (span.second - from));
+  for (const Span& span : spans) {
+    const double from = std::max(start, span.from), part = std::max(takes, span.takes);
+    if (from >= end || from >= span.to) continue;
+    end += std::min(part < 1 ? part / (1 - part) * (end - from) : never_ends, part * (span.to - from));
   }
   return end;
 }
@@ -88,7 +97,7 @@ void Estimate::spend(int stream, const Cost& c) {
   double &clock = clock_[size_t(stream)], end = clock + t;
   if (stream == 0) {
     for (const auto& streams : spans_)
-      for (const Spans& spans : streams) end = end_of(clock, end - clock, beside, spans);
+      for (const Spans& spans : streams) end = end_of(clock, end - clock, 0, spans);
     busy_[size_t(c.kind)] += t, slowed_ += end - (clock + t);
     if (c.kind == Work::matmul) product_flops_ += c.flops;
   }
@@ -97,14 +106,16 @@ void Estimate::spend(int stream, const Cost& c) {
 
 // Collectives share the links, or the network where their groups span nodes: one that is issued later has them while
 // the earlier ones do not.
-void Estimate::spend(int stream, Collective kind, double bytes, int ranks, int local) {
+void Estimate::spend(int stream, Collective kind, double bytes, int ranks, int local, bool engines) {
   if (ranks < 2) return;
   calls_++;
-  const double t = seconds(kind, bytes, ranks, local);
+  const double t = seconds(kind, bytes, ranks, local, engines);
   double &clock = clock_[size_t(stream)], end = clock + t;
   auto& same = spans_[ranks > local];
-  for (const Spans& spans : same) end = end_of(clock, end - clock, never_ends, spans);
-  same[size_t(stream)].emplace_back(end - t, end);
+  for (const Spans& spans : same) end = end_of(clock, end - clock, 1, spans);
+  const double moving = sent(kind, bytes, ranks) / link_rate(chip_, ranks, engines) / t;
+  same[size_t(stream)].push_back(
+      {end - t, end, engines ? engine_takes * moving : std::max(held, ring_takes * std::min(1.0, moving))});
   clock = end;
   Traffic& traffic = traffic_[size_t(kind)];
   traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;
@@ -142,8 +153,10 @@ std::string Estimate::text(double tokens, double flops) const {
             s <= host()        ? "the host"
             : waited > 0.1 * s ? "communication: it does not hide"
                                : "compute");
-  t += strf("  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings;\n",
-            1e-12 * chip_.bandwidth * of_bandwidth, 1e-9 * chip_.link * of_link);
+  t += strf(
+      "  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings\n"
+      "  (gathers by copy engines %.0f);\n",
+      1e-12 * chip_.bandwidth * of_bandwidth, 1e-9 * chip_.link * ring_of_link, 1e-9 * chip_.link * engine_of_link);
   return t + strf("  measured nowhere here: nodes of %d GPUs, each with %.0f GB/s into the network\n", gpus_per_node,
                   1e-9 * chip_.network * of_network);
 }

@@ -11,7 +11,6 @@
 
 #include <array>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "lib/device.h"
@@ -24,6 +23,7 @@ struct Chip {  // by the datasheet; bytes/s and FLOP/s
   double memory;      // bytes
   double link;        // to the other GPUs of its node, one direction
   double network;     // a GPU's part of its node's network: an assumption, 400 Gbit/s and less
+  bool copy_engines;  // that gathers within a node go by; see copy_engines_pay
 };
 // Finds a chip in "h200", "NVIDIA H200" or "NVIDIA A100-SXM4-80GB". Null: not known.
 const Chip* chip_named(const std::string& name);
@@ -34,15 +34,16 @@ class Estimate {
  public:
   explicit Estimate(const Chip& chip) : chip_(chip) {}
 
-  // What Stream calls; streams are numbered as they are there. ranks: of the collective's group, `local` in a node.
+  // What Stream calls; streams are numbered as they are there. ranks: of the collective's group, `local` in a node;
+  // engines: by copy engines.
   void spend(int stream, const Cost& c);
-  void spend(int stream, Collective kind, double bytes, int ranks, int local);
+  void spend(int stream, Collective kind, double bytes, int ranks, int local, bool engines = false);
   void wait(int stream, int recorder, double until);
   void host_call() { calls_++; }
   double clock(int stream) const { return clock_[size_t(stream)]; }
 
   double seconds(const Cost& c) const;  // alone on the chip
-  double seconds(Collective kind, double bytes, int ranks, int local) const;
+  double seconds(Collective kind, double bytes, int ranks, int local, bool engines = false) const;
   double step() const;
   double host() const;                                                       // to issue the step
   double busy(Work kind) const { return busy_[size_t(kind)]; }               // the compute stream
@@ -58,8 +59,11 @@ class Estimate {
     int count = 0;
     double bytes = 0, seconds = 0;
   };
-  using Spans = std::vector<std::pair<double, double>>;
-  static double end_of(double start, double seconds, double slowdown, const Spans& spans);
+  struct Span {
+    double from, to, takes;  // of the compute stream's time
+  };
+  using Spans = std::vector<Span>;
+  static double end_of(double start, double seconds, double takes, const Spans& spans);
 
   const Chip chip_;
   std::array<double, 3> clock_ = {}, exposed_ = {};

@@ -328,7 +328,7 @@ const std::vector<Spec>& specs() {
        {0, 0, "", {"nccl", "copy-engine", "mpi"}},
        "who moves gathered parameters: NCCL's kernels; copy engines, which leave the SMs alone; MPI through host "
        "memory",
-       "copy-engine on one host of Hopper GPUs or later that reach each other, else nccl; mpi without a GPU a rank"},
+       "copy-engine where those that shard are Hopper GPUs or later of one host, else nccl; mpi without a GPU a rank"},
 
       {"Checkpoints",
        "save",

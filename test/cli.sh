@@ -159,7 +159,8 @@ wrong=""
 rows=0
 for file in results/rope-?gpu-*.jsonl; do
   mapfile -t options < <(head -n 1 "$file" | sed 's/.*"command":"\([^"]*\)".*/\1/' | tr ' ' '\n')
-  args=()
+  args=(--gather nccl)
+  ! head -n 1 "$file" | grep -q '"gather":"copy-engine"' || args=(--gather copy-engine)
   for ((i = 4; i < ${#options[@]}; i++)); do
     case ${options[i]} in
     --data | --log | --log-every | --steps | --graph | --gather) i=$((i + 1)) ;;

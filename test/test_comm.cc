@@ -538,6 +538,23 @@ TEST_CASE("nobody passes a barrier before all have come", "[comm]") {
   }
 }
 
+TEST_CASE("a group is on one host or it is not", "[comm]") {
+  auto at = [](int rank, int local_rank, int local_size, int ranks) {
+    World w;
+    w.rank = rank, w.size = 12, w.local_rank = local_rank, w.local_size = local_size;
+    return on_one_host(w, ranks);
+  };
+  CHECK(at(5, 1, 4, 4));
+  CHECK(at(5, 1, 4, 2));
+  CHECK(at(5, 1, 4, 1));
+  CHECK(!at(5, 1, 4, 12));
+  CHECK(at(1, 1, 3, 2));   // hosts of three, groups of two: 0 and 1 here
+  CHECK(!at(2, 2, 3, 2));  // 2 here, 3 on the next
+  CHECK(!at(3, 0, 3, 2));
+  CHECK(at(4, 1, 3, 2));
+  CHECK(on_one_host(test_world(), test_world().size) == (test_world().local_size == test_world().size));
+}
+
 TEST_CASE("ranks know who they are", "[comm]") {
   const World& w = test_world();
   CHECK(w.size >= 1);
