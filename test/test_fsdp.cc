@@ -1125,6 +1125,26 @@ TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {
   check_flat(Backend::gpu);
 }
 
+TEST_CASE("GPU: recomputation changes no bit", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (test_world().size != 1) SKIP_TEST("is about one rank");
+  for (bool sparse_too : {false, true}) {
+    Setup s;
+    s.model = small_on_gpu(Arch::rope), s.lr = 1e-3, s.steps = 3, s.backend = Backend::gpu;
+    s.model.sparse = sparse_too, s.model.seq = sparse_too ? 1100 : s.model.seq;
+    s.model.hidden_bytes = 100000;  // pieces
+    s.fsdp.reduce_dtype = Dtype::bf16;
+    const Outcome plain = train<bf16, bf16>(s, test_world());
+    for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::both, Recompute::block})
+      for (bool keep : {false, true}) {
+        if (keep && mode == Recompute::mlp) continue;
+        INFO("mode " << int(mode) << (keep ? ", attention kept" : "") << (sparse_too ? ", NSA" : ""));
+        s.model.recompute = mode, s.model.keep_attention = keep;
+        CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+      }
+  }
+}
+
 TEST_CASE("GPU: sharded over NCCL as on one GPU", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
