@@ -85,7 +85,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
     // Neighbours that are trained make one range.
     const int64_t from = first(int(i)), to = from + u.shard;
     for (const Param& p : u.params) {
-      const int64_t a = std::max(from, p.offset), b = std::min(to, p.offset + p.numel);
+      const auto [a, b] = p.within(from, to);
       if (a >= b || p.frozen) continue;
       if (!s.trained.empty() && s.trained.back().second == a - from) s.trained.back().second = b - from;
       else s.trained.emplace_back(a - from, b - from);
@@ -150,7 +150,7 @@ void Fsdp<T, G>::init_weights() {
   auto make = [&](const Unit& u, float* to, int64_t from, int64_t numel) {
     s.zero(to, numel * 4);  // the padding stays zero for ever: its gradient is zero
     for (const Param& p : u.params) {
-      const int64_t a = std::max(from, p.offset), b = std::min(from + numel, p.offset + p.numel);
+      const auto [a, b] = p.within(from, from + numel);
       if (a >= b) continue;
       if (p.std == 0) ops::fill(s, to + (a - from), p.mean, b - a);
       else ops::init_normal(s, to + (a - from), options_.seed, p.id, a - p.offset, b - a, p.mean, p.std);

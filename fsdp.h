@@ -20,8 +20,10 @@
 // parallelism. This file knows units of parameters and nothing of transformers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lib/comm.h"
@@ -39,6 +41,10 @@ struct Param {
   int module;   // of the model, in the order of its forward pass
   uint32_t id;  // place in the model's table
   int64_t numel, offset;  // offset in the unit's flat buffer
+  // What of it lies in [from, to) of that buffer: from first to second, nothing if first is not below second.
+  std::pair<int64_t, int64_t> within(int64_t from, int64_t to) const {
+    return {std::max(from, offset), std::min(to, offset + numel)};
+  }
 };
 
 struct Unit {

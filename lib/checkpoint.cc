@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -608,6 +609,15 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   return notes;
 }
 
+DirectoryLock::DirectoryLock(const std::string& dir) : fd_(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  if (fd_ < 0 || flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;  // else: no locks here
+  close(fd_);
+  throw Error(strf("another run is saving to %s; give each run a directory of its own", dir.c_str()));
+}
+DirectoryLock::~DirectoryLock() {
+  if (fd_ >= 0) close(fd_);
+}
+
 Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
              std::function<void(const std::string&)> note)
     : dev_(dev),
@@ -630,6 +640,7 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
   if (world.rank == 0 && error.empty()) {
     try {
       make_dirs(dir_);
+      lock_ = std::make_unique<DirectoryLock>(dir_);
       for (const std::string& name : names_in(dir_))
         if (starts_with(name, ".tmp-")) remove_all(dir_ + "/" + name);
     } catch (const Error& e) { error = strf("--save: %s", e.what()); }

@@ -14,7 +14,8 @@
 // DIR/.tmp-step-20; rank 0, when all have, the manifest; it flushes the directory, renames it, flushes DIR, moves
 // `latest`, flushes DIR, and only then deletes old steps. So a process that is killed, a machine that goes down, or a
 // disk that fills up, at any moment, leaves the step before it whole. What lies about in .tmp-* is removed at the next
-// start. One run at a time may save to a DIR, which all ranks must see.
+// start. All ranks must see DIR. One run at a time may save to it: a lock on the directory, which goes with the
+// process, keeps others out where its file system has locks.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +66,7 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
     for (const auto& kind : kinds)
       for (const auto& p : unit.params) {
         if (!kind.data) continue;  // it is not trained
-        const int64_t a = std::max(from, p.offset), b = std::min(to, p.offset + p.numel);
+        const auto [a, b] = p.within(from, to);
         char* at = static_cast<char*>(kind.data) + (a - from) * size_of(kind.dtype);
         if (a < b) parts.push_back({p.name, kind.name, p.shape, a - p.offset, b - a, at, kind.dtype});
         else parts.push_back({p.name, kind.name, p.shape, 0, 0, nullptr, kind.dtype});
@@ -76,13 +77,24 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
 
 // ----------------------------------------------------------------------------------------------------------- saving
 
+// Holds a directory for as long as it lives. Throws Error if another holds it.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const std::string& dir);
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+
+ private:
+  int fd_;
+};
+
 // Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
 // 12 bytes for each parameter of the shard), once, when it is made.
 class Saver {
  public:
-  // Collective; makes DIR and removes what a killed run left in it. keep: how many steps stay, 0: all. note: says
-  // something to the user; called on rank 0, from begin(), check() and finish(). Throws UsageError, the same on all
-  // ranks. Parts stay where they are for the Saver's life.
+  // Collective; makes DIR, locks it and removes what a killed run left in it. keep: how many steps stay, 0: all. note:
+  // says something to the user; called on rank 0, from begin(), check() and finish(). Throws UsageError, the same on
+  // all ranks, if another run has DIR too. Parts stay where they are for the Saver's life.
   Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
         std::function<void(const std::string&)> note = nullptr);
   // Waits for the save that is being written. While an exception unwinds it gives the save up instead, because the
@@ -112,6 +124,7 @@ class Saver {
   std::function<void(const std::string&)> note_;
   TextChannel talk_;
   std::unique_ptr<HostBuffer<char>> copy_;
+  std::unique_ptr<DirectoryLock> lock_;  // rank 0's
   Event copied_;
   std::thread writer_;
   // The writer's until busy_ is false again.

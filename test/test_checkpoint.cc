@@ -695,6 +695,16 @@ TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
               "--save: " + dir + "/file"));
   { Saver(test_device(Backend::cpu), World(), dir + "/a/b/c/", 0, {}); }
   CHECK(exists(dir + "/a/b/c"));
+  // Two runs in one directory: the second is refused, and takes nothing of the first's away.
+  {
+    Saver first(test_device(Backend::cpu), World(), dir, 2, {});
+    write_all(dir + "/.tmp-step-11", "being written");
+    CHECK(has(error_of([&] { Saver(test_device(Backend::cpu), World(), dir, 2, {}); }),
+              "--save: another run is saving to " + dir));
+    CHECK(exists(dir + "/.tmp-step-11"));
+  }
+  { Saver(test_device(Backend::cpu), World(), dir, 2, {}); }
+  CHECK(!exists(dir + "/.tmp-step-11"));
 }
 
 TEST_CASE("a rank that unwinds does not wait for a save that others never begin", "[checkpoint]") {
