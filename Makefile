@@ -227,7 +227,7 @@ build/%.o: %.cu build/flags | build/version.h
 
 # What is built without CUDA and NCCL must compile, on machines that have both too: the compiler's front end alone.
 syntax: | build/version.h
-	@printf '%s\n' $(sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -fsyntax-only -Wall -Wextra -pthread -UFSDP_CUDA \
+	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -fsyntax-only -Wall -Wextra -pthread -UFSDP_CUDA \
 	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 -DOMPI_SKIP_MPICXX $(includes) -x c++ {}
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.

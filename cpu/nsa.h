@@ -169,7 +169,7 @@ void nsa_select(int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, a
           for (int i = 0; i < m; ++i) {
             const int64_t t = t0 + i, seen = nsa_detail::compressed_seen(a, t);
             const A l = lse[(b * a.H + h) * a.T + t];
-            A* row = &p[i * ldk];
+            A* row = p.data() + i * ldk;
             for (int64_t c = 0; c < seen; ++c) row[c] = exponential(row[c] * A(a.scale) - l);  // eq. 8
             for (int64_t j = 0; j <= t / a.select_block; ++j)
               score[i * blocks + j] += nsa_detail::block_score(row, seen, j, a);  // eq. 10: over the group's heads

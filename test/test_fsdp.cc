@@ -1117,6 +1117,11 @@ TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu]") {
   CHECK(same(train<bf16, bf16>(s, test_world()), plain));
   s.graph = true;
   CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+  if (test_world().size != 4) return;
+  s.fsdp.shard_ranks = 2;  // each group has engines and windows of its own
+  const Outcome by_engines = train<bf16, bf16>(s, test_world());
+  s.fsdp.gather_by_copy_engine = false;
+  CHECK(same(train<bf16, bf16>(s, test_world()), by_engines));
 }
 
 TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {

@@ -77,7 +77,7 @@ bool all_zero(const std::vector<T>& v) {
 template <class T>
 std::vector<T> nans(int64_t n) {
   std::vector<T> v(n);
-  std::memset(static_cast<void*>(v.data()), 0xff, v.size() * sizeof(T));
+  if (n > 0) std::memset(static_cast<void*>(v.data()), 0xff, v.size() * sizeof(T));
   return v;
 }
 
@@ -1950,6 +1950,7 @@ TEST_CASE("GPU: diagnostics count gates and selected keys", "[nsa][gpu][small]")
 }
 
 namespace {
+#if FSDP_CUDA
 // Stages whose latest kernel is a general one.
 std::set<std::string> general_stages(const NsaKernels& k) {
   std::set<std::string> names;
@@ -1957,6 +1958,7 @@ std::set<std::string> general_stages(const NsaKernels& k) {
     if (k.latest[s].general) names.insert(name_of(Stage(s)));
   return names;
 }
+#endif
 std::string kernel_of(const NsaKernels& k, Stage s) { return name_of(k.latest[int(s)]); }
 }  // namespace
 
