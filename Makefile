@@ -225,9 +225,9 @@ build/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
 	@$(if $(nvcc),$(nvcc_compile) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<,$(cxx_compile) -MMD -MP -c -o $@ -x c++ $<)
 
-# What is built without CUDA and NCCL must compile, on machines that have both too: the compiler's front end alone.
+# What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
 syntax: | build/version.h
-	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -fsyntax-only -Wall -Wextra -pthread -UFSDP_CUDA \
+	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -O0 -S -o /dev/null -Wall -Wextra -pthread -UFSDP_CUDA \
 	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 -DOMPI_SKIP_MPICXX $(includes) -x c++ {}
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.
