@@ -141,7 +141,7 @@ void squared_norm(Stream& s, GradNorm p, double* out);
 struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW() = default;
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1
-  float lr = 0, beta1 = 0, beta2 = 0, eps = 1, weight_decay = 0, c1 = 1, c2 = 1;            // c: 1 / (1 - beta^step)
+  float lr = 0, beta1 = 0, beta2 = 0, eps = 1, weight_decay = 0, c1 = 1, c2 = 1;           // c: 1 / (1 - beta^step)
   uint32_t step = 1;
 };
 // Elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the rest not. a and

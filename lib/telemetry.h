@@ -24,8 +24,8 @@ struct StepRecord {
 // file gets the header first, then an object a step, flushed each time.
 class Telemetry {
  public:
-  // path empty: no file. append: behind what an earlier part of the run wrote. Throws UsageError if it cannot be written
-  // (before training starts).
+  // path empty: no file. append: behind what an earlier part of the run wrote. Throws UsageError if it cannot be
+  // written (before training starts).
   Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps, int64_t log_every);
   ~Telemetry();
   void step(const StepRecord& r);
