@@ -313,7 +313,7 @@ Row peer_row(const Settings& s, const Row& ours) {
   return row;
 }
 
-// Where rows go, and that they can, before the first of them takes its time.
+// Where rows go, and that they can, before the first of them takes its time. Leaves no file of no rows.
 void open_out(Settings* s) {
   mkdir("build", 0777), mkdir("build/bench", 0777);
   if (s->out.empty()) {
@@ -321,8 +321,10 @@ void open_out(Settings* s) {
     const std::string name = s->attention ? "attention" : s->sweep == "attention" ? "nsa" : s->sweep;
     s->out = "results/" + name + "-" + now_iso8601().substr(0, 10) + ".jsonl";
   }
+  const bool is_there = access(s->out.c_str(), F_OK) == 0;
   REQUIRE_USER(std::ofstream(s->out, std::ios::app), "--out %s cannot be written: %s", s->out.c_str(),
                std::strerror(errno));
+  if (!is_there) std::remove(s->out.c_str());
 }
 
 void append_row(const Settings& s, const json& j) {
@@ -443,19 +445,24 @@ Settings parse(int argc, char** argv) {
       ->delimiter(',')
       ->check(CLI::Range(int64_t(1), int64_t(1) << 40))
       ->needs(sweep);
-  app.add_option("--ranks", s.ranks, "ranks (default: a rank a GPU; on a CPU 2)")
-      ->check(CLI::Range(1, 1 << 20))
-      ->needs(sweep);
-  app.add_option("--preset", s.preset, "shape to vary (default: rope on GPUs, tiny on a CPU)")->needs(sweep);
-  app.add_option("--steps", s.steps, "steps a row (default: 30; on a CPU 6)")
-      ->check(CLI::Range(1, 1 << 20))
-      ->needs(sweep);
-  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")
-      ->needs(sweep);
-  app.add_option("--timeout", s.timeout, "seconds a row (default: 900)")->check(CLI::Range(1, 1 << 20))->needs(sweep);
+  auto* ranks = app.add_option("--ranks", s.ranks, "ranks (default: a rank a GPU; on a CPU 2)")
+                    ->check(CLI::Range(1, 1 << 20))
+                    ->needs(sweep);
+  auto* preset =
+      app.add_option("--preset", s.preset, "shape to vary (default: rope on GPUs, tiny on a CPU)")->needs(sweep);
+  auto* steps = app.add_option("--steps", s.steps, "steps a row (default: 30; on a CPU 6)")
+                    ->check(CLI::Range(1, 1 << 20))
+                    ->needs(sweep);
+  auto* window =
+      app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")
+          ->needs(sweep);
+  auto* timeout = app.add_option("--timeout", s.timeout, "seconds a row (default: 900)")
+                      ->check(CLI::Range(1, 1 << 20))
+                      ->needs(sweep);
   app.add_option("--out", s.out, "JSON lines are added to this file (default: results/SWEEP-DATE.jsonl)");
   app.add_flag("--rank", s.rank)->needs(sweep)->group("");
-  app.add_flag("--peer", s.peer, "after each row the same shape in PyTorch (peers/torch_fsdp.py)")->needs(sweep);
+  auto* peer =
+      app.add_flag("--peer", s.peer, "after each row the same shape in PyTorch (peers/torch_fsdp.py)")->needs(sweep);
   try {
     app.parse(int(end - argv), argv);
   } catch (const CLI::CallForHelp&) {
@@ -463,7 +470,13 @@ Settings parse(int argc, char** argv) {
     std::exit(0);
   } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
   REQUIRE_USER(s.attention || !s.sweep.empty(), "--sweep or --attention is needed; see ./bench --help");
-  REQUIRE_USER(!s.attention || s.extra.empty(), "--attention runs no ./train: nothing may follow after --");
+  // Neither of these runs ./train; and the kernels of attention run in this process.
+  const bool kernels = s.attention || s.sweep == "attention", trains = !kernels && s.sweep != "collectives";
+  const std::string what = s.attention ? "--attention" : "--sweep " + s.sweep;
+  REQUIRE_USER(trains || s.extra.empty(), "%s runs no ./train: nothing may follow after --", what.c_str());
+  for (CLI::Option* o : {preset, steps, window, peer, ranks, timeout})
+    REQUIRE_USER(o->count() == 0 || trains || (!kernels && (o == ranks || o == timeout)),
+                 "%s: %s changes nothing there", what.c_str(), o->get_name().c_str());
   return s;
 }
 
@@ -584,7 +597,7 @@ void time_collectives(const Settings& s, const World& world) {
   const bool gpu = gpu_count() > 0;
   const Transport transport = gpu ? Transport::nccl : Transport::mpi;
   Device dev(gpu ? Backend::gpu : Backend::cpu, gpu ? world.local_rank : 0, gpu ? 1 : world.local_size);
-  const bool engines = agree(copy_engines_pay(dev) && world.local_size == world.size ? "" : "no").empty();
+  const bool engines = agree(copy_engines_pay(dev) && on_one_host(world, world.size) ? "" : "no").empty();
   // Parts of whole vectors.
   auto bytes_of = [&](int64_t mib) { return (mib << 20) / (256 * world.size) * 256 * world.size; };
   const int64_t largest = bytes_of(*std::max_element(s.values.begin(), s.values.end()));
@@ -606,7 +619,7 @@ void time_collectives(const Settings& s, const World& world) {
   dev.mode = Mode::run;
   open(true);
   Stream &compute = dev.compute(), &talk = dev.gather();
-  // Normal numbers. They are made in fp32, in as much of y as half a piece of bf16 leaves.
+  // Normal numbers, made in fp32 where y will be, a piece at a time.
   int64_t made = 0;
   const auto fill = [&](T* to, int64_t n) {
     const int64_t piece = product.M * product.N / 2;
@@ -1029,8 +1042,8 @@ int main(int argc, char** argv) {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) std::signal(signal, stop_child_and_exit);
   try {
     Settings s = parse(argc, argv);
-    open_out(&s);
     if (s.rank) return collectives_rank(s, argc, argv);
+    open_out(&s);
     if (s.sweep == "collectives") return sweep_collectives(s);
     return s.attention ? time_attention(s) : s.sweep == "attention" ? sweep_attention(s) : sweep(s);
   } catch (const UsageError& e) {

@@ -230,6 +230,13 @@ bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
 bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
 judge "collectives of one rank" "--ranks 2"
+verdict "no rows, no file" "$([ ! -e "$dir/none.jsonl" ] || echo "an empty file is left")"
+bench --sweep collectives --steps 5
+judge "steps of what has none" "--sweep collectives" "--steps"
+bench --sweep attention --ranks 2
+judge "ranks of what runs in one process" "--sweep attention" "--ranks"
+bench --sweep collectives -- --seq 64
+judge "options for a ./train that does not run" "--sweep collectives" "--"
 bench --sweep depth --values 0
 judge "a value of nothing" "--values"
 bench --sweep depth --out /nonexistent/rows.jsonl
