@@ -11,9 +11,7 @@ void lay_out(std::vector<Unit>* units, int shards) {
     std::stable_partition(u.params.begin(), u.params.end(), [](const Param& p) { return p.decay; });
     u.numel = u.decayed = 0;
     for (Param& p : u.params) {
-      p.numel = 1;
-      for (int64_t n : p.shape) p.numel *= n;
-      ASSERT(p.numel % 8 == 0);
+      ASSERT(p.numel > 0 && p.numel % 8 == 0);
       p.offset = u.numel;
       u.numel += p.numel;
       if (p.decay) u.decayed += p.numel;

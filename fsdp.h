@@ -34,13 +34,14 @@ struct Param {
   std::string name;
   std::vector<int64_t> shape;
   float mean,
-      std;      // initial weights: normal(mean, std) clamped at 3 std, keyed by `id`, so they depend on nothing else
-  bool decay;   // weight decay: matrices only
-  bool joined;  // lies right behind the one before it, because one product takes both
-  bool frozen;  // is not trained
-  int module;   // of the model, in the order of its forward pass
-  uint32_t id;  // place in the model's table
-  int64_t numel, offset;  // offset in the unit's flat buffer
+      std;         // initial weights: normal(mean, std) clamped at 3 std, keyed by `id`, so they depend on nothing else
+  bool decay;      // weight decay: matrices only
+  bool joined;     // lies right behind the one before it, because one product takes both
+  bool frozen;     // is not trained
+  int module;      // of the model, in the order of its forward pass
+  uint32_t id;     // place in the model's table
+  int64_t numel;   // the product of the shape
+  int64_t offset;  // in the unit's flat buffer
   // What of it lies in [from, to) of that buffer: from first to second, nothing if first is not below second.
   std::pair<int64_t, int64_t> within(int64_t from, int64_t to) const {
     return {std::max(from, offset), std::min(to, offset + numel)};
@@ -60,8 +61,8 @@ struct Unit {
 // Shards are cut at multiples of this, so that every rank's part is aligned for vectors and for the network. A small
 // unit may leave ranks at the end with padding only.
 constexpr int64_t shard_align = 64;
-// Sorts the parameters; fills in offset, numel, padded and shard. Sizes must be multiples of 8 (16-byte loads of any
-// parameter).
+// Sorts the parameters; fills in their offsets, and numel, decayed, padded and shard of the units. Sizes of parameters
+// must be multiples of 8 (16-byte loads of any).
 void lay_out(std::vector<Unit>* units, int shards);
 
 struct FsdpOptions {

@@ -50,8 +50,7 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
                ll(c.vocab), ll((c.vocab + 7) / 8 * 8));
   REQUIRE_USER(c.attends() || c.recompute != Recompute::attn, "--recompute attn: architecture %s has no attention",
                name_of(c.arch));
-  const bool remade = c.recompute != Recompute::none && c.recompute != Recompute::mlp;
-  REQUIRE_USER(!c.keep_attention || (remade && c.attends()),
+  REQUIRE_USER(!c.keep_attention || (!c.keeps_queries() && c.attends()),
                "--keep-attention 1: %s; it is for --recompute attn, both and block",
                c.attends() ? "attention is not recomputed" : "there is no attention");
   if (!c.attends()) return;
@@ -635,14 +634,14 @@ Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, b
   Buffer<T> n;
   if (c_.attends()) {
     enter(c_.attention_module(block));
-    queries(block, &v, life(keeps_queries()));
+    queries(block, &v, life(c_.keeps_queries()));
     Buffer<T> o = attend(block, &v, life(keeps_attention()), keep ? kernels_of(block) : nullptr);
     if (keep && stats_) {
       const NsaShape a = c_.nsa_shape(M_ / c_.seq);
       Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
       nsa_stats<T>(dev_.compute(), stats_ + block, v.qkv, v.nsa.indices, partials, a);
     }
-    if (!keep || !keeps_queries()) v.qkv.reset();
+    if (!keep || !c_.keeps_queries()) v.qkv.reset();
     if (!keep || !keeps_attention()) {
       v.lse.reset();
       Buffer<int32_t> indices = std::move(v.nsa.indices);

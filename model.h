@@ -63,6 +63,7 @@ struct ModelConfig {
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
+  bool keeps_queries() const { return recompute == Recompute::none || recompute == Recompute::mlp; }
   // Heads of keys, and of values, in a row of projections: one set, or one for each branch.
   int64_t key_heads() const { return sparse ? 3 * kv_heads : kv_heads; }
   int64_t gates() const { return sparse ? (3 * heads + 7) / 8 * 8 : 0; }  // with padding, so that rows are aligned
@@ -181,8 +182,7 @@ class Model {
   void embed_backward(Buffer<T> dx);
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
   bool keeps_mlp() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::attn; }
-  bool keeps_queries() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::mlp; }
-  bool keeps_attention() const { return keeps_queries() || c_.keep_attention; }
+  bool keeps_attention() const { return c_.keeps_queries() || c_.keep_attention; }
   bool keeps_middle() const { return c_.recompute != Recompute::block; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }
   AttentionShape attention_shape() const;

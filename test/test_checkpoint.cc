@@ -95,7 +95,8 @@ struct Hook {
 
 Param param(const std::string& name, std::vector<int64_t> shape) {
   Param p = {};
-  p.name = name, p.shape = std::move(shape), p.decay = p.shape.size() > 1;
+  p.name = name, p.shape = std::move(shape), p.decay = p.shape.size() > 1, p.numel = 1;
+  for (int64_t n : p.shape) p.numel *= n;
   return p;
 }
 // One of the matrices is longer than a chunk, so that parts of it begin and end within chunks.
