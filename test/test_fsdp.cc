@@ -602,7 +602,7 @@ TEST_CASE("moments in bf16 halve their memory and train as well", "[fsdp]") {
   CHECK(narrow.losses != wide.losses);
   CHECK(furthest(narrow.losses, wide.losses) < 2e-2);
   const int moments = int(Purpose::moments);
-  CHECK(narrow.memory.before_step[moments] <= wide.memory.before_step[moments]);
+  CHECK(4 * narrow.memory.before_step[moments] <= 3 * wide.memory.before_step[moments]);  // whole pages each
   const Outcome one = alone<float, float>(s);
   if (test_world().rank == 0) CHECK(furthest(narrow.losses, one.losses) < 2e-2);
 }
