@@ -150,7 +150,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
   m.diagnostics = o.nsa_stats;
   for (const auto& mode : modes)
     if (o.recompute == mode.first) m.recompute = mode.second;
-  m.keep_attention = o.keep_attention;
+  m.keep_attention = o.keep_attention == 1;
 
   auto dtype = [&](const std::string& name, Dtype otherwise) {
     return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
@@ -847,7 +847,7 @@ void run(Options o, const World& world, const std::string& command) {
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
-  if (o.gather.empty() && transport == Transport::nccl && one_host)
+  if (o.gather.empty() && transport == Transport::nccl && one_host && r.fsdp.shards(world.size) > 1)
     r.fsdp.gather_by_copy_engine = agree(engines ? "" : "no").empty();
 
   if (world.rank == 0) {
