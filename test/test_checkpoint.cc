@@ -1,7 +1,7 @@
 // lib/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that is
 // broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through the
 // functions that Saver's thread consists of, so every W meets every W' at each world size.
-#include "test/catch.h"
+#include "test/arrays.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -257,9 +257,26 @@ TEST_CASE("texts of any length go between ranks", "[checkpoint]") {
   CHECK(talk.agree(strf("rank %d", world.rank)) == "rank 0");
 }
 
-TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoint]") {
+namespace {
+// Into the rank's own memory; on a GPU through memory there.
+json load_on(Device& dev, const std::string& dir, const World& world, const FakeRank& rank) {
+  std::vector<Part> parts = rank.parts();
+  if (dev.backend == Backend::cpu) return load_checkpoint(dir, "", dev, world, parts);
+  Stream& s = dev.compute();
+  Arrays on(s);
+  for (Part& p : parts)
+    if (p.count > 0) p.data = on.scratch<char>(p.bytes());
+  const json state = load_checkpoint(dir, "", dev, world, parts);
+  const std::vector<Part> own = rank.parts();
+  for (size_t i = 0; i < own.size(); ++i)
+    if (own[i].count > 0) s.copy(own[i].data, parts[i].data, own[i].bytes());
+  on.down();
+  return state;
+}
+
+void check_pairs(Backend backend) {
   const World& world = test_world();
-  Device& dev = test_device(Backend::cpu);
+  Device& dev = test_device(backend);
   const std::string top = common_directory();
   const Grouping wraps[] = {Grouping::blocks, Grouping::one, Grouping::each};
   auto dir_of = [&](int ranks, Grouping wrap) { return top + strf("/%d-%d", ranks, int(wrap)); };
@@ -275,18 +292,25 @@ TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoi
       for (Grouping loaded : wraps) {
         // By the ranks there are, together.
         FakeRank mine(tensors(), loaded, world.size, world.rank);
-        CHECK(load_checkpoint(dir_of(from, saved), "", dev, world, mine.parts()) == some_state(20));
+        CHECK(load_on(dev, dir_of(from, saved), world, mine) == some_state(20));
         CHECK(mine.holds(20));  // the padding too: nothing was written there
         // By one of other worlds, alone: each pair by one of the ranks that there are.
         for (int to : {1, 2, 3, 4, 7}) {
           if (turn++ % world.size != world.rank || (saved != Grouping::blocks && loaded != Grouping::blocks)) continue;
           for (int r = 0; r < to; ++r) {
             FakeRank rank(tensors(), loaded, to, r);
-            load_checkpoint(dir_of(from, saved), "", dev, World(), rank.parts());
+            load_on(dev, dir_of(from, saved), World(), rank);
             CHECK(rank.holds(20));
           }
         }
       }
+}
+}  // namespace
+
+TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoint]") { check_pairs(Backend::cpu); }
+TEST_CASE("GPU: what W ranks saved loads at W' ranks, whatever the units", "[checkpoint][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  check_pairs(Backend::gpu);
 }
 
 TEST_CASE("the calls of a save, in order", "[checkpoint]") {

@@ -480,11 +480,15 @@ TEST_CASE("every way to shard trains as one rank does, in the memory that was pl
 }
 
 // All of --shard, --wrap, --reshard-after-forward, --limit-all-gathers, the prefetches and the dtypes. Every number of
-// ranks takes its share of them, and each combination is somebody's.
-TEST_CASE("every combination of six knobs uses the memory that was planned", "[fsdp]") {
+// ranks takes its share of them, and each combination is somebody's. On a GPU the ranks share it: opening NCCL's
+// communicators would take most of the time.
+namespace {
+void check_six_knobs(Backend backend) {
   const World& world = test_world();
+  const bool gpu = backend == Backend::gpu;
   Setup s;
-  s.model = small(Arch::rope, 4 * world.size + 1);
+  s.model = gpu ? small_on_gpu(Arch::rope) : small(Arch::rope, 4 * world.size + 1);
+  s.backend = backend, s.share_gpu = gpu;
   s.model.wrap_min_params = 3000, s.steps = 2, s.micro_batches = 2;
   const Outcome one = alone<float, float>(s);
   int combination = 0, tried = 0;
@@ -509,11 +513,22 @@ TEST_CASE("every combination of six knobs uses the memory that was planned", "[f
               const Outcome out = dtypes == 0   ? train<float, float>(s, world)
                                   : dtypes == 1 ? train<bf16, bf16>(s, world)
                                                 : train<bf16, float>(s, world);
-              CHECK(out.reported == out.memory.arena);
+              // On a GPU others take memory at the same time.
+              if (!gpu) CHECK(out.reported == out.memory.arena);
               CHECK(out.memory.live_peak <= out.memory.arena);
-              if (world.rank == 0) CHECK(furthest(out.losses, one.losses) < (dtypes == 0 ? 2e-5 : 1e-2));
+              if (world.rank == 0)
+                CHECK(furthest(out.losses, one.losses) < (dtypes > 0 ? (gpu ? 2e-2 : 1e-2) : gpu ? 1e-4 : 2e-5));
             }
   CHECK(tried >= 107);
+}
+}  // namespace
+
+TEST_CASE("every combination of six knobs uses the memory that was planned", "[fsdp]") {
+  check_six_knobs(Backend::cpu);
+}
+TEST_CASE("GPU: every combination of six knobs uses the memory that was planned", "[fsdp][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  check_six_knobs(Backend::gpu);
 }
 
 TEST_CASE("what only moves work in time changes no bit", "[fsdp]") {
@@ -1072,6 +1087,7 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
     s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::f32;
     if (n == 0) s.model.wrap = Wrap::sublayer, s.model.tied = true;
     if (n == 1) s.model.replicate_below = 1000, s.fsdp.reduce_last = true, s.model.hidden_bytes = 4096;
+    if (n == 1) s.fsdp.norm = ops::GradNorm::three;
     if (n == 2) s.fsdp.norm = ops::GradNorm::one, s.model.recompute = Recompute::block;
     if (n == 3) s.fsdp.norm = ops::GradNorm::inf, s.model.frozen = {"block.1", "head"};
     if (n == 4) s.fsdp.update_in_backward = true, s.clip = 0;
