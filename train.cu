@@ -314,8 +314,9 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
                      moved[0] * part, moved[1] * part);
 }
 
+// estimated_ms: of a step; negative if nothing is known of the chip.
 json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus_used,
-            const std::string& command) {
+            double estimated_ms, const std::string& command) {
   json config = to_json(r.o);
   const ModelConfig& m = r.model;
   config.update({{"arch", name_of(m.arch)},
@@ -353,6 +354,7 @@ json header(const Run& r, const Device& dev, const World& world, Transport trans
           {"versions", versions()},
           {"config", config},
           {"hardware", h},
+          {"estimated_ms", estimated_ms < 0 ? json() : json(estimated_ms)},
           {"memory",
            {{"init_mib", mib(mem.init_total)},
             {"before_step_mib", mib(mem.before_step_total)},
@@ -630,21 +632,25 @@ void with_types(const Run& r, F f) {
 
 // Memory and time of a step, by a dry run.
 struct Price {
-  double bytes, tokens_per_sec;
+  double bytes, seconds, tokens_per_sec;  // of a GPU
   std::string text;
 };
-Price price(Run r, int ranks, const Chip& chip) {
+Price price(Run r, const World& world, const Chip& chip) {
   Estimate estimate(chip);
   Device dev(Backend::gpu, Device::plan_only);
   dev.estimate = &estimate;
   r.o.val_every = 0;  // a step alone
+  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
+  with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
+  const double tokens = double(r.tokens_per_step()) / world.size, bytes = double(dev.mem.arena_bytes());
+  return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
+}
+// In a world that is not here.
+Price price(Run r, int ranks, const Chip& chip) {
   World world;
   world.size = ranks, world.local_size = std::min(ranks, gpus_per_node);
-  const Transport transport = ranks > 1 ? Transport::nccl : Transport::none;
   if (r.o.gather.empty()) r.fsdp.gather_by_copy_engine = chip.copy_engines && on_one_host(world, r.fsdp.shards(ranks));
-  with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
-  const double tokens = double(r.tokens_per_step()) / ranks, bytes = double(dev.mem.arena_bytes());
-  return {bytes, tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
+  return price(r, world, chip);
 }
 
 // CUDA and NCCL keep something for themselves.
@@ -850,7 +856,10 @@ void run(Options o, const World& world, const std::string& command) {
   if (o.gather.empty() && transport == Transport::nccl && one_host && r.fsdp.shards(world.size) > 1)
     r.fsdp.gather_by_copy_engine = agree(engines ? "" : "no").empty();
 
+  double estimated_ms = -1;
   if (world.rank == 0) {
+    const Chip* chip = gpu && transport != Transport::mpi && !r.fsdp.gather_over_mpi ? chip_named(dev->name) : nullptr;
+    if (chip) estimated_ms = 1e3 * price(r, world, *chip).seconds;
     for (const std::string& notice : r.notices) std::printf("note: %s\n", notice.c_str());
     const std::string batch =
         strf("%lld x %lld", ll(r.global_batch), ll(r.model.seq)) + (r.grad_accum > 1 ? " accumulated" : "");
@@ -862,6 +871,7 @@ void run(Options o, const World& world, const std::string& command) {
     std::printf("data: %s; %s tokens a step (%s), %lld steps\n", data->description.c_str(),
                 grouped(r.tokens_per_step()).c_str(), batch.c_str(), ll(r.last_step));
     std::printf("%s", memory_table(dev->mem.report(), world.size).c_str());
+    if (chip) std::printf("estimated: %.1f ms a step\n", estimated_ms);
     std::fflush(stdout);
   }
   std::unique_ptr<Telemetry> telemetry;
@@ -869,8 +879,9 @@ void run(Options o, const World& world, const std::string& command) {
     if (r.fsdp.gather_by_copy_engine && transport == Transport::nccl) use_nccl_memory(*dev);
     dev->mem.commit();
     if (world.rank == 0)
-      telemetry = std::make_unique<Telemetry>(
-          o.log, !o.resume.empty(), header(r, *dev, world, transport, gpus_used, command), r.last_step, o.log_every);
+      telemetry = std::make_unique<Telemetry>(o.log, !o.resume.empty(),
+                                              header(r, *dev, world, transport, gpus_used, estimated_ms, command),
+                                              r.last_step, o.log_every);
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
