@@ -3,6 +3,7 @@
 //
 //   ./bench --sweep depth            on the reference shape `rope` (on a CPU, on `tiny`), with the ranks at hand
 //   ./bench --sweep width --ranks 2 --values 1024,2048 -- --param-dtype fp32
+//   ./bench --sweep knobs            what each knob of FSDP costs, one at a time
 //   ./bench --sweep attention        NSA beside dense attention, from q, k and v to o, by sequence length; in this
 //   process
 //   ./bench --sweep collectives      gathers and reductions by size, alone and beside a product
@@ -22,7 +23,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -61,6 +64,7 @@ struct Settings {
 
 struct Row {
   int64_t value = 0, ranks = 0;
+  std::string name;                 // of the value: itself, or the options that it stands for
   std::string who, command, error;  // error: empty if the row is good
   json header = json::object(), result = json::object();
 };
@@ -156,6 +160,49 @@ std::string run_ranks(int64_t ranks, const Words& words, const std::string& outp
   return line.empty() ? error : line;
 }
 
+// The sweep `knobs`: one change to the run of the preset in each row but the first; --values counts them from 1.
+struct Knob {
+  const char* options;
+  bool needs_gpus;  // two or more, and NCCL
+};
+const Knob knobs[] = {
+    {"as it is", false},
+    {"--gather nccl", true},
+    {"--shard grad", false},
+    {"--shard none", false},
+    {"--shard hybrid:2", false},
+    {"--wrap sublayer", false},
+    {"--wrap auto", false},
+    {"--wrap single", false},
+    {"--limit-all-gathers 1", false},
+    {"--limit-all-gathers off", false},
+    {"--gradient-slots 1", false},
+    {"--forward-prefetch 0 --backward-prefetch none", false},
+    {"--backward-prefetch post", false},
+    {"--reduce-dtype fp32", false},
+    {"--param-dtype fp32 --autocast bf16", false},
+    {"--moments bf16", false},
+    {"--clip 0 --optimizer-in-backward 1", false},
+    {"--replicate-below 65536", false},
+    {"--meta-init 0", false},
+    {"--grad-accum 2", false},
+    {"--grad-accum 2 --accum-sync last", false},
+    {"--recompute mlp", false},
+    {"--recompute attn", false},
+    {"--recompute attn --keep-attention 1", false},
+    {"--recompute both", false},
+    {"--recompute both --keep-attention 1", false},
+    {"--recompute block", false},
+    {"--recompute block --keep-attention 1", false},
+    {"--graph 1", true},
+};
+constexpr int64_t knob_count = sizeof knobs / sizeof *knobs;
+
+Words words_of(const std::string& text) {
+  std::istringstream in(text);
+  return Words(std::istream_iterator<std::string>(in), {});
+}
+
 // ------------------------------------------------------------------------------------------------------------ rows
 
 double median(std::vector<double> v) {
@@ -201,6 +248,7 @@ void read_log(const std::string& path, const Settings& s, Row* row) {
                  {"init_mib", memory.value("init_mib", json())},
                  {"before_step_mib", memory.value("before_step_mib", json())},
                  {"planned_peak_mib", memory.value("planned_peak_mib", json())},
+                 {"estimated_ms", row->header.value("estimated_ms", json())},
                  {"last_loss", loss},
                  {"steps", ms.size()}};
   if (!gather.empty()) row->result["exposed_gather_ms"] = median(gather);
@@ -213,7 +261,7 @@ std::string log_name(const Settings& s, const Row& row, const char* ending) {
 
 Row train_row(const Settings& s, int64_t value) {
   Row row;
-  row.who = "fsdp.cu", row.value = value;
+  row.who = "fsdp.cu", row.value = value, row.name = std::to_string(value);
   row.ranks = s.sweep == "world" ? value : s.ranks;
   const std::string log = log_name(s, row, ".jsonl"), output = log_name(s, row, ".log");
   std::remove(log.c_str());
@@ -221,7 +269,7 @@ Row train_row(const Settings& s, int64_t value) {
   Words train = {"./train", "--preset", s.preset, "--data", "random", "--steps", number(s.steps), "--log", log};
   // Against PyTorch, which has dense attention alone.
   if (s.preset.rfind("mlp", 0) != 0) train.insert(train.end(), {"--attn", "dense"});
-  if (s.gpu) train.insert(train.end(), {"--batch", "8", "--param-dtype", "bf16", "--reduce-dtype", "bf16"});
+  if (s.gpu) train.insert(train.end(), {"--batch", "8"});
   if (s.sweep == "depth" || s.sweep == "seq") train.insert(train.end(), {"--" + s.sweep, number(value)});
   if (s.sweep == "width") {
     // Heads of 128 in groups of four as in the reference shape; of 32 in pairs on a CPU.
@@ -229,12 +277,20 @@ Row train_row(const Settings& s, int64_t value) {
     train.insert(train.end(), {"--dim", number(value), "--hidden", number(4 * value), "--heads", number(heads),
                                "--kv-heads", number(std::max<int64_t>(1, heads / (s.gpu ? 4 : 2)))});
   }
-  // A later option wins over the same one before it only if it stands once: drop ours where the user gives it.
-  for (const std::string& e : s.extra) {
-    auto at = std::find(train.begin(), train.end(), e.substr(0, e.find('=')));
-    if (e.rfind("--", 0) == 0 && at != train.end()) train.erase(at, at + 2);
+  // A later option wins over the same one before it only if it stands once: drop what stands already.
+  const auto add = [&](const Words& options) {
+    for (const std::string& e : options) {
+      auto at = std::find(train.begin(), train.end(), e.substr(0, e.find('=')));
+      if (e.rfind("--", 0) == 0 && at != train.end()) train.erase(at, at + 2);
+    }
+    train.insert(train.end(), options.begin(), options.end());
+  };
+  add(s.extra);
+  if (s.sweep == "knobs") {
+    row.name = knobs[value - 1].options;
+    if (value > 1) add(words_of(row.name));
+    if (row.name != "--graph 1") train.push_back("--comm-timing");  // which a graph cannot have
   }
-  train.insert(train.end(), s.extra.begin(), s.extra.end());
   row.command = "mpirun -np " + number(row.ranks) + " " + join(train);
   row.error = run_ranks(row.ranks, train, output, s.timeout);
   read_log(log, s, &row);
@@ -244,9 +300,10 @@ Row train_row(const Settings& s, int64_t value) {
 // The same shape in PyTorch FSDP2, compiled block by block. The shape is what ./train says it ran.
 Row peer_row(const Settings& s, const Row& ours) {
   Row row;
-  row.who = "PyTorch", row.value = ours.value, row.ranks = ours.ranks;
+  row.who = "PyTorch", row.value = ours.value, row.name = ours.name, row.ranks = ours.ranks;
   const json c = ours.header.value("config", json::object());
-  for (const char* key : {"arch", "dim", "depth", "heads", "kv_heads", "hidden", "vocab", "seq", "batch"})
+  for (const char* key :
+       {"arch", "dim", "depth", "heads", "kv_heads", "hidden", "vocab", "seq", "batch", "param_dtype", "reduce_dtype"})
     if (!c.contains(key)) {
       row.error = "no shape to compare with";
       return row;
@@ -281,8 +338,10 @@ Row peer_row(const Settings& s, const Row& ours) {
                        c.value("recompute", std::string("none")),
                        "--target",
                        "next",
+                       "--param-dtype",
+                       c["param_dtype"].get<std::string>(),
                        "--reduce-dtype",
-                       "bf16",
+                       c["reduce_dtype"].get<std::string>(),
                        "--warmup",
                        "8",
                        "--steps",
@@ -336,7 +395,7 @@ void append_row(const Settings& s, const json& j) {
 void write_row(const Settings& s, const Row& row, const json& hardware) {
   json j = {{"date", now_iso8601()},
             {"sweep", s.sweep},
-            {s.sweep, row.value},
+            {s.sweep, s.sweep == "knobs" ? json(row.name) : json(row.value)},
             {"ranks", row.ranks},
             {"who", row.who},
             {"command", row.command},
@@ -361,7 +420,7 @@ void print_markdown(std::vector<Words> table) {
   // Numbers to the right, words to the left.
   auto left = [&](size_t i) {
     const std::string& name = table[0][i];
-    return name == "who" || name == "note" || name == "shape" || name == "kernel";
+    return name == "who" || name == "note" || name == "shape" || name == "kernel" || name == "knobs";
   };
   for (size_t r = 0; r < table.size(); ++r) {
     std::string line = "|";
@@ -383,16 +442,19 @@ void print_table(const Settings& s, const std::vector<Row>& rows) {
   const bool who = any([](const Row& r) { return r.who != "fsdp.cu"; });
   const bool exposed = any([](const Row& r) { return r.result.contains("exposed_gather_ms"); });
   const bool notes = any([](const Row& r) { return !r.error.empty(); });
+  const bool estimated = any([](const Row& r) { return r.result.value("estimated_ms", json()).is_number(); });
   std::vector<Words> table(1);
   table[0] = {s.sweep};
   if (who) table[0].push_back("who");
   if (s.sweep != "world") table[0].push_back("ranks");
-  for (const char* name : {"init MiB", "pre-step0 MiB", "peak MiB", "planned peak MiB", "step ms", "tokens/s", "MFU %"})
+  for (const char* name : {"init MiB", "pre-step0 MiB", "peak MiB", "planned peak MiB", "step ms"})
     table[0].push_back(name);
+  if (estimated) table[0].push_back("estimated ms");
+  for (const char* name : {"tokens/s", "MFU %"}) table[0].push_back(name);
   if (exposed) table[0].push_back("exposed ms (gather + reduce)");
   if (notes) table[0].push_back("note");
   for (const Row& row : rows) {
-    Words cells = {std::to_string(row.value)};
+    Words cells = {s.sweep != "knobs" || row.value == 1 ? row.name : "`" + row.name + "`"};
     if (who) cells.push_back(row.who);
     if (s.sweep != "world") cells.push_back(std::to_string(row.ranks));
     auto cell = [&](const char* key, auto text) {
@@ -402,6 +464,7 @@ void print_table(const Settings& s, const std::vector<Row>& rows) {
     auto whole = [](double x) { return grouped(std::llround(x)); };
     for (const char* key : {"init_mib", "before_step_mib", "peak_mib", "planned_peak_mib"}) cell(key, whole);
     cell("step_ms", [](double x) { return strf("%.1f", x); });
+    if (estimated) cell("estimated_ms", [](double x) { return strf("%.1f", x); });
     cell("tokens_per_sec", whole);
     cell("mfu", [](double x) { return strf("%.1f", 100 * x); });
     if (exposed)
@@ -437,9 +500,9 @@ Settings parse(int argc, char** argv) {
       "Time and memory of a training step, over a sweep; options of ./train follow after --. Or the time of the "
       "attention kernels alone");
   auto* sweep = app.add_option("--sweep", s.sweep,
-                               "what to vary: depth, seq, width or world; attention: NSA beside dense, by length; "
-                               "collectives: gathers and reductions, by MiB")
-                    ->check(CLI::IsMember({"depth", "seq", "width", "world", "attention", "collectives"}));
+                               "what to vary: depth, seq, width or world; knobs: one option of FSDP in each row; "
+                               "attention: NSA beside dense, by length; collectives: gathers and reductions, by MiB")
+                    ->check(CLI::IsMember({"depth", "seq", "width", "world", "knobs", "attention", "collectives"}));
   app.add_flag("--attention", s.attention, "time the attention kernels on GPU 0")->excludes(sweep);
   app.add_option("--values", s.values, "the values, with commas (default: a list that suits the machine)")
       ->delimiter(',')
@@ -477,6 +540,10 @@ Settings parse(int argc, char** argv) {
   for (CLI::Option* o : {preset, steps, window, peer, ranks, timeout})
     REQUIRE_USER(o->count() == 0 || trains || (!kernels && (o == ranks || o == timeout)),
                  "%s: %s changes nothing there", what.c_str(), o->get_name().c_str());
+  REQUIRE_USER(s.sweep != "knobs" || !s.peer, "--sweep knobs: --peer: PyTorch has not these knobs");
+  for (int64_t v : s.values)
+    REQUIRE_USER(s.sweep != "knobs" || v <= knob_count, "--sweep knobs --values %lld: there are %lld rows",
+                 static_cast<long long>(v), static_cast<long long>(knob_count));
   return s;
 }
 
@@ -488,7 +555,10 @@ void complete(const json& hardware, Settings* s) {
   if (s->ranks == 0) s->ranks = s->gpu ? gpus : 2;
   if (s->steps == 0) s->steps = s->gpu ? 30 : 6;
   if (s->values.empty()) {
-    if (s->sweep == "world")
+    if (s->sweep == "knobs") {
+      for (int64_t i = 1; i <= knob_count; ++i)
+        if (!knobs[i - 1].needs_gpus || (s->gpu && s->ranks <= gpus)) s->values.push_back(i);
+    } else if (s->sweep == "world")
       for (int64_t w = 1; w <= (s->gpu ? s->ranks : 4); ++w) s->values.push_back(w);
     else if (s->sweep == "depth")
       s->values = s->gpu ? std::vector<int64_t>{2, 4, 6, 8, 12, 16, 24, 32} : std::vector<int64_t>{1, 2, 4, 8};
@@ -532,7 +602,7 @@ int sweep(Settings s) {
     rows.push_back(row);
     const std::string told =
         row.error.empty() ? strf("%.1f ms a step", row.result["step_ms"].get<double>()) : row.error;
-    std::printf("%s %lld, %s: %s\n", s.sweep.c_str(), static_cast<long long>(row.value), row.who.c_str(), told.c_str());
+    std::printf("%s %s, %s: %s\n", s.sweep.c_str(), row.name.c_str(), row.who.c_str(), told.c_str());
     std::fflush(stdout);
   };
   for (int64_t value : s.values) {

@@ -154,13 +154,13 @@ good "hardware" '"gpus"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
-# The estimate against what was measured: each run's options without those that change no step.
+# The estimate against what was measured. measured GATHER MS COMMAND: a run's options without those that change no step.
 wrong=""
 rows=0
-for file in results/rope-?gpu-*.jsonl; do
-  mapfile -t options < <(head -n 1 "$file" | sed 's/.*"command":"\([^"]*\)".*/\1/' | tr ' ' '\n')
-  args=(--gather nccl)
-  ! head -n 1 "$file" | grep -q '"gather":"copy-engine"' || args=(--gather copy-engine)
+measured() {
+  local args=(--gather nccl) options i estimated
+  [ "$1" != copy-engine ] || args=(--gather copy-engine)
+  read -r -a options <<<"$3"
   for ((i = 4; i < ${#options[@]}; i++)); do
     case ${options[i]} in
     --data | --log | --log-every | --steps | --graph | --gather) i=$((i + 1)) ;;
@@ -168,12 +168,21 @@ for file in results/rope-?gpu-*.jsonl; do
     *) args+=("${options[i]}") ;;
     esac
   done
-  measured=$(grep -o '"step_ms":[0-9.]*' "$file" | tail -n +4 | cut -d: -f2 | sort -n | awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }')
   estimated=$(./train --plan --gpu h200 --world "${options[2]}" "${args[@]}" | awk '$1 == "step" { print $2 }')
-  awk -v m="$measured" -v e="$estimated" 'BEGIN { exit !(m > 0 && e > 0.92 * m && e < 1.08 * m) }' ||
-    wrong="$wrong; $file: measured $measured ms, estimated $estimated"
+  awk -v m="$2" -v e="$estimated" 'BEGIN { exit !(m > 0 && e > 0.92 * m && e < 1.08 * m) }' ||
+    wrong="$wrong; $3: measured $2 ms, estimated $estimated"
   rows=$((rows + 1))
+}
+text() { sed -n "s/.*\"$1\":\"\([^\"]*\)\".*/\1/p" <<<"$2"; }
+number() { sed -n "s/.*\"$1\":\([0-9.]*\).*/\1/p" <<<"$2"; }
+for file in results/rope-?gpu-*.jsonl; do
+  line=$(head -n 1 "$file")
+  median=$(grep -o '"step_ms":[0-9.]*' "$file" | tail -n +4 | cut -d: -f2 | sort -n | awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }')
+  measured "$(text gather "$line")" "$median" "$(text command "$line")"
 done
+while read -r line; do
+  measured "$(text gather "$line")" "$(number step_ms "$line")" "$(text command "$line")"
+done < <(cat results/knobs-*.jsonl 2>/dev/null)
 [ $rows -gt 20 ] || wrong="$wrong; only $rows runs"
 verdict "estimates of the knobs" "${wrong#; }"
 good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
@@ -226,6 +235,10 @@ bench --sweep depth --values 1,2 --steps 3 --ranks 2 --out "$dir/depth.jsonl" --
 rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]'
 [ "$(grep -c '"depth":[12],.*"depth":[12],' "$dir/depth.jsonl")" = 2 ]
 verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are not in the rows' configurations")"
+bench --sweep knobs --values 1,5 --steps 2 --ranks 2 --out "$dir/knobs.jsonl" -- --seq 64 --batch 1
+rows "$dir/knobs.jsonl" 2 '"exposed_gather_ms":[0-9]*\.[0-9]' '"ranks":2'
+[ "$(grep -c '"shard":"full".*"knobs":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"knobs":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
+verdict "a knob that a row names is what ran" "$([ $? = 0 ] || echo "the options are not in the rows' configurations")"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
 bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
@@ -237,6 +250,8 @@ bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
+bench --sweep knobs --values 1000
+judge "a knob that there is not" "--values 1000"
 bench --sweep depth --values 0
 judge "a value of nothing" "--values"
 bench --sweep depth --out /nonexistent/rows.jsonl
