@@ -218,10 +218,8 @@ void read_log(const std::string& path, const Settings& s, Row* row) {
   for (const std::string& line : lines_of(read_file(path))) {
     const json j = json::parse(line, nullptr, false);
     if (j.is_discarded() || !j.is_object()) continue;
-    if (!j.contains("step")) {
-      row->header = j;
-      continue;
-    }
+    if (j.contains("config")) row->header = j;
+    if (!j.contains("step")) continue;
     const int64_t step = j.value("step", int64_t(0));
     if (step < s.first || step > s.last) continue;
     auto add = [&](const char* key, std::vector<double>* to) {

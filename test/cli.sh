@@ -231,7 +231,7 @@ rows() {
   done
   verdict "the rows of a sweep" "${wrong#; }"
 }
-bench --sweep depth --values 1,2 --steps 3 --ranks 2 --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+bench --sweep depth --values 1,2 --steps 3 --ranks 2 --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
 rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]'
 [ "$(grep -c '"depth":[12],.*"depth":[12],' "$dir/depth.jsonl")" = 2 ]
 verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are not in the rows' configurations")"
