@@ -772,13 +772,17 @@ MemoryReport Memory::report() const {
     if (b.purpose == Purpose::master) r.init[int(b.purpose)] += bytes, r.init_total += bytes;
     r.before_step[int(b.purpose)] += bytes, r.before_step_total += bytes;
   }
-  int64_t most = -1;
+  int64_t most = -1, most_weights = 0;
   for (const Program& p : programs_) {
     // The moment right after a birth is the only kind at which a maximum can fall.
     for (const Buf& at : p.bufs) {
-      int64_t live = 0;
+      int64_t live = 0, weights = 0;
       for (const Buf& b : p.bufs)
-        if (b.born <= at.born && at.born < b.dead) live += round_up(b.bytes, align);
+        if (b.born <= at.born && at.born < b.dead) {
+          live += round_up(b.bytes, align);
+          if (b.purpose == Purpose::master) weights += round_up(b.bytes, align);
+        }
+      most_weights = std::max(most_weights, weights);
       if (live <= most) continue;
       most = live;
       std::copy(r.before_step, r.before_step + purposes, r.peak);
@@ -792,6 +796,7 @@ MemoryReport Memory::report() const {
     }
   }
   if (most < 0) std::copy(r.before_step, r.before_step + purposes, r.peak);
+  r.init[int(Purpose::master)] += most_weights, r.init_total += most_weights;
   r.live_peak = r.before_step_total + std::max<int64_t>(most, 0);
   return r;
 }

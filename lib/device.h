@@ -169,8 +169,8 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
 int64_t most_live(const std::vector<Life>& lives, int64_t align);
 
 struct MemoryReport {
-  int64_t init[purposes], before_step[purposes], peak[purposes];  // bytes live: with the model alone, before the first
-                                                                  // step, and at the peak
+  int64_t init[purposes], before_step[purposes], peak[purposes];  // bytes live: while the model is made, before the
+                                                                  // first step, and at the peak
   int64_t init_total, before_step_total, live_peak, arena;        // arena >= live_peak: packing and alignment
   std::string peak_phase, largest;                                // where the peak falls; the largest buffer in it
 };

@@ -1195,6 +1195,17 @@ TEST_CASE("the memory report adds up", "[device]") {
   CHECK(bytes_of(r.peak, Purpose::activations) == 0);
   CHECK(total(r.peak) == r.live_peak);
 
+  // Weights that a program makes whole stand beside the kept ones while the model is made.
+  CHECK(r.init_total == 11 * kept_unit);
+  mem.begin("init");
+  mem.take<char>(7 * unit, "whole", Purpose::master).reset();
+  mem.take<char>(3 * unit, "a smaller one", Purpose::master).reset();
+  mem.end();
+  r = mem.report();
+  CHECK(bytes_of(r.init, Purpose::master) == 11 * kept_unit + 7 * unit);
+  CHECK(r.init_total == total(r.init));
+  CHECK(r.before_step_total == 39 * kept_unit);
+
   CHECK(r.arena == mem.arena_bytes());
   CHECK(r.arena % arena_unit == 0);
   CHECK(r.arena >= r.live_peak);
