@@ -32,11 +32,11 @@ Cost flops(double n) {
 }
 
 template <class T, class G>
-void step(Device& dev, const ModelConfig& m, int64_t batch, World world) {
+void step(Device& dev, const ModelConfig& m, int64_t batch, World world, bool engines = false) {
   world.local_size = std::min(world.size, gpus_per_node);
   ops::keep_workspace(dev);
   FsdpOptions o;
-  o.reduce_dtype = dtype_of<G>;
+  o.reduce_dtype = dtype_of<G>, o.gather_by_copy_engine = engines;
   Model<T, G> model(dev, world, world.size > 1 ? Transport::nccl : Transport::none, m, batch, o, false);
   Event copied(dev);
   dev.mem.begin("step");
@@ -46,11 +46,11 @@ void step(Device& dev, const ModelConfig& m, int64_t batch, World world) {
   dev.mem.end();
 }
 
-double step_ms(const Chip& chip, const ModelConfig& m, int64_t batch, int ranks) {
+double step_ms(const Chip& chip, const ModelConfig& m, int64_t batch, int ranks, bool engines = false) {
   Dry dry(chip);
   World world;
   world.size = ranks;
-  step<bf16, bf16>(dry.dev, m, batch, world);
+  step<bf16, bf16>(dry.dev, m, batch, world, engines);
   return 1e3 * dry.estimate.step();
 }
 
@@ -305,7 +305,9 @@ TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measu
   std::set<std::string> kinds;
   for (const Row& r : rows) {
     const ModelConfig m = shape_of(r.config);
-    const double estimated = step_ms(h200, m, r.config.at("batch"), r.ranks), error = estimated / r.measured - 1;
+    const bool engines = r.config.value("gather", "") == "copy-engine";
+    const double estimated = step_ms(h200, m, r.config.at("batch"), r.ranks, engines);
+    const double error = estimated / r.measured - 1;
     const std::string line =
         strf("%-24s %d GPUs, batch %2d: measured %8.3f ms, estimated %8.3f, %+5.1f %%", r.file.c_str(), r.ranks,
              int(r.config.at("batch")), r.measured, estimated, 100 * error);
