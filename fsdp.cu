@@ -64,7 +64,6 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       replica_channel_(
           dev, dev.reduce(), replica_world_, transport, "replicas",
           std::max<int64_t>(largest_shard(units_) * size_of(options.reduce_dtype), replica_world_.size * 512), open),
-      weights_ready_(dev),
       scalars_ready_(dev),
       scalars_summed_(dev),
       late_(dev) {
@@ -72,7 +71,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   const bool narrow_moments = options.moment_dtype == Dtype::bf16;
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
-    State s;
+    State s(dev);
     s.master = mem.keep<float>(u.shard, u.name + " master", Purpose::master);
     auto moment = [&](const char* name) -> void* {
       if (!u.trained()) return nullptr;
@@ -167,6 +166,7 @@ void Fsdp<T, G>::init_weights() {
     const Unit& u = units_[i];
     if (options_.whole_init) s.copy(state_[i].master, whole[i] + first(int(i)), u.shard * 4);
     else make(u, state_[i].master, first(int(i)), u.shard);
+    s.record(state_[i].ready);
     if (!state_[i].m) continue;
     s.zero(state_[i].m, u.shard * size_of(options_.moment_dtype));
     s.zero(state_[i].v, u.shard * size_of(options_.moment_dtype));
@@ -175,7 +175,6 @@ void Fsdp<T, G>::init_weights() {
     whole.clear();
     dev_.mem.end();
   }
-  s.record(weights_ready_);
 }
 
 template <class T, class G>
@@ -210,7 +209,7 @@ void Fsdp<T, G>::gather(int u, bool late) {
     dev_.compute().record(late_);
     stream.wait(late_);
   }
-  stream.wait(weights_ready_);
+  stream.wait(state_[size_t(u)].ready);
   stream.wait(slot->released);
   const float* master = state_[size_t(u)].master;
   const bool sharded = !(shards(u) == 1 && slot->owner == u);
@@ -343,7 +342,7 @@ void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
 
 template <class T, class G>
 void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
-  const State& state = state_[size_t(u)];
+  State& state = state_[size_t(u)];
   for (const auto& range : state.trained) {
     const int64_t from = range.first, n = range.second - from, at = first(u) + from;
     const int64_t decayed = std::min(std::max<int64_t>(units_[size_t(u)].decayed - at, 0), n);
@@ -354,6 +353,7 @@ void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
     if (options_.moment_dtype == Dtype::bf16) step(static_cast<bf16*>(state.m), static_cast<bf16*>(state.v));
     else step(static_cast<float*>(state.m), static_cast<float*>(state.v));
   }
+  s.record(state.ready);
 }
 
 // Replicas may sum their shards' norms in another order: all take the first one's, so that they clip, and stay, alike.
@@ -397,17 +397,16 @@ void Fsdp<T, G>::end_step() {
     }
   if (!norm_begun_) s.zero(scalars_, 8);
   sum_scalars();
-  s.sleep(optimizer_delay_ms_);
   if (!options_.update_in_backward)
     for (size_t i = 0; i < units_.size(); i++) {
       if (!units_[i].trained()) continue;
-      // The gathers of the next step read the master copies behind weights_ready_; those of this step are over, because
-      // the compute stream has waited for each of them.
+      // The gathers of this step are over, because the compute stream has waited for each of them. Those of the next
+      // begin while AdamW is still at other units: the first ones hide behind it.
+      s.sleep(optimizer_delay_ms_ / double(units_.size()));
       update(s, int(i), state_[i].gradient.get(), clip_);
       state_[i].gradient.reset();
     }
   if (!options_.update_in_backward) note(Issued::optimizer, -1, 0);
-  s.record(weights_ready_);
   for (Slot& slot : slots_) {
     ASSERT(!slot.in_use);
     slot.unit = -1;

@@ -152,7 +152,9 @@ class Fsdp {
 
  private:
   struct State {
+    explicit State(Device& dev) : ready(dev) {}
     float* master;
+    Event ready;  // to be gathered: AdamW, or what made the weights, is done with the master copy
     void *m = nullptr, *v = nullptr;
     // My shard of the gradient; lives from the unit's first reduction to the optimizer.
     Buffer<float> gradient;
@@ -204,7 +206,7 @@ class Fsdp {
   bool last_micro_batch_ = true, norm_begun_ = false;
   double *scalars_, *partials_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
-  Event weights_ready_, scalars_ready_, scalars_summed_, late_;
+  Event scalars_ready_, scalars_summed_, late_;
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;
   std::vector<Issued> trace_;

@@ -685,7 +685,6 @@ void Memory::begin(const std::string& program) {
     programs_.emplace_back();
     programs_.back().name = program;
   }
-  ASSERT(committed() || !programs_[size_t(current_)].recorded);
   phase_ = program;
   cursor_ = 0;
 }
@@ -693,11 +692,11 @@ void Memory::begin(const std::string& program) {
 void Memory::end() {
   ASSERT(current_ >= 0 && live_.empty());
   Program& p = programs_[size_t(current_)];
-  if (committed() && cursor_ != p.order.size())
+  if (p.recorded && cursor_ != p.order.size())
     throw Error("internal error: program '" + p.name + "' ended before its memory plan");
+  if (!p.recorded) arena_ = -1;
   p.recorded = true;
   current_ = -1;
-  arena_ = committed() ? arena_ : -1;
 }
 
 void Memory::phase(const std::string& name) { phase_ = name; }
@@ -705,23 +704,24 @@ void Memory::phase(const std::string& name) { phase_ = name; }
 void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
   ASSERT(current_ >= 0 && bytes >= 0);
   Program& p = programs_[size_t(current_)];
-  if (!committed()) {
-    int index = int(p.bufs.size());
+  auto add = [&](char* at, int index) {
+    live_.emplace_back(at, index);
+    return at;
+  };
+  // Distinct addresses that no one may follow: 16 TiB up, apart from the kept ones.
+  auto fake = [](int index) { return reinterpret_cast<char*>(int64_t(1) << 45) + (int64_t(index) << 36); };
+  if (!p.recorded) {
+    const int index = int(p.bufs.size());
     p.bufs.push_back({name, purpose, bytes, p.clock++, -1, 0, phase_});
     p.order.push_back(index);
-    // Distinct addresses that no one may follow: 16 TiB up, apart from the kept ones.
-    char* fake = reinterpret_cast<char*>(int64_t(1) << 45) + (int64_t(index) << 36);
-    live_.emplace_back(fake, index);
-    return fake;
+    return add(fake(index), index);
   }
-  int index = cursor_ < p.order.size() ? p.order[cursor_] : -1;
+  const int index = cursor_ < p.order.size() ? p.order[cursor_] : -1;
   if (index < 0 || p.bufs[size_t(index)].bytes != bytes || p.bufs[size_t(index)].name != name)
     throw Error(strf("internal error: in '%s', phase '%s': taking '%s' (%lld bytes) departs from the memory plan",
                      p.name.c_str(), phase_.c_str(), name, (long long)bytes));
   cursor_++;
-  char* at = base_ + kept_bytes_ + p.bufs[size_t(index)].offset;
-  live_.emplace_back(at, index);
-  return at;
+  return add(committed() ? base_ + kept_bytes_ + p.bufs[size_t(index)].offset : fake(index), index);
 }
 
 void Memory::give(void* ptr) {
@@ -731,7 +731,7 @@ void Memory::give(void* ptr) {
     if (live_[i].first != ptr) continue;
     int index = live_[i].second;
     live_.erase(live_.begin() + std::ptrdiff_t(i));
-    if (!committed()) {
+    if (!p.recorded) {
       p.bufs[size_t(index)].dead = p.clock++;
       p.order.push_back(~index);
     } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {

@@ -215,7 +215,8 @@ class Memory {
   Buffer<T> take(int64_t n, const char* name, Purpose p = Purpose::temporaries) {
     return Buffer<T>(this, static_cast<T*>(take_bytes(n * int64_t(sizeof(T)), name, p)), n);
   }
-  void begin(const std::string& program);  // "step", "validate": each has its own trace, all share the arena
+  // "step", "validate": each has its own trace, all share the arena. The first time it is recorded, then followed.
+  void begin(const std::string& program);
   void end();
   void phase(const std::string& name);  // names what follows, for the report and for errors
 

@@ -129,7 +129,13 @@ void Estimate::wait(int stream, int recorder, double until) {
 }
 
 double Estimate::host() const { return double(calls_) * issue; }
-double Estimate::step() const { return std::max(*std::max_element(clock_.begin(), clock_.end()), host()); }
+double Estimate::step() const { return std::max(*std::max_element(clock_.begin(), clock_.end()) - begun_, host()); }
+
+void Estimate::next_step() {
+  begun_ = *std::max_element(clock_.begin(), clock_.end());
+  exposed_ = {}, busy_ = {}, traffic_ = {};
+  slowed_ = product_flops_ = 0, calls_ = 0;
+}
 
 std::string Estimate::text(double tokens, double flops) const {
   static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};

@@ -1,8 +1,9 @@
 // The time of a step before it runs. A dry run (Mode::plan) issues every operation of a step in order, so it can keep a
 // clock for each stream: an operation adds the time that it should take, an event notes its stream's clock, and a wait
 // moves the waiting stream's clock up to the event's. How far the compute stream's clock jumps in a wait is exposed
-// communication. One step is enough: it begins and ends with all streams at rest, and the host, which is a step ahead,
-// holds the device up only where it takes longer for a whole step.
+// communication. Two steps tell what one takes: the first begins with all streams at rest, and the gathers that open
+// another hide behind the end of the one before. The host, which is a step ahead, holds the device up only where it
+// takes longer for a whole step.
 //
 // An operation takes the longer of two times, for its FLOPs and for its bytes, and a latency for each launch. Chips are
 // described by their datasheets; what part of that an operation reaches was measured on an H200, and is taken to be the
@@ -40,6 +41,8 @@ class Estimate {
   void spend(int stream, Collective kind, double bytes, int ranks, int local, bool engines = false);
   void wait(int stream, int recorder, double until);
   void host_call() { calls_++; }
+  // What follows is another step, and what is told is that one alone.
+  void next_step();
   double clock(int stream) const { return clock_[size_t(stream)]; }
 
   double seconds(const Cost& c) const;  // alone on the chip
@@ -71,6 +74,6 @@ class Estimate {
   std::array<Traffic, 4> traffic_ = {};
   // In which a stream has a collective running: in a node, and between nodes.
   std::array<std::array<Spans, 3>, 2> spans_;
-  double slowed_ = 0, product_flops_ = 0;
+  double begun_ = 0, slowed_ = 0, product_flops_ = 0;
   int64_t calls_ = 0;
 };

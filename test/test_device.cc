@@ -984,7 +984,15 @@ TEST_CASE("planning has rules too", "[device]") {
   CHECK_THROWS_AS(mem.end(), Error);  // a is still out
   a.reset();
   mem.end();
-  CHECK_THROWS_AS(mem.begin("step"), Error);  // one trace each
+  // Planned once, it is followed: the same again, and nothing else.
+  const int64_t planned = mem.report().live_peak;
+  mem.begin("step");
+  CHECK_THROWS_AS(mem.take<float>(2, "a"), Error);
+  a = mem.take<float>(1, "a");
+  CHECK_THROWS_AS(mem.take<float>(1, "b"), Error);
+  a.reset();
+  mem.end();
+  CHECK(mem.report().live_peak == planned);
 }
 
 TEST_CASE("giving back in another order than planned ends the program", "[device]") {

@@ -46,7 +46,8 @@ struct Setup {
   bool silent = false;  // every target is padding
   Backend backend = Backend::cpu;
   bool share_gpu = false;
-  bool graph = false;  // from the third step on
+  bool graph = false;     // from the third step on
+  bool together = false;  // the host does not wait for one step before it issues the next
 };
 
 struct Outcome {
@@ -94,11 +95,13 @@ Outcome train(const Setup& s, const World& world) {
   const int64_t batch = (per_rank + s.micro_batches - 1) / s.micro_batches;
   const int64_t ints = batch_ints(s.model, batch), seq = s.model.seq, M = batch * seq;
   const double scale = 1.0 / double(s.rows * seq);
-  HostBuffer<ops::AdamW> adamw(dev, 1);
+  const int64_t in_flight = s.together ? s.steps : 1;
+  HostBuffer<ops::AdamW> adamw(dev, in_flight);
   auto step = [&](Model<T, G>& m, const int32_t* host, int64_t n, Event& copied) {
+    ops::AdamW* a = adamw.get() + (n - 1) % in_flight;
     dev.mem.begin("step");
-    if (host) adamw[0] = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
-    m.begin_step(adamw.get(), float(s.clip));
+    if (host) *a = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
+    m.begin_step(a, float(s.clip));
     for (int64_t i = 0; i < s.micro_batches; ++i)
       m.forward_backward(host + i * ints, scale, i == 0, i + 1 == s.micro_batches, copied);
     m.end_step();
@@ -120,8 +123,8 @@ Outcome train(const Setup& s, const World& world) {
   Graph graph(dev);
   model.init_weights();
   model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
-  HostBuffer<int32_t> host(dev, ints * s.micro_batches);
-  HostBuffer<double> result(dev, 2);
+  HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight);
+  HostBuffer<double> results(dev, 2 * in_flight);
   Event copied(dev);
 
   Outcome out;
@@ -138,8 +141,10 @@ Outcome train(const Setup& s, const World& world) {
   const int64_t from = world.rank * s.rows / world.size, to = (world.rank + 1) * s.rows / world.size;
   for (int64_t n = 1; n <= s.steps; ++n) {
     if (n == 11) out.growth = -bytes_in_use(s.backend);
+    int32_t* host = hosts.get() + (n - 1) % in_flight * ints * s.micro_batches;
+    double* result = results.get() + (n - 1) % in_flight * 2;
     for (int64_t m = 0; m < s.micro_batches; ++m) {
-      int32_t* at = host.get() + m * ints;
+      int32_t* at = host + m * ints;
       for (int64_t i = 0; i < M; ++i) {
         const int64_t row = from + m * batch + i / seq;
         at[i] = row < to ? token_at(n, row, i % seq, s.model.vocab) : 0;
@@ -151,15 +156,17 @@ Outcome train(const Setup& s, const World& world) {
     model.fsdp.begin_trace();
     if (s.graph && n > 2) {
       adamw[0] = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
-      if (!graph.made()) graph.make([&] { step(model, host.get(), n, copied); });
+      if (!graph.made()) graph.make([&] { step(model, host, n, copied); });
       graph.launch();
     } else {
-      step(model, host.get(), n, copied);
+      step(model, host, n, copied);
     }
-    dev.compute().copy(result.get(), model.fsdp.scalars(), 16);
-    dev.compute().synchronize();
-    out.norms.push_back(std::sqrt(result[0]));
-    out.losses.push_back(result[1] * scale);
+    dev.compute().copy(result, model.fsdp.scalars(), 16);
+    for (int64_t i = std::max<int64_t>(0, n - in_flight); i < n && (!s.together || n == s.steps); ++i) {
+      dev.compute().synchronize();
+      out.norms.push_back(std::sqrt(results[i % in_flight * 2]));
+      out.losses.push_back(results[i % in_flight * 2 + 1] * scale);
+    }
   }
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
     const float* w = model.fsdp.master(int(u));
@@ -867,8 +874,18 @@ TEST_CASE("delays before gathers, reductions and the optimizer change nothing", 
   s.steps = 2;
   s.micro_batches = 2;
   const Outcome plain = train<float, float>(s, test_world());
-  s.delay_ms = test_world().rank % 2 ? 30 : 100;  // not in step with each other
-  CHECK(same(train<float, float>(s, test_world()), plain));
+  for (bool together : {false, true}) {
+    s.together = together;
+    s.delay_ms = 0;
+    CHECK(same(train<float, float>(s, test_world()), plain));
+    s.delay_ms = test_world().rank % 2 ? 5 : 20;  // not in step with each other
+    CHECK(same(train<float, float>(s, test_world()), plain));
+  }
+  s.clip = 0, s.fsdp.update_in_backward = true;
+  CHECK(train<float, float>(s, test_world()).shards == [&] {
+    s.together = false, s.delay_ms = 0;
+    return train<float, float>(s, test_world()).shards;
+  }());
 }
 
 TEST_CASE("the number of slots changes no bit", "[fsdp]") {
@@ -1205,7 +1222,10 @@ TEST_CASE("GPU: delays change nothing", "[fsdp][gpu]") {
   s.model = small_on_gpu(Arch::rope), s.backend = Backend::gpu, s.steps = 2, s.fsdp.reduce_dtype = Dtype::bf16;
   const Outcome plain = train<bf16, bf16>(s, test_world());
   s.delay_ms = test_world().rank % 2 ? 30 : 100;
-  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+  for (bool together : {false, true}) {
+    s.together = together;
+    CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+  }
 }
 
 TEST_CASE("GPU: ranks that share one GPU train as one rank does", "[fsdp][gpu]") {
