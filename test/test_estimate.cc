@@ -397,6 +397,7 @@ TEST_CASE("estimated attention and the measured one of results/", "[estimate][me
           "%8.3f, %+5.1f %%",
           j.at("kernel").get<std::string>().c_str(), int(B), int(T), int(H), int(HKV), int(D), f, 100 * ef, fb,
           100 * efb);
+      INFO(line);
       CHECK(std::abs(ef) < 0.25);
       CHECK(std::abs(efb) < 0.25);
     }
