@@ -24,12 +24,14 @@ void lay_out(std::vector<Unit>* units, int shards) {
 }
 
 const char* name_of(Issued::Kind kind) {
-  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "optimizer", "use", "release", "cast"};
+  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce",          "optimizer",    "use",
+                                "release",    "cast",           "recompute attention", "recompute MLP"};
   return names[kind];
 }
 
 const char* stream_of(const Issued& i) {
-  static const char* streams[] = {"gather", "reduce", "reduce", "compute", "compute", "compute", "gather"};
+  static const char* streams[] = {"gather",  "reduce", "reduce",  "compute", "compute",
+                                  "compute", "gather", "compute", "compute"};
   return i.kind == Issued::optimizer && i.unit >= 0 ? "reduce" : streams[i.kind];
 }
 
@@ -95,7 +97,8 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
     const bool is_master = std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1;
     const Purpose p = Purpose::gather_slots;
     T* to = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : mem.keep<T>(numel, name, p);
-    float* wide = options.gather_wide && !is_master ? mem.keep<float>(numel, name + ", fp32", p) : nullptr;
+    const bool gathered = owner < 0 || shards(owner) > 1;
+    float* wide = options.gather_wide && gathered ? mem.keep<float>(numel, name + ", fp32", p) : nullptr;
     slots_.emplace_back(dev, to, wide);
     slots_.back().owner = owner;
   };
@@ -217,7 +220,8 @@ void Fsdp<T, G>::gather(int u, bool late) {
     using E = std::remove_pointer_t<decltype(to)>;
     if (static_cast<const void*>(to) != master) ops::cast(stream, to + first(u), master, unit.shard);
     if (sharded) gather_channel_.all_gather(to, unit.shard, dtype_of<E>);
-    note(sharded ? Issued::all_gather : Issued::cast, u, sharded ? unit.padded * int64_t(sizeof(E)) : 0, dtype_of<E>);
+    if (sharded) note(Issued::all_gather, u, unit.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
+    else note(Issued::cast, u);
   };
   if (slot->wide && sharded) {
     bring(slot->wide);
@@ -235,7 +239,7 @@ const T* Fsdp<T, G>::use(int u) {
     throw Error(strf("internal error: no slot for unit '%s': release a unit first", units_[size_t(u)].name.c_str()));
   gather(u, true);
   timed_wait(0, slot->gathered);
-  note(Issued::use, u, 0);
+  note(Issued::use, u);
   return slot->p;
 }
 
@@ -247,7 +251,7 @@ void Fsdp<T, G>::release(int u, bool forget) {
   slot->in_use = false;
   slot->last_release = ++releases_;
   if (forget && options_.reshard_after_forward && !units_[size_t(u)].replicated) slot->unit = -1;
-  note(Issued::release, u, 0);
+  note(Issued::release, u);
 }
 
 template <class T, class G>
@@ -301,11 +305,11 @@ void Fsdp<T, G>::reduce(int u) {
     else reduce_channel_.reduce_scatter(p, unit.shard, dtype);
     replica_channel_.all_reduce(mine, unit.shard, dtype);
     ops::accumulate_gradient(stream, shard, mine, unit.shard, !first_shard);
-    if (unit.replicated || (shard_world_.size == 1 && replica_world_.size > 1))
-      note(Issued::all_reduce, u, unit.shard * size_of(dtype), dtype);
-    else note(Issued::reduce_scatter, u, unit.padded * size_of(dtype), dtype);
-    if (replica_world_.size > 1 && shard_world_.size > 1)
-      note(Issued::all_reduce, u, unit.shard * size_of(dtype), dtype);
+    const int64_t bytes = unit.shard * size_of(dtype);
+    if (shard_world_.size > 1 || replica_world_.size == 1)
+      note(unit.replicated ? Issued::all_reduce : Issued::reduce_scatter, u, unit.padded * size_of(dtype), dtype,
+           shard_world_.size);
+    if (replica_world_.size > 1) note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
   };
   if (state.whole.get()) ops::accumulate_gradient(stream, state.whole.get(), s.p, unit.padded, !first_whole);
   if (!later) {
@@ -323,7 +327,7 @@ void Fsdp<T, G>::reduce(int u) {
   if (update) {
     add_to_norm(stream, u, shard);
     this->update(stream, u, shard, 0);
-    note(Issued::optimizer, u, 0);
+    note(Issued::optimizer, u);
   }
   stream.record(s.reduced);
   if (!later) s.done[0] = std::move(state.whole);
@@ -359,15 +363,18 @@ void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
 // Replicas may sum their shards' norms in another order: all take the first one's, so that they clip, and stay, alike.
 template <class T, class G>
 void Fsdp<T, G>::all_reduce_norm(Stream& s) {
-  if (options_.norm == ops::GradNorm::inf) {
-    reduce_channel_.all_reduce(scalars_, 1, Dtype::f64, Channel::max);
-    reduce_channel_.all_reduce(scalars_ + 1, 1, Dtype::f64);
-  } else {
-    reduce_channel_.all_reduce(scalars_, n_scalars, Dtype::f64);
+  auto sum = [&](Channel& channel, const World& among, double* x, int64_t n, auto... how) {
+    channel.all_reduce(x, n, Dtype::f64, how...);
+    note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
+  };
+  const bool both = options_.norm != ops::GradNorm::inf, groups = replica_world_.size > 1;
+  if (shard_world_.size > 1 || !groups) {
+    if (!both) sum(reduce_channel_, shard_world_, scalars_, 1, Channel::max);
+    sum(reduce_channel_, shard_world_, scalars_ + !both, n_scalars - !both);
   }
-  if (replica_world_.size > 1) {
+  if (groups) {
     if (replica_world_.rank > 0) s.zero(scalars_, 8);
-    replica_channel_.all_reduce(scalars_, n_scalars, Dtype::f64);
+    sum(replica_channel_, replica_world_, scalars_, n_scalars);
   }
   ops::squared_norm(s, options_.norm, scalars_);
 }
@@ -381,7 +388,6 @@ void Fsdp<T, G>::sum_scalars() {
   all_reduce_norm(stream);
   stream.record(scalars_summed_);
   timed_wait(1, scalars_summed_);
-  note(Issued::all_reduce, -1, n_scalars * 8, Dtype::f64);
 }
 
 template <class T, class G>
@@ -406,7 +412,7 @@ void Fsdp<T, G>::end_step() {
       update(s, int(i), state_[i].gradient.get(), clip_);
       state_[i].gradient.reset();
     }
-  if (!options_.update_in_backward) note(Issued::optimizer, -1, 0);
+  if (!options_.update_in_backward) note(Issued::optimizer, -1);
   for (Slot& slot : slots_) {
     ASSERT(!slot.in_use);
     slot.unit = -1;
@@ -414,8 +420,8 @@ void Fsdp<T, G>::end_step() {
 }
 
 template <class T, class G>
-void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype) {
-  if (tracing_) trace_.push_back({kind, unit, bytes, dtype});
+void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype, int ranks) {
+  if (tracing_) trace_.push_back({kind, unit, bytes, dtype, ranks});
 }
 
 template <class T, class G>

@@ -86,10 +86,23 @@ struct FsdpOptions {
 
 // What was issued, in order: for tests and for people.
 struct Issued {
-  enum Kind { all_gather, reduce_scatter, all_reduce, optimizer, use, release, cast } kind;
+  enum Kind {
+    all_gather,
+    reduce_scatter,
+    all_reduce,
+    optimizer,
+    use,
+    release,
+    cast,
+    recompute_attention,
+    recompute_mlp
+  } kind;
   int unit;       // -1: all
   int64_t bytes;  // of the whole buffer; 0: nothing moves between ranks
   Dtype dtype;
+  int ranks;  // that it is among
+  // What a rank sends: all parts but one, and in an all_reduce twice.
+  double sent() const { return double(bytes) * (ranks - 1) / ranks * (kind == all_reduce ? 2 : 1); }
   bool moves() const { return bytes > 0 || kind == optimizer; }
 };
 const char* name_of(Issued::Kind kind);
@@ -138,6 +151,7 @@ class Fsdp {
   bool keeps_slots() const { return !options_.reshard_after_forward; }
   int64_t parameters() const;
   void begin_trace() { trace_.clear(), tracing_ = true; }
+  void note(Issued::Kind kind, int unit, int64_t bytes = 0, Dtype dtype = Dtype::f32, int ranks = 1);
   const std::vector<Issued>& trace() const { return trace_; }
   // How long the compute stream stood still for communication, in ms, between two calls of begin_timing(). Two steps
   // are kept: that of the latest begin_timing() and the one before, which can be read while the latest still runs.
@@ -188,7 +202,6 @@ class Fsdp {
   void await(GradientSlot& s);
   void add_to_norm(Stream& s, int u, const float* gradient);
   void update(Stream& s, int u, const float* gradient, float clip);
-  void note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype = Dtype::f32);
   void timed_wait(int kind, const Event& e);
   void all_reduce_norm(Stream& s);
 

@@ -669,6 +669,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   const int mlp = c_.mlp_module(block), attention = c_.attention_module(block);
   if (c_.attends() && !keeps_middle()) {
     enter(attention, mlp);
+    fsdp.note(Issued::recompute_attention, unit_of_[size_t(attention)]);
     if (c_.sparse || !keeps_attention()) queries(block, &v, Purpose::temporaries);
     if (!keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
     if (!v.o) v.o = combine(block, &v);
@@ -686,7 +687,10 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   enter(attention);
   open(attention);
   const Places& at = at_[size_t(block)];
-  if (!v.qkv) queries(block, &v, Purpose::temporaries);
+  if (!v.qkv) {
+    fsdp.note(Issued::recompute_attention, unit_of_[size_t(attention)]);
+    queries(block, &v, Purpose::temporaries);
+  }
   if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
   Buffer<T> dqkv;
   {
@@ -797,6 +801,7 @@ void Model<T, G>::mlp_backward(int64_t block, Saved* v, T* dx) {
     ops::bias_grad<T, G>(s, grad(p), dy, partials, rows, N, N, more);
   };
   dev_.mark("MLP, backward");
+  if (!keeps) fsdp.note(Issued::recompute_mlp, unit_of_[size_t(c_.mlp_module(block))]);
   bias(at.down_bias, dx, M_, C, false);
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);

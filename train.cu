@@ -103,7 +103,9 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
     if (end > at) m.frozen.push_back(o.freeze.substr(at, end - at));
     at = end + 1;
   }
-  m.forward_prefetch = int(o.forward_prefetch);
+  // Slots that are asked for are to be used.
+  const int slots_ahead = f.gather_slots ? std::max(1, f.gather_slots - 1) : 1 << 20;
+  m.forward_prefetch = o.forward_prefetch >= 0 ? int(o.forward_prefetch) : slots_ahead;
   m.backward_prefetch = o.backward_prefetch == "pre"    ? BackwardPrefetch::pre
                         : o.backward_prefetch == "post" ? BackwardPrefetch::post
                                                         : BackwardPrefetch::none;
@@ -298,20 +300,37 @@ void report_profile(const std::vector<std::pair<std::string, double>>& times, do
 
 std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size) {
   std::vector<Unit> units = parameter_table(c);
-  std::string text = strf("%5s  %-8s %-15s %-20s %12s\n", "", "stream", "what", "unit", "MiB");
-  double moved[2] = {0, 0};
+  std::string text = strf("%5s  %-8s %-19s %-20s %12s\n", "", "stream", "what", "unit", "MiB");
+  double gathered = 0, reduced = 0;
   for (size_t i = 0; i < issued.size(); i++) {
     const Issued& e = issued[i];
     const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
-    text += strf("%5zu  %-8s %-15s ", i + 1, stream_of(e), name_of(e.kind));
-    text += e.bytes > 0 ? strf("%-20s %12.3f  %s\n", unit.c_str(), mib(e.bytes), name_of(e.dtype)) : unit + "\n";
-    if (e.kind == Issued::all_gather) moved[0] += mib(e.bytes);
-    if (e.kind == Issued::reduce_scatter) moved[1] += mib(e.bytes);
+    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e.kind));
+    if (e.bytes == 0) text += unit + "\n";
+    else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
+    else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
+    (e.kind == Issued::all_gather ? gathered : reduced) += e.sent() / (1 << 20);
   }
-  // A ring sends every part but one's own once.
-  const double part = double(world_size - 1) / world_size;
   return text + strf("a rank of %d sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
-                     moved[0] * part, moved[1] * part);
+                     gathered, reduced);
+}
+
+// The choices that are no event of the schedule.
+std::string choices_text(const Run& r, Transport transport) {
+  const FsdpOptions& f = r.fsdp;
+  auto count = [](int n, const char* what) { return strf("%d %s%s", n, what, n == 1 ? "" : "s"); };
+  std::string text = "gathers by ";
+  text += f.gather_by_copy_engine                            ? "copy engines"
+          : f.gather_over_mpi || transport == Transport::mpi ? "MPI"
+          : transport == Transport::nccl                     ? "NCCL's kernels"
+                                                             : "nobody";
+  text += ", into " +
+          (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
+  return text + strf("; %s; moments in %s; %s; weights made %s; %s\n", count(f.gradient_slots, "gradient slot").c_str(),
+                     name_of(f.moment_dtype),
+                     r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
+                     f.whole_init ? "whole, then cut" : "sharded",
+                     r.o.graph ? "a step is one CUDA graph" : "kernels are issued one by one");
 }
 
 // estimated_ms: of a step; negative if nothing is known of the chip.
@@ -632,7 +651,35 @@ void with_types(const Run& r, F f) {
   else f(bf16(), float());
 }
 
+// Who gathers and reduces: what the options ask for, or the best that there is. Throws if they ask for what there is
+// not. one_host: the ranks that shard among themselves are on one; engines: copy engines pay there.
+void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines) {
+  const Options& o = r->o;
+  REQUIRE_USER(o.graph == 0 || (r->backend == Backend::gpu && transport != Transport::mpi),
+               "--graph 1 needs a GPU for each rank, and NCCL: %s",
+               r->backend == Backend::gpu ? "here collectives go over MPI" : "this run is on the CPU");
+  REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
+               "--gather %s needs a GPU for each rank, and NCCL", o.gather.c_str());
+  REQUIRE_USER(o.gather != "copy-engine" || r->backend == Backend::gpu,
+               "--gather copy-engine needs GPUs: this run is on the CPU");
+  REQUIRE_USER(o.gather != "copy-engine" || one_host,
+               "--gather copy-engine: ranks that shard among themselves are on several hosts, and copy engines reach "
+               "one; --shard hybrid:K with the K ranks of a host");
+  if (o.gather.empty())
+    r->fsdp.gather_by_copy_engine = transport == Transport::nccl && one_host && engines && r->fsdp.shards(ranks) > 1;
+}
+
 // ------------------------------------------------------------------------------------------------------------- main
+
+// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU.
+World elsewhere(int ranks, Backend backend) {
+  World world;
+  world.size = ranks, world.local_size = backend == Backend::gpu ? std::min(ranks, gpus_per_node) : ranks;
+  return world;
+}
+Transport transport_elsewhere(int ranks, Backend backend) {
+  return ranks == 1 ? Transport::none : backend == Backend::gpu ? Transport::nccl : Transport::mpi;
+}
 
 // Memory and time of a step, by a dry run.
 struct Price {
@@ -640,7 +687,7 @@ struct Price {
   std::string text;
 };
 Price price(Run r, const World& world, const Chip& chip) {
-  Estimate estimate(chip);
+  Estimate estimate(chip, r.o.graph == 1);
   Device dev(Backend::gpu, Device::plan_only);
   dev.estimate = &estimate;
   r.o.val_every = 0;  // a step alone
@@ -649,11 +696,10 @@ Price price(Run r, const World& world, const Chip& chip) {
   const double tokens = double(r.tokens_per_step()) / world.size, bytes = double(dev.mem.arena_bytes());
   return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
 }
-// In a world that is not here.
 Price price(Run r, int ranks, const Chip& chip) {
-  World world;
-  world.size = ranks, world.local_size = std::min(ranks, gpus_per_node);
-  if (r.o.gather.empty()) r.fsdp.gather_by_copy_engine = chip.copy_engines && on_one_host(world, r.fsdp.shards(ranks));
+  const World world = elsewhere(ranks, r.backend);
+  choose_gathers(&r, ranks, transport_elsewhere(ranks, r.backend), on_one_host(world, r.fsdp.shards(ranks)),
+                 chip.copy_engines);
   return price(r, world, chip);
 }
 
@@ -723,12 +769,18 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
   return "nothing that is tried makes it fit: a batch is too large for one GPU; lower --seq or --batch\n";
 }
 
-// The step on --gpu's chip, on the one here, or on an H200; and whether there is room for it.
+// --gpu's, the one here, or an H200. Null: not known.
+const Chip* chip_for(const Run& r) {
+  return chip_named(!r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200");
+}
+
+// The step on that chip, and whether there is room for it.
 std::string estimate_text(const Run& r, int ranks) {
-  const std::string name = !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
-  const Chip* chip = chip_named(name);
-  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", name.c_str());
-  const Price p = price(r, ranks, *chip);
+  const Chip* chip = chip_for(r);
+  if (!chip) return "unknown chip: no time is estimated; --gpu h200 would\n";
+  Price p = price(r, ranks, *chip);
+  if (r.fsdp.gather_over_mpi && ranks > 1)
+    p.text = "a step with --gather mpi is not estimated: it takes what hosts take\n";
   if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
   return p.text +
          strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA takes some\n", 1e-9 * p.bytes, chip->name,
@@ -767,23 +819,24 @@ int answer(const Options& o) {
   } else if (o.hardware) {
     std::printf("%s\n", hardware(nullptr, gpu_count()).dump().c_str());
   } else {
-    const Run r = resolve(o, ranks, gpu_count());
+    Run r = resolve(o, ranks, gpu_count());
     if (o.show_params) {
       std::printf("%s", parameters_text(r.model, r.fsdp, ranks).c_str());
     } else {
       Device dev(r.backend, Device::plan_only);
-      World world;
-      world.size = ranks;
+      const World world = elsewhere(ranks, r.backend);
+      const Transport transport = transport_elsewhere(ranks, r.backend);
+      const Chip* chip = chip_for(r);
+      choose_gathers(&r, ranks, transport, on_one_host(world, r.fsdp.shards(ranks)), chip && chip->copy_engines);
       std::vector<Issued> issued;
-      with_types(r, [&](auto t, auto g) {
-        issued = plan<decltype(t), decltype(g)>(dev, world, ranks > 1 ? Transport::nccl : Transport::none, r);
-      });
+      with_types(r, [&](auto t, auto g) { issued = plan<decltype(t), decltype(g)>(dev, world, transport, r); });
       std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                   r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                   name_of(r.dtype), ll(r.batch), ll(r.model.seq));
       if (o.plan) std::printf("%s%s", units_text(r, ranks).c_str(), memory_table(dev.mem.report(), ranks).c_str());
       if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, ranks).c_str());
-      if (o.show_schedule) std::printf("%s", schedule_text(issued, r.model, ranks).c_str());
+      if (o.show_schedule)
+        std::printf("%s%s", choices_text(r, transport).c_str(), schedule_text(issued, r.model, ranks).c_str());
     }
   }
   return 0;
@@ -833,15 +886,8 @@ void run(Options o, const World& world, const std::string& command) {
   sharing = agree(sharing);
   const bool gpu = r.backend == Backend::gpu;
   if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
-  REQUIRE_USER(o.graph == 0 || (gpu && transport != Transport::mpi),
-               "--graph 1 needs a GPU for each rank, and NCCL: %s",
-               gpu ? "here collectives go over MPI" : "this run is on the CPU");
-  REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
-               "--gather %s needs a GPU for each rank, and NCCL", o.gather.c_str());
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
-  REQUIRE_USER(o.gather != "copy-engine" || one_host,
-               "--gather copy-engine: ranks that shard among themselves are on several hosts, and copy engines reach "
-               "one; --shard hybrid:K with the K ranks of a host");
+  choose_gathers(&r, world.size, transport, one_host, false);  // what cannot be is said before a device is opened
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
   const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
@@ -857,8 +903,7 @@ void run(Options o, const World& world, const std::string& command) {
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
-  if (o.gather.empty() && transport == Transport::nccl && one_host && r.fsdp.shards(world.size) > 1)
-    r.fsdp.gather_by_copy_engine = agree(engines ? "" : "no").empty();
+  choose_gathers(&r, world.size, transport, one_host, agree(engines ? "" : "no").empty());
 
   double estimated_ms = -1;
   if (world.rank == 0) {

@@ -20,6 +20,7 @@ constexpr double ring_takes = 0.8, engine_takes = 0.15;
 constexpr double of_network = 0.85, held = 0.13;  // not measured; held: 17 multiprocessors of 132
 // Latencies, in seconds.
 constexpr double launch = 5e-6;   // of a kernel on the device: to begin, to fill the chip, to end
+constexpr double node = 3e-6;     // the same of a kernel in a graph
 constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
 // A ring's hops within and between nodes, and a tree's for the all-reduce of a few numbers, as NCCL itself reckons with
 // them (its src/graph/tuning.cc).
@@ -63,7 +64,8 @@ const Chip* chip_named(const std::string& name) {
 double Estimate::seconds(const Cost& c) const {
   const double peak = c.dtype == Dtype::bf16 ? chip_.bf16 : chip_.fp32, places = chip_.multiprocessors;
   const double waves = c.tasks > 0 ? std::ceil(c.tasks / places) * places / c.tasks : 1;
-  return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_bandwidth)) + c.launches * launch;
+  return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_bandwidth)) +
+         c.launches * (graph_ ? node : launch);
 }
 
 // A ring goes at the rate of a GPU's link. Across nodes there are as many rings as a node has GPUs in the group, and
@@ -76,7 +78,7 @@ double Estimate::seconds(Collective kind, double bytes, int ranks, int local, bo
   const double latency = kind == Collective::all_reduce
                              ? tree + 2 * ((local - 1) * tree_hop + std::ceil(std::log2(nodes)) * tree_node_hop)
                              : ring + (ranks - nodes) * ring_hop + (nodes - 1) * ring_node_hop;
-  return launch + latency + sent(kind, bytes, ranks) / rate;
+  return (graph_ ? node : launch) + latency + sent(kind, bytes, ranks) / rate;
 }
 
 // The end of what takes `seconds` alone, and for a span's time is held up for the part of it that the span takes; 1:
@@ -128,7 +130,7 @@ void Estimate::wait(int stream, int recorder, double until) {
   clock = until;
 }
 
-double Estimate::host() const { return double(calls_) * issue; }
+double Estimate::host() const { return (graph_ ? 1 : double(calls_)) * issue; }
 double Estimate::step() const { return std::max(*std::max_element(clock_.begin(), clock_.end()) - begun_, host()); }
 
 void Estimate::next_step() {
@@ -153,12 +155,14 @@ std::string Estimate::text(double tokens, double flops) const {
   for (size_t i = 0; i < traffic_.size(); i++)
     if (const Traffic& c = traffic_[i]; c.count > 0)
       row(strf("beside it: %d %s, %.1f MiB sent", c.count, collectives[i], c.bytes / (1 << 20)).c_str(), c.seconds);
-  row(strf("beside it: the host, %lld calls", static_cast<long long>(calls_)).c_str(), host());
+  row(strf("beside it: the host, %lld call%s", graph_ ? 1 : static_cast<long long>(calls_), graph_ ? "" : "s").c_str(),
+      host());
   t += strf("  %s tokens/s a GPU, %.2f TFLOP, MFU %.1f %%; bound by %s\n", grouped(std::llround(tokens / s)).c_str(),
             1e-12 * flops, 1e2 * flops / s / chip_.bf16,
-            s <= host()        ? "the host"
-            : waited > 0.1 * s ? "communication: it does not hide"
-                               : "compute");
+            s <= host()         ? "the host"
+            : waited > 0.1 * s  ? "communication: it does not hide"
+            : slowed_ > 0.1 * s ? "compute, which collectives beside it slow down"
+                                : "compute");
   t += strf(
       "  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings\n"
       "  (gathers by copy engines %.0f);\n",

@@ -33,7 +33,8 @@ constexpr int gpus_per_node = 8;  // of a world that is not here
 
 class Estimate {
  public:
-  explicit Estimate(const Chip& chip) : chip_(chip) {}
+  // graph: a step is one CUDA graph, which the host launches in one call.
+  explicit Estimate(const Chip& chip, bool graph = false) : chip_(chip), graph_(graph) {}
 
   // What Stream calls; streams are numbered as they are there. ranks: of the collective's group, `local` in a node;
   // engines: by copy engines.
@@ -69,6 +70,7 @@ class Estimate {
   static double end_of(double start, double seconds, double takes, const Spans& spans);
 
   const Chip chip_;
+  const bool graph_;
   std::array<double, 3> clock_ = {}, exposed_ = {};
   std::array<double, 4> busy_ = {};
   std::array<Traffic, 4> traffic_ = {};

@@ -285,7 +285,7 @@ const std::vector<Spec>& specs() {
        &Options::forward_prefetch,
        {0, 64},
        "units gathered ahead, as far as there are slots; 0: a unit's gather begins when it is wanted",
-       nullptr},
+       "the slots less one, at least 1"},
       {"Sharding",
        "backward-prefetch",
        "WHEN",

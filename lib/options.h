@@ -50,7 +50,7 @@ struct Options {
   int64_t reshard_after_forward = -1;  // -1: as --shard says
   std::string limit_all_gathers;       // slots, or "off"; empty: 2
   int64_t gradient_slots = 2;
-  int64_t forward_prefetch = 1;
+  int64_t forward_prefetch = -1;
   std::string backward_prefetch = "pre";
   std::string accum_sync = "every";
   int64_t replicate_below = 0;  // bytes

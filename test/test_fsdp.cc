@@ -435,7 +435,7 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   // Groups of two: the all_reduce between replicas moves a shard.
   if (world.size != 4) return;
   s.fsdp.shard_ranks = 2;
-  CHECK(trace(2, 1) == "gather0 gather1 gather2 reduce2 sum2 reduce1 sum1 reduce0 sum0 sum step");
+  CHECK(trace(2, 1) == "gather0 gather1 gather2 reduce2 sum2 reduce1 sum1 reduce0 sum0 sum sum step");
   lay_out(&units, 2);
   for (const Issued& i : train<float, float>(s, world).trace) {
     if (i.unit < 0 || !i.moves()) continue;
