@@ -481,6 +481,22 @@ void take_up(const json& state, Options* o) {
   if (!o->steps && !o->tokens) o->steps = state.at("steps");
 }
 
+// What goes on in another way than it was saved, for a notice; empty: nothing.
+std::string changes(const json& state, const Options& o) {
+  if (state.is_null()) return "";
+  const json now = to_json(o), &was = state.at("options");
+  std::string text;
+  for (const char* name : {"data", "seq", "lr", "min_lr_ratio", "warmup", "beta1", "beta2", "eps", "weight_decay",
+                           "clip", "clip_norm", "tie_embeddings", "freeze"})
+    if (was.contains(name) && was[name] != now.at(name)) {
+      std::string option = name;
+      std::replace(option.begin(), option.end(), '_', '-');
+      text += strf("%s --%s %s (%s there)", text.empty() ? "" : ",", option.c_str(), now.at(name).dump().c_str(),
+                   was[name].dump().c_str());
+    }
+  return text.empty() ? "" : "not as in the checkpoint:" + text;
+}
+
 // Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
 template <class T, class G>
 std::string train(const Context& c, const Run& r) {
@@ -520,7 +536,7 @@ std::string train(const Context& c, const Run& r) {
   dev.compute().synchronize();
   const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_of(model.fsdp, true);
   std::unique_ptr<Saver> saver;
-  int64_t done_before = 0;
+  int64_t done_before = 0, saved = 0;
   try {
     if (!c.state.is_null())
       done_before = load_checkpoint(r.o.resume, r.o.save, dev, world, parts).at("step").template get<int64_t>();
@@ -558,6 +574,17 @@ std::string train(const Context& c, const Run& r) {
     if (r.o.comm_timing) model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
     if (model.stats()) s.more = stats_json(reinterpret_cast<const NsaStats*>(stats[slot].get()), kernels[slot]);
     c.telemetry->step(s);
+  };
+
+  // All ranks have the same norm. What is not finite makes weights that are not, for ever.
+  auto diverged = [&](int64_t step) { return !std::isfinite(results[int(step % 2)][0]); };
+  auto divergence = [&](int64_t step) {
+    dev.compute().synchronize();  // with a step that is still running
+    return strf(
+        "step %lld: the norm of the gradient is %g: the run has diverged, and nothing of it is saved from here; "
+        "a lower --lr, a longer --warmup or a --clip would help%s",
+        ll(step), std::sqrt(results[int(step % 2)][0]),
+        saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
   };
 
   const auto begin = Clock::now();
@@ -620,9 +647,11 @@ std::string train(const Context& c, const Run& r) {
 
     if (saver) {
       saver->check();
-      if (r.o.save_every > 0 && step % r.o.save_every == 0) saver->begin(step, state_at(r, step));
+      if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || saver->idle(step)))
+        saver->begin(saved = step, state_at(r, step));
     }
     if (step > done_before + 1) report(step - 1, false);
+    if (step > done_before + 1 && diverged(step - 1)) return divergence(step - 1);
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
       if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
@@ -631,8 +660,9 @@ std::string train(const Context& c, const Run& r) {
   const int64_t last = std::min(step, r.last_step);
   if (last > done_before) {
     report(last, true);
+    if (diverged(last)) return divergence(last);
     if (speaks && last < r.last_step) c.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
-    if (saver && (r.o.save_every == 0 || last % r.o.save_every)) saver->begin(last, state_at(r, last));
+    if (saver && saved != last) saver->begin(last, state_at(r, last));
   }
   if (saver) saver->finish();
   dev.compute().synchronize();
@@ -866,6 +896,7 @@ void run(Options o, const World& world, const std::string& command) {
         "a step of %lld sequences: the checkpoint was made with --global-batch %lld, and its place in the data "
         "counts in those",
         ll(r.global_batch), ll(state.at("global_batch").get<int64_t>()));
+    if (const std::string other = changes(state, o); !other.empty()) r.notices.push_back(other);
     const bool splits = o.val_every > 0 && o.val_data.empty();
     data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
     if (o.val_every > 0)

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -609,6 +610,22 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   return notes;
 }
 
+namespace {
+// A run that has diverged must not push out the last good step.
+void require_finite(const std::vector<Part>& parts, const char* bytes) {
+  for (const Part& p : parts) {
+    for (int64_t i = 0; std::strcmp(p.kind, "weight") == 0 && i < p.count; i++) {
+      float x;
+      std::memcpy(&x, bytes + i * 4, 4);
+      if (!std::isfinite(x))
+        throw Error(strf("tensor '%s' has %g at place %lld: the run has diverged", p.tensor.c_str(), double(x),
+                         ll(p.first + i)));
+    }
+    bytes += p.bytes();
+  }
+}
+}  // namespace
+
 DirectoryLock::DirectoryLock(const std::string& dir) : fd_(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
   if (fd_ < 0 || flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;  // else: no locks here
   close(fd_);
@@ -627,6 +644,7 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
       parts_(std::move(parts)),
       note_(std::move(note)),
       talk_(world),
+      ask_(world),
       copied_(dev) {
   std::string error;
   int64_t bytes = 0;
@@ -691,6 +709,16 @@ void Saver::begin(int64_t step, const json& state) {
   });
 }
 
+bool Saver::idle(int64_t step) {
+  if (ask_.agree(busy_ ? "busy" : "").empty()) return true;
+  if (world_.rank == 0 && note_ && std::exchange(told_, step_) != step_)
+    note_(
+        strf("step %lld is not saved: the checkpoint of step %lld is still being written (a larger --save-every would "
+             "do, or a faster disk)",
+             ll(step), ll(step_)));
+  return false;
+}
+
 void Saver::write(int64_t step, const std::string& state) {
   std::string error, shard;
   try {
@@ -698,6 +726,7 @@ void Saver::write(int64_t step, const std::string& state) {
     if (dev_.backend == Backend::gpu) CUDA_CHECK(cudaSetDevice(dev_.ordinal));  // a thread starts on device 0
 #endif
     synchronize(copied_);
+    require_finite(parts_, copy_->get());
     shard = write_shard(dir_, step, world_.rank, parts_, copy_->get());
   } catch (const Error& e) { error = strf("rank %d: %s", world_.rank, e.what()); }
   error = talk_.agree(error);

@@ -104,8 +104,11 @@ class Saver {
 
   // Enqueues the copies on the compute stream and returns; the stream is held up by the copies alone. All ranks call it
   // for the same steps. If the save before is still being written it waits for that, and says so. `state` is kept in
-  // the manifest as it is.
+  // the manifest as it is. Weights that are not finite are not saved: that is an error, and the steps before stay.
   void begin(int64_t step, const nlohmann::json& state);
+  // Collective; does not wait for a disk. Whether the save before is written on all ranks. If not, says that `step` is
+  // not to be saved.
+  bool idle(int64_t step);
   // At every step boundary; does not wait. A save that failed on any rank makes this throw Error on rank 0 (begin and
   // finish too), so that it is said once; or_abort then ends the other ranks, on which nothing is thrown. The failed
   // step leaves nothing behind, and the steps before it stay.
@@ -122,7 +125,8 @@ class Saver {
   int64_t keep_;
   std::vector<Part> parts_;
   std::function<void(const std::string&)> note_;
-  TextChannel talk_;
+  TextChannel talk_;  // the writers'
+  TextChannel ask_;
   std::unique_ptr<HostBuffer<char>> copy_;
   std::unique_ptr<DirectoryLock> lock_;  // rank 0's
   Event copied_;
@@ -131,7 +135,7 @@ class Saver {
   std::atomic<bool> busy_{false};
   std::string error_;
   std::vector<std::string> notes_;
-  int64_t step_ = 0;
+  int64_t step_ = 0, told_ = -1;
 };
 
 // ---------------------------------------------------------------------------------------------------------- loading

@@ -348,6 +348,8 @@ wrong=""
 [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 [ -s "$dir/model.safetensors" ] || wrong="$wrong; nothing was exported"
 verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --lr 0.0001
+verdict "what goes on in another way is said" "$(grep -q 'not as in the checkpoint: --lr 0.0001 (0.0003 there)' "$dir/out" || echo "it is not")"
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"
@@ -375,6 +377,11 @@ mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 6 --resume "$dir/s
 judge "a checkpoint of another global batch" "--global-batch 3"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/none"
 judge "no checkpoint" "$dir/none" "No such file"
+# What diverges ends, and nothing of it is saved.
+mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --lr 10 --clip 0 --weight-decay 10 --save "$dir/diverged" --save-every 5
+judge "a run that diverges" "the norm of the gradient" "diverged" "$dir/diverged"
+mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
+verdict "a run that diverged leaves what can be loaded" "$(grep -q "going on after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
 # Killed at any moment: whatever is there then can be resumed from.
 wrong=""

@@ -551,8 +551,8 @@ void check_overlap(Backend backend) {
     bool waited = false;
     int said = 0;
     Saver saver(own, world, dir, 0, parts, [&](const std::string& note) {
-      ++said;
       CHECK(has(note, "the checkpoint of step 10 is still being written"));
+      if (++said == 1) return;  // of the one that is not saved
       waited = !gate.open;
       gate.open = true;
     });
@@ -568,11 +568,15 @@ void check_overlap(Backend backend) {
     own.compute().synchronize();
     saver.check();
     CHECK(!exists(dir + "/step-10"));
+    CHECK(saver.idle(15) == false);
+    CHECK(saver.idle(16) == false);  // is not said twice
+    CHECK(said == (world.rank == 0));
     put(20);
     saver.begin(20, some_state(20));  // waits; the note opens the gate
     put(21);
     saver.finish();
-    CHECK(said == (world.rank == 0));
+    CHECK(saver.idle(30));
+    CHECK(said == 2 * (world.rank == 0));
     CHECK(waited == (world.rank == 0));
   }
   barrier();
@@ -592,6 +596,35 @@ TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") { check_overla
 TEST_CASE("GPU: saving holds up nothing but the copy", "[checkpoint][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   check_overlap(Backend::gpu);
+}
+
+TEST_CASE("weights that are not finite are not saved", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string dir = common_directory();
+  FakeRank rank(tensors(), Grouping::blocks, world.size, world.rank);
+  const std::vector<Part> parts = rank.parts();
+  auto save = [&](int64_t step, float bad) {
+    Saver saver(test_device(Backend::cpu), world, dir, 1, parts);
+    rank.fill(step);
+    const Part* last = nullptr;
+    for (const Part& p : parts)
+      if (p.count > 0 && std::strcmp(p.kind, "weight") == 0) last = &p;
+    if (world.rank == 0) std::memcpy(last->data + (last->count - 1) * 4, &bad, 4);
+    saver.begin(step, some_state(step));
+    return error_of([&] { saver.finish(); });
+  };
+  CHECK(save(10, 1) == "");
+  for (const float bad : {NAN, INFINITY}) {
+    const std::string error = save(20, bad);  // of one number of one rank
+    barrier();
+    CHECK(exists(dir + "/step-10"));
+    CHECK(!exists(dir + "/step-20"));
+    CHECK(load_state("latest", dir, world) == some_state(10));
+    if (world.rank > 0) continue;
+    CHECK(has(error, "saving step 20 failed: rank 0: tensor '"));
+    CHECK(has(error, "the run has diverged"));
+    CHECK(has(error, "resume from " + dir + "/step-10"));
+  }
 }
 
 TEST_CASE("what is damaged is refused, by name", "[checkpoint]") {
