@@ -6,6 +6,7 @@
 #include <fstream>
 #include <functional>
 
+#include "lib/estimate.h"
 #include "model.h"
 #include "test/catch.h"
 
@@ -48,10 +49,11 @@ struct Setup {
   bool share_gpu = false;
   bool graph = false;     // from the third step on
   bool together = false;  // the host does not wait for one step before it issues the next
+  bool validate = false;  // after each step, on the batch of the next
 };
 
 struct Outcome {
-  std::vector<double> losses, norms;
+  std::vector<double> losses, norms, validated;
   std::vector<Issued> trace;                // of the last step
   std::vector<std::vector<float>> weights;  // whole units, as gathered after init
   std::vector<std::vector<float>> shards;   // this rank's weights after the last step
@@ -107,12 +109,18 @@ Outcome train(const Setup& s, const World& world) {
     m.end_step();
     dev.mem.end();
   };
+  auto validation = [&](Model<T, G>& m, const int32_t* host, bool first, Event& copied) {
+    dev.mem.begin("validation");
+    m.evaluate(host, first, copied);
+    dev.mem.end();
+  };
   {
     ops::keep_workspace(dev);
     Model<T, G> m(dev, world, transport, s.model, batch, s.fsdp, false);
     Event copied(dev);
     m.init_weights();
     step(m, nullptr, 1, copied);
+    if (s.validate) validation(m, nullptr, true, copied);
   }
   if (s.fsdp.gather_by_copy_engine) use_nccl_memory(dev);
   dev.mem.commit();
@@ -123,8 +131,8 @@ Outcome train(const Setup& s, const World& world) {
   Graph graph(dev);
   model.init_weights();
   model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
-  HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight);
-  HostBuffer<double> results(dev, 2 * in_flight);
+  HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight), unseen(dev, ints * s.micro_batches);
+  HostBuffer<double> results(dev, 2 * in_flight), validated(dev, 1);
   Event copied(dev);
 
   Outcome out;
@@ -139,10 +147,7 @@ Outcome train(const Setup& s, const World& world) {
       out.weights.back().push_back(float(reinterpret_cast<const T*>(whole.get())[i]));
   }
   const int64_t from = world.rank * s.rows / world.size, to = (world.rank + 1) * s.rows / world.size;
-  for (int64_t n = 1; n <= s.steps; ++n) {
-    if (n == 11) out.growth = -bytes_in_use(s.backend);
-    int32_t* host = hosts.get() + (n - 1) % in_flight * ints * s.micro_batches;
-    double* result = results.get() + (n - 1) % in_flight * 2;
+  auto fill = [&](int32_t* host, int64_t n) {
     for (int64_t m = 0; m < s.micro_batches; ++m) {
       int32_t* at = host + m * ints;
       for (int64_t i = 0; i < M; ++i) {
@@ -152,6 +157,12 @@ Outcome train(const Setup& s, const World& world) {
       }
       index_batch(s.model, batch, at);
     }
+  };
+  for (int64_t n = 1; n <= s.steps; ++n) {
+    if (n == 11) out.growth = -bytes_in_use(s.backend);
+    int32_t* host = hosts.get() + (n - 1) % in_flight * ints * s.micro_batches;
+    double* result = results.get() + (n - 1) % in_flight * 2;
+    fill(host, n);
     if (s.poison) dev.compute().synchronize(), dev.mem.poison();
     model.fsdp.begin_trace();
     if (s.graph && n > 2) {
@@ -167,6 +178,13 @@ Outcome train(const Setup& s, const World& world) {
       out.norms.push_back(std::sqrt(results[i % in_flight * 2]));
       out.losses.push_back(results[i % in_flight * 2 + 1] * scale);
     }
+    if (!s.validate) continue;
+    fill(unseen.get(), n + 1);
+    for (int64_t m = 0; m < s.micro_batches; ++m) validation(model, unseen.get() + m * ints, m == 0, copied);
+    model.finish_evaluation();
+    dev.compute().copy(validated.get(), model.fsdp.scalars() + 1, 8);
+    dev.compute().synchronize();
+    out.validated.push_back(validated[0] * scale);
   }
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
     const float* w = model.fsdp.master(int(u));
@@ -196,12 +214,12 @@ double furthest(const std::vector<double>& x, const std::vector<double>& y) {
 
 bool same(const Outcome& a, const Outcome& b) { return a.losses == b.losses && a.norms == b.norms; }
 
-std::string text_of(const std::vector<Issued>& trace) {
+std::string text_of(const std::vector<Issued>& trace, bool uses = false) {
   std::string text;
   for (const Issued& i : trace) {
-    if (!i.moves()) continue;
-    static const char* names[] = {"gather", "reduce", "sum", "step"};
-    ASSERT(size_t(i.kind) < 4);
+    if (!i.moves() && !(uses && i.kind == Issued::use)) continue;
+    static const char* names[] = {"gather", "reduce", "sum", "step", "use"};
+    ASSERT(size_t(i.kind) < 5);
     text += (text.empty() ? "" : " ") + std::string(names[i.kind]);
     if (i.unit >= 0) text += std::to_string(i.unit);
   }
@@ -444,6 +462,104 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   }
 }
 
+TEST_CASE("a unit is gathered as far ahead of its use as the prefetches say", "[fsdp]") {
+  Setup s;
+  s.model = small(Arch::rope, 4 * test_world().size + 1), s.steps = 1;
+  auto trace = [&](int slots, int ahead, BackwardPrefetch behind) {
+    s.fsdp.gather_slots = slots, s.model.forward_prefetch = ahead, s.model.backward_prefetch = behind;
+    return text_of(train<float, float>(s, test_world()).trace, true);
+  };
+  const char* forward[] = {"gather0 use0 gather1 use1 gather2 use2 gather3 use3 gather4 use4 ",
+                           "gather0 gather1 use0 gather2 use1 gather3 use2 gather4 use3 use4 ",
+                           "gather0 gather1 gather2 use0 gather3 use1 gather4 use2 use3 use4 ",
+                           "gather0 gather1 gather2 gather3 use0 gather4 use1 use2 use3 use4 "};
+  const char* backward[] = {"reduce4 gather2 use3 reduce3 gather1 use2 reduce2 use1 ",
+                            "reduce4 use3 gather2 reduce3 use2 gather1 reduce2 use1 ",
+                            "reduce4 use3 reduce3 gather2 use2 reduce2 gather1 use1 "};
+  for (int ahead : {0, 1, 2, 3})
+    for (auto behind : {BackwardPrefetch::pre, BackwardPrefetch::post, BackwardPrefetch::none})
+      CHECK(trace(4, ahead, behind) ==
+            std::string(forward[ahead]) + backward[int(behind)] + "reduce1 reduce0 sum step");
+  // As far as there are slots.
+  CHECK(trace(2, 3, BackwardPrefetch::pre) == trace(2, 1, BackwardPrefetch::pre));
+}
+
+// A trace tells the order on the host alone; for what a gather waits on the device shows in the estimate of a dry run.
+TEST_CASE("what is gathered when it is wanted hides behind nothing", "[fsdp]") {
+  const int gather = 1;  // that stream
+  auto dry = [&](int ahead, BackwardPrefetch behind, int steps) {
+    ModelConfig m = preset_named("llama-8b").model;
+    m.depth = 4, m.forward_prefetch = ahead, m.backward_prefetch = behind;
+    Device dev(Backend::gpu, Device::plan_only);
+    Estimate estimate(*chip_named("h200"));
+    dev.estimate = &estimate;
+    World world;
+    world.size = world.local_size = 8;
+    FsdpOptions options;
+    options.gather_slots = 3, options.reduce_dtype = Dtype::bf16;
+    ops::keep_workspace(dev);
+    Model<bf16, bf16> model(dev, world, Transport::nccl, m, 1, options, false);
+    Event copied(dev);
+    for (int i = 0; i < steps; ++i) {
+      if (i > 0) estimate.next_step();
+      dev.mem.begin("step");
+      model.begin_step(nullptr, 1);
+      model.forward_backward(nullptr, 1, true, true, copied);
+      model.end_step();
+      dev.mem.end();
+    }
+    const Estimate of_the_last = estimate;
+    estimate.next_step();
+    model.fsdp.use(1), model.fsdp.release(1);  // which AdamW was done with early
+    CHECK(estimate.exposed(gather) > estimate.talking(Collective::all_gather));
+    return of_the_last;
+  };
+  for (auto behind : {BackwardPrefetch::post, BackwardPrefetch::none}) {
+    const Estimate first = dry(0, behind, 1), second = dry(0, behind, 2);
+    CHECK(first.exposed(gather) > first.talking(Collective::all_gather));
+    // Nor behind the optimizer of the step before, where the gather of a unit ahead does.
+    CHECK(second.exposed(gather) == Approx(first.exposed(gather)));
+    CHECK(dry(1, behind, 2).exposed(gather) < 0.99 * dry(1, behind, 1).exposed(gather));
+  }
+  CHECK(dry(1, BackwardPrefetch::pre, 2).exposed(gather) <
+        0.5 * dry(1, BackwardPrefetch::pre, 2).talking(Collective::all_gather));
+}
+
+TEST_CASE("a reduction moves its units' padded sizes in its dtype", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::rope, 4 * world.size + 1), s.steps = 1;
+  s.model.replicate_below = 33;
+  for (int shard_ranks : {0, 1, 2}) {
+    if (shard_ranks == 2 && world.size != 4) continue;
+    s.fsdp.shard_ranks = shard_ranks, s.fsdp.reshard_after_forward = shard_ranks != 1;
+    std::vector<Unit> units = parameter_table(s.model);
+    lay_out(&units, s.fsdp.shards(world.size));
+    for (int dtypes = 0; dtypes < 5; ++dtypes) {
+      INFO("groups of " << shard_ranks << " dtypes " << dtypes);
+      const Dtype reduced = dtypes == 0 || dtypes == 2 ? Dtype::f32 : Dtype::bf16;
+      s.fsdp.reduce_dtype = reduced;
+      const Outcome out = dtypes < 2   ? train<float, float>(s, world)
+                          : dtypes < 4 ? train<bf16, float>(s, world)
+                                       : train<bf16, bf16>(s, world);
+      size_t reductions = 0;
+      for (const Issued& i : out.trace) {
+        if (i.kind != Issued::reduce_scatter && i.kind != Issued::all_reduce) continue;
+        const bool scalars = i.unit < 0;  // the loss and the norm
+        CHECK(i.dtype == (scalars ? Dtype::f64 : reduced));
+        if (scalars) {
+          CHECK(i.bytes == 2 * 8);
+          continue;
+        }
+        const Unit& u = units[size_t(i.unit)];
+        CHECK(i.bytes == (i.kind == Issued::all_reduce ? u.shard : u.padded) * size_of(reduced));
+        ++reductions;
+      }
+      CHECK(reductions == units.size() * (shard_ranks == 2 ? 2 : 1));
+    }
+  }
+}
+
 // The combinations of the knobs that change which bytes move and where they lie: a dozen of their product, drawn so
 // that every value of each is there.
 TEST_CASE("every way to shard trains as one rank does, in the memory that was planned", "[fsdp]") {
@@ -486,9 +602,11 @@ TEST_CASE("every way to shard trains as one rank does, in the memory that was pl
   }
 }
 
-// All of --shard, --wrap, --reshard-after-forward, --limit-all-gathers, the prefetches and the dtypes. Every number of
-// ranks takes its share of them, and each combination is somebody's. On a GPU the ranks share it: opening NCCL's
-// communicators would take most of the time.
+// All of --shard, --wrap, --reshard-after-forward, --limit-all-gathers, both prefetches and the dtypes, but for those
+// that are the same as another: what is not resharded has no limit, and --shard grad is that. Four ranks take the
+// hybrid ones, groups of two, which fewer have not. The others share the rest by thirds that hold every pair of values.
+// On a GPU, where it takes longer, four ranks take such a third too; the ranks share it: opening NCCL's communicators
+// would take most of the time.
 namespace {
 void check_six_knobs(Backend backend) {
   const World& world = test_world();
@@ -496,37 +614,42 @@ void check_six_knobs(Backend backend) {
   Setup s;
   s.model = gpu ? small_on_gpu(Arch::rope) : small(Arch::rope, 4 * world.size + 1);
   s.backend = backend, s.share_gpu = gpu;
-  s.model.wrap_min_params = 3000, s.steps = 2, s.micro_batches = 2;
+  s.model.depth = 2, s.model.wrap_min_params = 3000, s.steps = 2, s.micro_batches = 2;
   const Outcome one = alone<float, float>(s);
-  int combination = 0, tried = 0;
-  for (int shard = 0; shard < 4; ++shard)
+  int tried = 0;
+  auto check = [&](int shard_ranks, Wrap wrap, bool reshard, int slots, int ahead, int behind, int dtypes) {
+    // Thirds of the combinations: those whose knobs add up to the same.
+    const int third = (int(wrap) + slots + ahead + behind + dtypes) % 3;
+    if ((world.size < 4 || gpu) && third != world.size % 3) return;
+    ++tried;
+    INFO("groups of " << shard_ranks << " wrap " << int(wrap) << " reshard " << reshard << " slots " << slots
+                      << " prefetches " << ahead << " and " << behind << " dtypes " << dtypes);
+    s.model.wrap = wrap;
+    s.model.forward_prefetch = ahead, s.model.backward_prefetch = BackwardPrefetch(behind);
+    s.fsdp = FsdpOptions();
+    s.fsdp.shard_ranks = shard_ranks, s.fsdp.reshard_after_forward = reshard, s.fsdp.gather_slots = slots;
+    s.fsdp.reduce_dtype = dtypes == 1 ? Dtype::bf16 : Dtype::f32;
+    const Outcome out = dtypes == 0   ? train<float, float>(s, world)
+                        : dtypes == 1 ? train<bf16, bf16>(s, world)
+                                      : train<bf16, float>(s, world);
+    // On a GPU others take memory at the same time.
+    if (!gpu) CHECK(out.reported == out.memory.arena);
+    CHECK(out.memory.live_peak <= out.memory.arena);
+    if (world.rank == 0)
+      CHECK(furthest(out.losses, one.losses) < (dtypes > 0 ? (gpu ? 2e-2 : 1e-2) : gpu ? 1e-4 : 2e-5));
+  };
+  const std::vector<int> groups = world.size == 4 ? std::vector<int>{2} : std::vector<int>{0, 1};
+  for (int shard_ranks : groups)
     for (Wrap wrap : {Wrap::block, Wrap::sublayer, Wrap::single, Wrap::size})
       for (bool reshard : {true, false})
         for (int slots : {0, 1, 2})
-          for (int prefetch : {0, 1, 2})
-            for (int dtypes : {0, 1, 2}) {
-              const bool keeps = shard == 1 || shard == 2;
-              if (keeps && reshard) continue;  // refused
-              if (combination++ % 4 != world.size % 4) continue;
-              ++tried;
-              INFO("shard " << shard << " wrap " << int(wrap) << " reshard " << reshard << " slots " << slots
-                            << " prefetch " << prefetch << " dtypes " << dtypes);
-              s.model.wrap = wrap;
-              s.model.forward_prefetch = prefetch, s.model.backward_prefetch = BackwardPrefetch(prefetch);
-              s.fsdp = FsdpOptions();
-              s.fsdp.shard_ranks = shard == 2 ? 1 : shard == 3 && world.size % 2 == 0 ? 2 : 0;
-              s.fsdp.reshard_after_forward = reshard, s.fsdp.gather_slots = slots;
-              s.fsdp.reduce_dtype = dtypes == 1 ? Dtype::bf16 : Dtype::f32;
-              const Outcome out = dtypes == 0   ? train<float, float>(s, world)
-                                  : dtypes == 1 ? train<bf16, bf16>(s, world)
-                                                : train<bf16, float>(s, world);
-              // On a GPU others take memory at the same time.
-              if (!gpu) CHECK(out.reported == out.memory.arena);
-              CHECK(out.memory.live_peak <= out.memory.arena);
-              if (world.rank == 0)
-                CHECK(furthest(out.losses, one.losses) < (dtypes > 0 ? (gpu ? 2e-2 : 1e-2) : gpu ? 1e-4 : 2e-5));
-            }
-  CHECK(tried >= 107);
+          for (int ahead : {0, 1, 2})
+            for (int behind : {0, 1, 2})
+              for (int dtypes : {0, 1, 2}) {
+                if (reshard ? shard_ranks == 1 : slots != 2) continue;  // refused
+                check(shard_ranks, wrap, reshard, slots, ahead, behind, dtypes);
+              }
+  CHECK(tried == (world.size < 4 ? 180 : gpu ? 144 : 432));
 }
 }  // namespace
 
@@ -823,6 +946,25 @@ TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
   }
 }
 
+TEST_CASE("validation changes no bit of the training, and sees the loss that the next step sees", "[fsdp]") {
+  for (int n = 0; n < 5; ++n) {
+    INFO("case " << n);
+    Setup s;
+    s.model = small(n == 1 ? Arch::llama : Arch::rope, 4 * test_world().size + 1);
+    s.steps = 4, s.micro_batches = 2;
+    if (n == 1) s.model.wrap = Wrap::sublayer, s.model.replicate_below = 33, s.fsdp.gather_slots = 3;
+    if (n == 2) s.fsdp.reshard_after_forward = false;
+    if (n == 3) s.clip = 0, s.fsdp.update_in_backward = true;
+    if (n == 4) s.model.forward_prefetch = 0, s.model.backward_prefetch = BackwardPrefetch::none;
+    const Outcome plain = train<float, float>(s, test_world());
+    s.validate = true, s.poison = true, s.delay_ms = n == 0 ? 2 : 0;
+    const Outcome out = train<float, float>(s, test_world());
+    CHECK(same(out, plain));
+    CHECK(out.shards == plain.shards);
+    for (size_t i = 1; i < plain.losses.size(); ++i) CHECK(out.validated[i - 1] == plain.losses[i]);
+  }
+}
+
 TEST_CASE("the head's chunks add up to the whole", "[fsdp]") {
   Setup s;
   s.model = small(Arch::rope, 4 * test_world().size + 1);
@@ -966,6 +1108,14 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
   CHECK(about(out.memory.before_step[int(Purpose::moments)], shards * 8, 2 * n));
   CHECK(about(out.memory.peak[int(Purpose::gather_slots)], largest * 4 * 2, 2));
   CHECK(about(out.memory.peak[int(Purpose::gradient_slots)], largest * 4 * 2, 2));
+  // As many slots as are asked for, and no more than units.
+  for (auto [gathers, gradients] : {std::pair<int, int>{1, 3}, {3, 1}, {9, 9}}) {
+    s.fsdp.gather_slots = gathers, s.fsdp.gradient_slots = gradients;
+    const MemoryReport memory = train<float, float>(s, world).memory;
+    const int64_t g = std::min<int64_t>(gathers, n), r = std::min<int64_t>(gradients, n);
+    CHECK(about(memory.peak[int(Purpose::gather_slots)], largest * 4 * g, g));
+    CHECK(about(memory.peak[int(Purpose::gradient_slots)], largest * 4 * r, r));
+  }
 }
 
 TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
