@@ -799,15 +799,15 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
   return "nothing that is tried makes it fit: a batch is too large for one GPU; lower --seq or --batch\n";
 }
 
-// --gpu's, the one here, or an H200. Null: not known.
-const Chip* chip_for(const Run& r) {
-  return chip_named(!r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200");
+// --gpu's, the one here, or an H200.
+std::string chip_for(const Run& r) {
+  return !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
 }
 
 // The step on that chip, and whether there is room for it.
 std::string estimate_text(const Run& r, int ranks) {
-  const Chip* chip = chip_for(r);
-  if (!chip) return "unknown chip: no time is estimated; --gpu h200 would\n";
+  const Chip* chip = chip_named(chip_for(r));
+  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", chip_for(r).c_str());
   Price p = price(r, ranks, *chip);
   if (r.fsdp.gather_over_mpi && ranks > 1)
     p.text = "a step with --gather mpi is not estimated: it takes what hosts take\n";
@@ -856,7 +856,7 @@ int answer(const Options& o) {
       Device dev(r.backend, Device::plan_only);
       const World world = elsewhere(ranks, r.backend);
       const Transport transport = transport_elsewhere(ranks, r.backend);
-      const Chip* chip = chip_for(r);
+      const Chip* chip = chip_named(chip_for(r));
       choose_gathers(&r, ranks, transport, on_one_host(world, r.fsdp.shards(ranks)), chip && chip->copy_engines);
       std::vector<Issued> issued;
       with_types(r, [&](auto t, auto g) { issued = plan<decltype(t), decltype(g)>(dev, world, transport, r); });
