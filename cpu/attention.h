@@ -63,7 +63,7 @@ inline double exponential(double x) { return std::exp(x); }
 inline float exponential(float x) {
   float in = x < -87.f ? -87.f : x;
   float n = in * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the sum's low bits are the rounded quotient
-  int32_t bits;
+  uint32_t bits;                            // unsigned, because NaN goes this way too
   std::memcpy(&bits, &n, 4);
   n -= 12582912.f;
   float r = in - n * 0.693359375f + n * 2.12194440e-4f;
@@ -75,7 +75,7 @@ inline float exponential(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.f;
   p = p * r + 1.f;
-  int32_t power = (bits - 0x4b400000 + 127) << 23;
+  uint32_t power = (bits - 0x4b400000u + 127u) << 23;
   float two_n;
   std::memcpy(&two_n, &power, 4);
   return x < -87.f ? 0.f : p * two_n;
