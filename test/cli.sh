@@ -396,6 +396,20 @@ done
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
 [ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="it does not go on: exit status $status"
 verdict "a killed run goes on from what it had saved" "$wrong"
+# One rank alone is killed: the others do not wait for it.
+run=(--device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --save "$dir/alone" --save-every 5)
+# shellcheck disable=SC2086
+timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 3 ./train "${run[@]}" >"$dir/out" 2>&1 </dev/null &
+for ((i = 0; i < 100; i++)); do [ -e "$dir/alone/latest" ] && break || sleep 0.1; done
+pkill -9 -n -f -- "--save $dir/alone" 2>/dev/null
+wait $! 2>/dev/null
+status=$?
+wrong=""
+[ "$status" != 0 ] && [ "$status" != 124 ] || wrong="exit status $status"
+grep -q "signal 9" "$dir/out" || wrong="$wrong; no rank was killed"
+mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
+[ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
+verdict "a rank that is killed ends all" "${wrong#; }"
 
 # ------------------------------------------------------------------------------------------- builds that are not here
 env -u MAKEFLAGS -u MAKELEVEL make --no-print-directory syntax >"$dir/out" 2>&1 # not a part of the make that runs this
