@@ -196,7 +196,7 @@ const Knob knobs[] = {
     {"--recompute block --keep-attention 1", false},
     {"--graph 1", true},
 };
-constexpr int64_t knob_count = sizeof knobs / sizeof *knobs;
+constexpr int64_t knob_count = std::size(knobs);
 
 Words words_of(const std::string& text) {
   std::istringstream in(text);
@@ -727,7 +727,7 @@ void time_collectives(const Settings& s, const World& world) {
       };
       barrier();
       const std::vector<double> alone = time_calls(dev, talk, call);
-      const double ms = agreed(median(alone)), sent = double(bytes) / world.size * (world.size - 1);
+      const double ms = agreed(median(alone)), gb_s = 1e-6 * sent(k.what, double(bytes), world.size) / ms;
       // As many as fill 40 ms alone, beside what alone takes three times as long.
       const double beside_product =
           time_beside(dev, talk, enough(40, ms), call, compute, enough(120, product_ms), multiply);
@@ -737,18 +737,18 @@ void time_collectives(const Settings& s, const World& world) {
       json result = {{"ms", ms},
                      {"ms_min", *std::min_element(alone.begin(), alone.end())},
                      {"ms_max", *std::max_element(alone.begin(), alone.end())},
-                     {"sent_gb_s", 1e-6 * sent / ms},
+                     {"sent_gb_s", gb_s},
                      {"beside_product_ms", beside_product},
                      {"product_ms", product_ms},
                      {"product_beside_ms", product_beside}};
       if (chip) {
-        result["of_link"] = 1e3 * sent / ms / chip->link;
+        result["of_link"] = 1e9 * gb_s / chip->link;
         result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size,
                                                                k.channel == engine.get());
       }
       auto cell = [&](const char* key) { return chip ? strf("%.3f", result[key].get<double>()) : std::string("-"); };
-      table.push_back({k.name, k.by, std::to_string(mib), strf("%.3f", ms), strf("%.1f", 1e-6 * sent / ms),
-                       cell("of_link"), cell("estimated_ms"), strf("%.3f", beside_product),
+      table.push_back({k.name, k.by, std::to_string(mib), strf("%.3f", ms), strf("%.1f", gb_s), cell("of_link"),
+                       cell("estimated_ms"), strf("%.3f", beside_product),
                        strf("x %.2f", product_beside / product_ms)});
       if (world.rank == 0)
         append_row(s, {{"date", now_iso8601()},

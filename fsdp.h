@@ -100,9 +100,10 @@ struct Issued {
   int unit;       // -1: all
   int64_t bytes;  // of the whole buffer; 0: nothing moves between ranks
   Dtype dtype;
-  int ranks;  // that it is among
-  // What a rank sends: all parts but one, and in an all_reduce twice.
-  double sent() const { return double(bytes) * (ranks - 1) / ranks * (kind == all_reduce ? 2 : 1); }
+  int ranks;             // that it is among
+  double sent() const {  // by a rank
+    return ::sent(kind == all_reduce ? Collective::all_reduce : Collective::all_gather, double(bytes), ranks);
+  }
   bool moves() const { return bytes > 0 || kind == optimizer; }
 };
 const char* name_of(Issued::Kind kind);

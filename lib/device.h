@@ -97,6 +97,10 @@ Cost moves(int64_t numbers, int launches = 1, Work kind = Work::memory) {
   return c;
 }
 enum class Collective { all_gather, reduce_scatter, all_reduce, broadcast };
+// What a rank sends of a buffer of `bytes`: all parts but one, and in an all_reduce twice.
+inline double sent(Collective kind, double bytes, int ranks) {
+  return bytes * (ranks - 1) / ranks * (kind == Collective::all_reduce ? 2 : 1);
+}
 
 // A point in a stream. wait() refers to the latest record() at the time of the call; an event that was never recorded
 // holds nobody up.

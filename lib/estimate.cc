@@ -36,11 +36,6 @@ std::string letters_of(const std::string& s) {
   return t;
 }
 
-// What a rank sends: all parts but one, and in an all-reduce twice.
-double sent(Collective kind, double bytes, int ranks) {
-  return bytes * (ranks - 1) / ranks * (kind == Collective::all_reduce ? 2 : 1);
-}
-
 double link_rate(const Chip& chip, int ranks, bool engines) {
   return chip.link * (engines ? engine_of_link : ranks == 2 ? pair_of_link : ring_of_link);
 }
@@ -48,13 +43,14 @@ double link_rate(const Chip& chip, int ranks, bool engines) {
 }  // namespace
 
 const Chip* chip_named(const std::string& name) {
+  const auto bf16 = [](const char* chip) { return 1e12 * peak_bf16_tflops(chip); };
   static const Chip chips[] = {
-      //        SMs  bf16      fp32     bandwidth memory link   network copy engines
-      {"H200", 132, 989.5e12, 66.9e12, 4.8e12, 141e9, 450e9, 50e9, true},
-      {"H100", 132, 989.5e12, 66.9e12, 3.35e12, 80e9, 450e9, 50e9, true},  // SXM, as the next
-      {"A100", 108, 312e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9, false},
-      {"L40S", 142, 362.05e12, 91.6e12, 0.864e12, 48e9, 32e9, 12.5e9, false},
-      {"RTX 4090", 128, 165.2e12, 82.6e12, 1.008e12, 24e9, 32e9, 12.5e9, false},
+      //        SMs              fp32     bandwidth memory link   network copy engines
+      {"H200", 132, bf16("H200"), 66.9e12, 4.8e12, 141e9, 450e9, 50e9, true},
+      {"H100", 132, bf16("H100"), 66.9e12, 3.35e12, 80e9, 450e9, 50e9, true},  // SXM, as the next
+      {"A100", 108, bf16("A100"), 19.5e12, 2.039e12, 80e9, 300e9, 25e9, false},
+      {"L40S", 142, bf16("L40S"), 91.6e12, 0.864e12, 48e9, 32e9, 12.5e9, false},
+      {"RTX 4090", 128, bf16("RTX 4090"), 82.6e12, 1.008e12, 24e9, 32e9, 12.5e9, false},
   };
   for (const Chip& c : chips)
     if (letters_of(name).find(letters_of(c.name)) != std::string::npos) return &c;
