@@ -305,11 +305,10 @@ void Fsdp<T, G>::reduce(int u) {
     else reduce_channel_.reduce_scatter(p, unit.shard, dtype);
     replica_channel_.all_reduce(mine, unit.shard, dtype);
     ops::accumulate_gradient(stream, shard, mine, unit.shard, !first_shard);
-    const int64_t bytes = unit.shard * size_of(dtype);
     if (shard_world_.size > 1 || replica_world_.size == 1)
       note(unit.replicated ? Issued::all_reduce : Issued::reduce_scatter, u, unit.padded * size_of(dtype), dtype,
            shard_world_.size);
-    if (replica_world_.size > 1) note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
+    if (replica_world_.size > 1) note(Issued::all_reduce, u, unit.shard * size_of(dtype), dtype, replica_world_.size);
   };
   if (state.whole.get()) ops::accumulate_gradient(stream, state.whole.get(), s.p, unit.padded, !first_whole);
   if (!later) {

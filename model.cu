@@ -667,10 +667,13 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
   const int mlp = c_.mlp_module(block), attention = c_.attention_module(block);
+  auto queries_again = [&] {
+    fsdp.note(Issued::recompute_attention, unit_of_[size_t(attention)]);
+    queries(block, &v, Purpose::temporaries);
+  };
   if (c_.attends() && !keeps_middle()) {
     enter(attention, mlp);
-    fsdp.note(Issued::recompute_attention, unit_of_[size_t(attention)]);
-    if (c_.sparse || !keeps_attention()) queries(block, &v, Purpose::temporaries);
+    if (c_.sparse || !keeps_attention()) queries_again();
     if (!keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
     if (!v.o) v.o = combine(block, &v);
     project(block, &v, v.o, Purpose::temporaries);
@@ -687,10 +690,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   enter(attention);
   open(attention);
   const Places& at = at_[size_t(block)];
-  if (!v.qkv) {
-    fsdp.note(Issued::recompute_attention, unit_of_[size_t(attention)]);
-    queries(block, &v, Purpose::temporaries);
-  }
+  if (!v.qkv) queries_again();
   if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
   Buffer<T> dqkv;
   {

@@ -650,8 +650,10 @@ std::string train(const Context& c, const Run& r) {
       if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || saver->idle(step)))
         saver->begin(saved = step, state_at(r, step));
     }
-    if (step > done_before + 1) report(step - 1, false);
-    if (step > done_before + 1 && diverged(step - 1)) return divergence(step - 1);
+    if (step > done_before + 1) {
+      report(step - 1, false);
+      if (diverged(step - 1)) return divergence(step - 1);
+    }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
       if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
@@ -701,14 +703,18 @@ void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool 
 
 // ------------------------------------------------------------------------------------------------------------- main
 
-// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU.
-World elsewhere(int ranks, Backend backend) {
+// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's gathers.
+struct Elsewhere {
   World world;
-  world.size = ranks, world.local_size = backend == Backend::gpu ? std::min(ranks, gpus_per_node) : ranks;
-  return world;
-}
-Transport transport_elsewhere(int ranks, Backend backend) {
-  return ranks == 1 ? Transport::none : backend == Backend::gpu ? Transport::nccl : Transport::mpi;
+  Transport transport;
+};
+Elsewhere elsewhere(Run* r, int ranks, bool engines) {
+  const bool gpu = r->backend == Backend::gpu;
+  Elsewhere e;
+  e.world.size = ranks, e.world.local_size = gpu ? std::min(ranks, gpus_per_node) : ranks;
+  e.transport = ranks == 1 ? Transport::none : gpu ? Transport::nccl : Transport::mpi;
+  choose_gathers(r, ranks, e.transport, on_one_host(e.world, r->fsdp.shards(ranks)), engines);
+  return e;
 }
 
 // Memory and time of a step, by a dry run.
@@ -727,9 +733,7 @@ Price price(Run r, const World& world, const Chip& chip) {
   return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
 }
 Price price(Run r, int ranks, const Chip& chip) {
-  const World world = elsewhere(ranks, r.backend);
-  choose_gathers(&r, ranks, transport_elsewhere(ranks, r.backend), on_one_host(world, r.fsdp.shards(ranks)),
-                 chip.copy_engines);
+  const World world = elsewhere(&r, ranks, chip.copy_engines).world;
   return price(r, world, chip);
 }
 
@@ -854,19 +858,18 @@ int answer(const Options& o) {
       std::printf("%s", parameters_text(r.model, r.fsdp, ranks).c_str());
     } else {
       Device dev(r.backend, Device::plan_only);
-      const World world = elsewhere(ranks, r.backend);
-      const Transport transport = transport_elsewhere(ranks, r.backend);
       const Chip* chip = chip_named(chip_for(r));
-      choose_gathers(&r, ranks, transport, on_one_host(world, r.fsdp.shards(ranks)), chip && chip->copy_engines);
+      const Elsewhere there = elsewhere(&r, ranks, chip && chip->copy_engines);
       std::vector<Issued> issued;
-      with_types(r, [&](auto t, auto g) { issued = plan<decltype(t), decltype(g)>(dev, world, transport, r); });
+      with_types(
+          r, [&](auto t, auto g) { issued = plan<decltype(t), decltype(g)>(dev, there.world, there.transport, r); });
       std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                   r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                   name_of(r.dtype), ll(r.batch), ll(r.model.seq));
       if (o.plan) std::printf("%s%s", units_text(r, ranks).c_str(), memory_table(dev.mem.report(), ranks).c_str());
       if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, ranks).c_str());
       if (o.show_schedule)
-        std::printf("%s%s", choices_text(r, transport).c_str(), schedule_text(issued, r.model, ranks).c_str());
+        std::printf("%s%s", choices_text(r, there.transport).c_str(), schedule_text(issued, r.model, ranks).c_str());
     }
   }
   return 0;

@@ -163,7 +163,7 @@ measured() {
   read -r -a options <<<"$3"
   for ((i = 4; i < ${#options[@]}; i++)); do
     case ${options[i]} in
-    --data | --log | --log-every | --steps | --graph | --gather) i=$((i + 1)) ;;
+    --data | --log | --log-every | --steps | --gather) i=$((i + 1)) ;;
     --comm-timing) ;;
     *) args+=("${options[i]}") ;;
     esac
