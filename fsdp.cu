@@ -8,19 +8,38 @@ bool Unit::trained() const {
 
 void lay_out(std::vector<Unit>* units, int shards) {
   for (Unit& u : *units) {
-    std::stable_partition(u.params.begin(), u.params.end(), [](const Param& p) { return p.decay; });
-    u.numel = u.decayed = 0;
-    for (Param& p : u.params) {
-      ASSERT(p.numel > 0 && p.numel % 8 == 0);
-      p.offset = u.numel;
-      u.numel += p.numel;
-      if (p.decay) u.decayed += p.numel;
+    for (size_t i = 0, end; i < u.params.size(); i = end) {
+      bool any = !u.params[i].frozen;
+      for (end = i + 1; end < u.params.size() && u.params[end].joined; end++) any = any || !u.params[end].frozen;
+      for (; i < end; i++) u.params[i].reduced = any;
     }
-    const int parts = u.replicated ? 1 : shards;
-    const int64_t pieces = (u.numel + shard_align * parts - 1) / (shard_align * parts);
-    u.shard = pieces * shard_align;
-    u.padded = u.shard * parts;
+    auto place = [](const Param& p) { return !p.reduced ? 2 : p.decay ? 0 : 1; };
+    std::stable_sort(u.params.begin(), u.params.end(),
+                     [&](const Param& a, const Param& b) { return place(a) < place(b); });
+    u.numel = u.decayed = u.padded = u.shard = 0;
+    auto cut = [&](FlatParam* f, bool reduced) {
+      *f = {u.padded, u.shard, 0, 0, 0};
+      for (Param& p : u.params) {
+        if (p.reduced != reduced) continue;
+        ASSERT(p.numel > 0 && p.numel % 8 == 0);
+        p.offset = f->at + f->numel;
+        f->numel += p.numel;
+        if (reduced && p.decay) u.decayed += p.numel;
+      }
+      const int parts = u.replicated ? 1 : shards;
+      f->shard = (f->numel + shard_align * parts - 1) / (shard_align * parts) * shard_align;
+      f->padded = f->shard * parts;
+      u.numel += f->numel, u.padded += f->padded, u.shard += f->shard;
+    };
+    cut(&u.reduced, true), cut(&u.fixed, false);
   }
+}
+
+Unit::Piece Unit::piece(const Param& p, int rank) const {
+  const FlatParam& f = p.reduced ? reduced : fixed;
+  const int64_t from = f.at + rank * f.shard, a = std::max(from, p.offset),
+                b = std::min(from + f.shard, p.offset + p.numel);
+  return a < b ? Piece{b - a, a - p.offset, f.part + a - from} : Piece{0, 0, 0};
 }
 
 const char* name_of(Issued::Kind kind) {
@@ -36,16 +55,13 @@ const char* stream_of(const Issued& i) {
 }
 
 namespace {
-int64_t largest(const std::vector<Unit>& units) {
+template <class F>
+int64_t largest(const std::vector<Unit>& units, F f) {
   int64_t most = 0;
-  for (const Unit& u : units) most = std::max(most, u.padded);
+  for (const Unit& u : units) most = std::max<int64_t>(most, f(u));
   return most;
 }
-int64_t largest_shard(const std::vector<Unit>& units) {
-  int64_t most = 0;
-  for (const Unit& u : units) most = std::max(most, u.shard);
-  return most;
-}
+int64_t gathered(const Unit& u) { return std::max(u.reduced.padded, u.fixed.padded); }
 }  // namespace
 
 template <class T, class G>
@@ -58,14 +74,19 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       units_(std::move(units)),
       gather_channel_(
           dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
-          dev.backend == Backend::gpu ? largest(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0, open,
-          options.gather_by_copy_engine),
+          dev.backend == Backend::gpu ? largest(units_, gathered) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0,
+          open, options.gather_by_copy_engine),
+      // A multiple of what an all_reduce's pieces are rounded to.
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
-                      largest(units_) * size_of(options.reduce_dtype), open),
-      // A multiple of what its pieces of a shard are rounded to.
-      replica_channel_(
-          dev, dev.reduce(), replica_world_, transport, "replicas",
-          std::max<int64_t>(largest_shard(units_) * size_of(options.reduce_dtype), replica_world_.size * 512), open),
+                      std::max<int64_t>(largest(units_, [](const Unit& u) { return u.reduced.padded; }) *
+                                            size_of(options.reduce_dtype),
+                                        shard_world_.size * 512),
+                      open),
+      replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
+                       std::max<int64_t>(largest(units_, [](const Unit& u) { return u.reduced.shard; }) *
+                                             size_of(options.reduce_dtype),
+                                         replica_world_.size * 512),
+                       open),
       scalars_ready_(dev),
       scalars_summed_(dev),
       late_(dev) {
@@ -77,17 +98,16 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
     s.master = mem.keep<float>(u.shard, u.name + " master", Purpose::master);
     auto moment = [&](const char* name) -> void* {
       if (!u.trained()) return nullptr;
-      if (narrow_moments) return mem.keep<bf16>(u.shard, u.name + name, Purpose::moments);
-      return mem.keep<float>(u.shard, u.name + name, Purpose::moments);
+      if (narrow_moments) return mem.keep<bf16>(u.reduced.shard, u.name + name, Purpose::moments);
+      return mem.keep<float>(u.reduced.shard, u.name + name, Purpose::moments);
     };
     s.m = moment(" first moment"), s.v = moment(" second moment");
     // Neighbours that are trained make one range.
-    const int64_t from = first(int(i)), to = from + u.shard;
     for (const Param& p : u.params) {
-      const auto [a, b] = p.within(from, to);
-      if (a >= b || p.frozen) continue;
-      if (!s.trained.empty() && s.trained.back().second == a - from) s.trained.back().second = b - from;
-      else s.trained.emplace_back(a - from, b - from);
+      const Unit::Piece mine = u.piece(p, shard_rank(int(i)));
+      if (mine.numel == 0 || p.frozen) continue;
+      if (s.trained.empty() || s.trained.back().second < mine.at) s.trained.emplace_back(mine.at, mine.at);
+      s.trained.back().second = mine.at + mine.numel;
     }
     state_.push_back(std::move(s));
   }
@@ -111,7 +131,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
     if (u.replicated) continue;
     sharded++;
     most = std::max(most, u.padded);
-    if (u.trained()) most_trained = std::max(most_trained, u.padded), most_shard = std::max(most_shard, u.shard);
+    most_trained = std::max(most_trained, u.reduced.padded), most_shard = std::max(most_shard, u.reduced.shard);
   }
   for (int i = 0; !own && i < std::min(options.gather_slots, sharded); i++)
     add_slot(-1, most, strf("gather slot %d", i));
@@ -130,7 +150,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   rotating_ = gradient_slots_.size();
   for (size_t i = 0; i < units_.size(); i++)
     if (units_[i].replicated && units_[i].trained())
-      add_gradient_slot(int(i), units_[i].padded, units_[i].shard, units_[i].name + " gradient");
+      add_gradient_slot(int(i), units_[i].reduced.padded, units_[i].reduced.shard, units_[i].name + " gradient");
 
   scalars_ = mem.keep<double>(n_scalars, "scalars", Purpose::workspace);
   partials_ = mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
@@ -147,14 +167,9 @@ int64_t Fsdp<T, G>::parameters() const {
 template <class T, class G>
 void Fsdp<T, G>::init_weights() {
   Stream& s = dev_.compute();
-  auto make = [&](const Unit& u, float* to, int64_t from, int64_t numel) {
-    s.zero(to, numel * 4);  // the padding stays zero for ever: its gradient is zero
-    for (const Param& p : u.params) {
-      const auto [a, b] = p.within(from, from + numel);
-      if (a >= b) continue;
-      if (p.std == 0) ops::fill(s, to + (a - from), p.mean, b - a);
-      else ops::init_normal(s, to + (a - from), options_.seed, p.id, a - p.offset, b - a, p.mean, p.std);
-    }
+  auto make = [&](const Param& p, float* to, int64_t from, int64_t numel) {
+    if (p.std == 0) ops::fill(s, to, p.mean, numel);
+    else ops::init_normal(s, to, options_.seed, p.id, from, numel, p.mean, p.std);
   };
   std::vector<Buffer<float>> whole;
   if (options_.whole_init) {
@@ -162,17 +177,23 @@ void Fsdp<T, G>::init_weights() {
     dev_.mem.phase("making the whole model's weights");
     for (const Unit& u : units_) {
       whole.push_back(dev_.mem.take<float>(u.padded, "whole weights", Purpose::master));
-      make(u, whole.back(), 0, u.padded);
+      for (const Param& p : u.params) make(p, whole.back() + p.offset, 0, p.numel);
     }
   }
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
-    if (options_.whole_init) s.copy(state_[i].master, whole[i] + first(int(i)), u.shard * 4);
-    else make(u, state_[i].master, first(int(i)), u.shard);
-    s.record(state_[i].ready);
-    if (!state_[i].m) continue;
-    s.zero(state_[i].m, u.shard * size_of(options_.moment_dtype));
-    s.zero(state_[i].v, u.shard * size_of(options_.moment_dtype));
+    State& state = state_[i];
+    s.zero(state.master, u.shard * 4);  // the padding stays zero for ever: its gradient is zero
+    for (const Param& p : u.params) {
+      const Unit::Piece mine = u.piece(p, shard_rank(int(i)));
+      if (mine.numel == 0) continue;
+      if (options_.whole_init) s.copy(state.master + mine.at, whole[i] + p.offset + mine.first, mine.numel * 4);
+      else make(p, state.master + mine.at, mine.first, mine.numel);
+    }
+    s.record(state.ready);
+    if (!state.m) continue;
+    s.zero(state.m, u.reduced.shard * size_of(options_.moment_dtype));
+    s.zero(state.v, u.reduced.shard * size_of(options_.moment_dtype));
   }
   if (options_.whole_init) {
     whole.clear();
@@ -218,10 +239,15 @@ void Fsdp<T, G>::gather(int u, bool late) {
   const bool sharded = !(shards(u) == 1 && slot->owner == u);
   auto bring = [&](auto* to) {
     using E = std::remove_pointer_t<decltype(to)>;
-    if (static_cast<const void*>(to) != master) ops::cast(stream, to + first(u), master, unit.shard);
-    if (sharded) gather_channel_.all_gather(to, unit.shard, dtype_of<E>);
-    if (sharded) note(Issued::all_gather, u, unit.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
-    else note(Issued::cast, u);
+    for (const FlatParam& f : {unit.reduced, unit.fixed})
+      if (f.numel > 0 && static_cast<const void*>(to) != master)
+        ops::cast(stream, to + f.at + shard_rank(u) * f.shard, master + f.part, f.shard);
+    for (const FlatParam& f : {unit.reduced, unit.fixed}) {
+      if (f.numel == 0 || !sharded) continue;
+      gather_channel_.all_gather(to + f.at, f.shard, dtype_of<E>);
+      note(Issued::all_gather, u, f.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
+    }
+    if (!sharded) note(Issued::cast, u);
   };
   if (slot->wide && sharded) {
     bring(slot->wide);
@@ -274,8 +300,8 @@ G* Fsdp<T, G>::gradient(int u) {
   const Unit& unit = units_[size_t(u)];
   await(s);
   // What nobody writes: the padding; of a unit that is reduced in two goes, what the other go writes.
-  const int64_t from = unit.reductions > 1 ? 0 : unit.numel;
-  dev_.compute().zero(s.p + from, (unit.padded - from) * int64_t(sizeof(G)));
+  const int64_t from = unit.reductions > 1 ? 0 : unit.reduced.numel;
+  dev_.compute().zero(s.p + from, (unit.reduced.padded - from) * int64_t(sizeof(G)));
   s.unit = u;
   return s.p;
 }
@@ -285,40 +311,41 @@ void Fsdp<T, G>::reduce(int u) {
   GradientSlot& s = gradient_slot_of(u);
   ASSERT(s.unit == u);
   const Unit& unit = units_[size_t(u)];
+  const FlatParam& flat = unit.reduced;
   State& state = state_[size_t(u)];
   const bool last_here = ++state.reductions == unit.reductions, complete = last_here && last_micro_batch_;
   if (last_here) state.reductions = 0;
   const bool later = options_.reduce_last && !complete, update = options_.update_in_backward && complete;
   const bool first_whole = later && !state.whole.get(), first_shard = !later && !state.gradient.get();
-  if (first_whole) state.whole = dev_.mem.take<float>(unit.padded, "whole gradient", Purpose::gradients);
-  if (first_shard && !update) state.gradient = dev_.mem.take<float>(unit.shard, "gradient shard", Purpose::gradients);
+  if (first_whole) state.whole = dev_.mem.take<float>(flat.padded, "whole gradient", Purpose::gradients);
+  if (first_shard && !update) state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
   float* shard = state.gradient.get() ? state.gradient.get() : s.mine;
 
   for (const Param& p : unit.params)
-    if (p.frozen) dev_.compute().zero(s.p + p.offset, p.numel * int64_t(sizeof(G)));
+    if (p.frozen && p.reduced) dev_.compute().zero(s.p + p.offset, p.numel * int64_t(sizeof(G)));
   dev_.compute().record(s.ready);
   Stream& stream = reduce_channel_.stream();
   stream.wait(s.ready);
   auto sum = [&](auto* p, Dtype dtype) {
-    auto* mine = p + first(u);
-    if (unit.replicated) reduce_channel_.all_reduce(p, unit.shard, dtype);
-    else reduce_channel_.reduce_scatter(p, unit.shard, dtype);
-    replica_channel_.all_reduce(mine, unit.shard, dtype);
-    ops::accumulate_gradient(stream, shard, mine, unit.shard, !first_shard);
+    auto* mine = p + shard_rank(u) * flat.shard;
+    if (unit.replicated) reduce_channel_.all_reduce(p, flat.shard, dtype);
+    else reduce_channel_.reduce_scatter(p, flat.shard, dtype);
+    replica_channel_.all_reduce(mine, flat.shard, dtype);
+    ops::accumulate_gradient(stream, shard, mine, flat.shard, !first_shard);
     if (shard_world_.size > 1 || replica_world_.size == 1)
-      note(unit.replicated ? Issued::all_reduce : Issued::reduce_scatter, u, unit.padded * size_of(dtype), dtype,
+      note(unit.replicated ? Issued::all_reduce : Issued::reduce_scatter, u, flat.padded * size_of(dtype), dtype,
            shard_world_.size);
-    if (replica_world_.size > 1) note(Issued::all_reduce, u, unit.shard * size_of(dtype), dtype, replica_world_.size);
+    if (replica_world_.size > 1) note(Issued::all_reduce, u, flat.shard * size_of(dtype), dtype, replica_world_.size);
   };
-  if (state.whole.get()) ops::accumulate_gradient(stream, state.whole.get(), s.p, unit.padded, !first_whole);
+  if (state.whole.get()) ops::accumulate_gradient(stream, state.whole.get(), s.p, flat.padded, !first_whole);
   if (!later) {
     if (state.whole.get() && !s.narrow)
-      ops::cast(stream, s.p, static_cast<const float*>(state.whole.get()), unit.padded);
+      ops::cast(stream, s.p, static_cast<const float*>(state.whole.get()), flat.padded);
     if (!s.narrow) sum(s.p, dtype_of<G>);
     if constexpr (std::is_same_v<G, float>) {
       if (s.narrow) {
         const float* from = state.whole.get() ? state.whole.get() : s.p;
-        ops::cast(stream, s.narrow, from, unit.padded);
+        ops::cast(stream, s.narrow, from, flat.padded);
         sum(s.narrow, Dtype::bf16);
       }
     }
@@ -339,16 +366,17 @@ template <class T, class G>
 void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
   const Unit& unit = units_[size_t(u)];
   if (unit.replicated && shard_world_.rank > 0) return;  // counted once
-  ops::sum_powers(s, options_.norm, scalars_, gradient, partials_, unit.shard, norm_begun_);
+  ops::sum_powers(s, options_.norm, scalars_, gradient, partials_, unit.reduced.shard, norm_begun_);
   norm_begun_ = true;
 }
 
 template <class T, class G>
 void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
   State& state = state_[size_t(u)];
+  const Unit& unit = units_[size_t(u)];
   for (const auto& range : state.trained) {
-    const int64_t from = range.first, n = range.second - from, at = first(u) + from;
-    const int64_t decayed = std::min(std::max<int64_t>(units_[size_t(u)].decayed - at, 0), n);
+    const int64_t from = range.first, n = range.second - from, at = shard_rank(u) * unit.reduced.shard + from;
+    const int64_t decayed = std::min(std::max<int64_t>(unit.decayed - at, 0), n);
     auto step = [&](auto* m, auto* v) {
       ops::adamw(s, state.master + from, m + from, v + from, gradient + from, scalars_, clip, adamw_, n, decayed,
                  options_.seed, uint32_t(u), at);

@@ -3,7 +3,9 @@
 //
 // A unit is a set of parameters that are gathered together (embedding, one block, head). They lie in one flat buffer,
 // padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of every unit, as
-// an fp32 master copy with AdamW's two moments. Nothing else of the model lives on a rank for longer than it is used:
+// an fp32 master copy with AdamW's two moments. What is frozen lies behind what is trained, is cut on its own, and is
+// gathered alone: it has no gradient and no moments. Nothing else of the model lives on a rank for longer than it is
+// used:
 //
 //   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place
 //   use(u)        compute stream waits for that; returns the whole unit in the compute dtype
@@ -20,7 +22,6 @@
 // parallelism. This file knows units of parameters and nothing of transformers.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -38,31 +39,44 @@ struct Param {
   bool decay;      // weight decay: matrices only
   bool joined;     // lies right behind the one before it, because one product takes both
   bool frozen;     // is not trained
+  bool reduced;    // has a gradient that is reduced: trained, or joined with what is. lay_out fills it in
   int module;      // of the model, in the order of its forward pass
   uint32_t id;     // place in the model's table
   int64_t numel;   // the product of the shape
-  int64_t offset;  // in the unit's flat buffer
-  // What of it lies in [from, to) of that buffer: from first to second, nothing if first is not below second.
-  std::pair<int64_t, int64_t> within(int64_t from, int64_t to) const {
-    return {std::max(from, offset), std::min(to, offset + numel)};
-  }
+  int64_t offset;  // in the unit's buffer
+};
+
+// Parameters one behind the other, and padding, cut into equal shards (Zhao et al. 2023, section 3.2.3).
+struct FlatParam {
+  int64_t at = 0, part = 0;  // of it in the unit's buffer; of a rank's shard of it in the rank's part of the unit
+  int64_t numel = 0;
+  int64_t padded = 0, shard = 0;  // padded = shards * shard
 };
 
 struct Unit {
   std::string name;
-  std::vector<Param> params;  // lay_out sorts matrices first: the decayed elements are a prefix of the flat buffer
-  bool replicated = false;    // whole on every rank
-  int reductions = 1;         // a micro-batch; 2 where two distant modules share a weight
+  std::vector<Param> params;
+  bool replicated = false;  // whole on every rank
+  int reductions = 1;       // a micro-batch; 2 where two distant modules share a weight
+  // Two flat parameters make the unit's buffer, and a rank's shards of them, in that order, its part of the unit: what
+  // is reduced, with matrices first, so that the decayed elements are a prefix; and what is only gathered. Either may
+  // be empty.
+  FlatParam reduced, fixed;
   int64_t numel = 0, decayed = 0;
-  int64_t padded = 0, shard = 0;  // padded = shards * shard
+  int64_t padded = 0, shard = 0;  // of both
   bool trained() const;           // any of it
+  // What of a parameter lies in shard `rank`: how many elements, the first of them, and its place in the rank's part.
+  struct Piece {
+    int64_t numel, first, at;
+  };
+  Piece piece(const Param& p, int rank) const;
 };
 
 // Shards are cut at multiples of this, so that every rank's part is aligned for vectors and for the network. A small
-// unit may leave ranks at the end with padding only.
+// flat parameter may leave ranks at the end with padding only.
 constexpr int64_t shard_align = 64;
-// Sorts the parameters; fills in their offsets, and numel, decayed, padded and shard of the units. Sizes of parameters
-// must be multiples of 8 (16-byte loads of any).
+// Sorts the parameters; fills in their offsets, and all numbers of the units. Sizes of parameters must be multiples of
+// 8 (16-byte loads of any).
 void lay_out(std::vector<Unit>* units, int shards);
 
 struct FsdpOptions {
@@ -140,8 +154,9 @@ class Fsdp {
   double* scalars() const { return scalars_; }
 
   const std::vector<Unit>& units() const { return units_; }
-  // This rank's shard of a unit: its place in the unit, how many ranks hold the same; weights and AdamW's moments.
-  int64_t first(int u) const { return units_[size_t(u)].replicated ? 0 : shard_world_.rank * units_[size_t(u)].shard; }
+  // This rank's part of a unit: which shards it is made of, whether it is the first rank that holds them; weights, and
+  // AdamW's moments of what is reduced.
+  int shard_rank(int u) const { return units_[size_t(u)].replicated ? 0 : shard_world_.rank; }
   bool first_replica(int u) const {
     return replica_world_.rank == 0 && (!units_[size_t(u)].replicated || shard_world_.rank == 0);
   }

@@ -176,6 +176,8 @@ std::vector<int> wrap(const ModelConfig& c, const std::vector<int64_t>& sizes) {
   return unit_of;
 }
 
+bool of_phi(const Param& p) { return p.name.find(".phi_") != std::string::npos; }
+
 std::string module_name(const ModelConfig& c, int m) {
   if (m == 0) return "embedding";
   if (m == c.modules() - 1) return "head";
@@ -233,8 +235,7 @@ double flops_per_token(const ModelConfig& c) {
   for (const Unit& u : parameter_table(c))
     for (const Param& p : u.params) {
       if (p.shape.size() < 2 || p.module == 0) continue;
-      const bool phi = p.name.find(".phi_") != std::string::npos;  // once for each compressed key
-      weights += double(p.numel) / (phi ? double(c.nsa.stride) : 1.0);
+      weights += double(p.numel) / (of_phi(p) ? double(c.nsa.stride) : 1.0);  // once for each compressed key
     }
   if (!c.attends()) return 6 * weights;
   if (!c.sparse) return 6 * weights + 6.0 * double(c.depth) * double(c.dim) * double(c.seq);
@@ -319,6 +320,11 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       if (!units[u].replicated) unit_of_[size_t(p.module)] = int(u);
   }
   if (c_.tied) unit_of_.back() = unit_of_.front();
+  int64_t discarded = 0;  // nobody computes the gradient of a frozen matrix, but the others' come with what is computed
+  for (const Unit& u : units)
+    for (const Param& p : u.params)
+      if (!p.reduced && (p.shape.size() == 1 || of_phi(p))) discarded = std::max(discarded, p.numel);
+  if (discarded > 0) discarded_ = dev.mem.keep<G>(discarded, "gradients of what is frozen", Purpose::workspace);
 
   batch_ = dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
@@ -331,7 +337,7 @@ template <class T, class G>
 typename Model<T, G>::Place Model<T, G>::place(const std::string& name) const {
   for (size_t u = 0; u < fsdp.units().size(); u++)
     for (const Param& p : fsdp.units()[u].params)
-      if (p.name == name) return {int(u), p.offset, p.frozen};
+      if (p.name == name) return {int(u), p.offset, !p.reduced};
   return {};
 }
 
@@ -413,14 +419,9 @@ void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied) {
 template <class T, class G>
 void Model<T, G>::begin_pass(Pass pass, bool last) {
   pass_ = pass, last_ = last;
-  const bool trained = replicated_ >= 0 && fsdp.units()[size_t(replicated_)].trained();
   if (pass == Pass::backward) {
     fsdp.begin_micro_batch(last);
-    if (trained) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
-    if (replicated_ >= 0 && !trained) {
-      discarded_replicated_ = dev_.mem.take<G>(fsdp.units()[size_t(replicated_)].padded, "gradient of what is frozen");
-      grads_[size_t(replicated_)] = discarded_replicated_;
-    }
+    if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
     return;
   }
   if (replicated_ >= 0) weights_[size_t(replicated_)] = fsdp.use(replicated_);
@@ -433,8 +434,7 @@ void Model<T, G>::end_pass() {
   ASSERT(open_ < 0);
   if (replicated_ < 0) return;
   fsdp.release(replicated_);
-  if (pass_ == Pass::backward && !discarded_replicated_) fsdp.reduce(replicated_);
-  discarded_replicated_.reset();
+  if (pass_ == Pass::backward && trained(replicated_)) fsdp.reduce(replicated_);
 }
 
 template <class T, class G>
@@ -484,12 +484,7 @@ void Model<T, G>::open(int module) {
   ASSERT(open_ < 0);
   dev_.mark("waiting for communication");
   open_ = u;
-  if (fsdp.units()[size_t(u)].trained()) {
-    grads_[size_t(u)] = fsdp.gradient(u);
-  } else {
-    discarded_ = dev_.mem.take<G>(fsdp.units()[size_t(u)].padded, "gradient of what is frozen");
-    grads_[size_t(u)] = discarded_;
-  }
+  if (trained(u)) grads_[size_t(u)] = fsdp.gradient(u);
 }
 
 template <class T, class G>
@@ -503,8 +498,7 @@ void Model<T, G>::close(int module) {
   if (current_ == open_) leave();
   const int then = following_unit(module, open_);
   if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::post) fsdp.gather(then, true);
-  if (discarded_) discarded_.reset();
-  else fsdp.reduce(open_);
+  if (trained(open_)) fsdp.reduce(open_);
   grads_[size_t(open_)] = nullptr;
   open_ = -1;
 }

@@ -138,7 +138,7 @@ class Model {
   struct Place {
     int unit = -1;  // -1: the architecture has no such parameter
     int64_t at = 0;
-    bool frozen = false;
+    bool frozen = false;  // has no gradient
   };
   struct Places {  // of a block
     Place qkv, o, up, down, up_bias, down_bias, norm1, norm1_bias, norm2, norm2_bias, gate_bias;
@@ -146,7 +146,8 @@ class Model {
   };
   Place place(const std::string& name) const;
   const T* weight(const Place& p) const { return p.unit < 0 ? nullptr : weights_[size_t(p.unit)] + p.at; }
-  G* grad(const Place& p) const { return p.unit < 0 ? nullptr : grads_[size_t(p.unit)] + p.at; }
+  G* grad(const Place& p) const { return p.unit < 0 ? nullptr : p.frozen ? discarded_ : grads_[size_t(p.unit)] + p.at; }
+  bool trained(int u) const { return fsdp.units()[size_t(u)].trained(); }
   void wgrad(const Place& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
   PhiWeights<const T> phi_weights(const Places& at) const;
   PhiWeights<G> phi_grads(const Places& at) const;
@@ -205,7 +206,7 @@ class Model {
   int current_ = -1, open_ = -1;   // the units in hand
   std::vector<const T*> weights_;  // by unit; valid while it is in hand
   std::vector<G*> grads_;
-  Buffer<G> discarded_, discarded_replicated_;  // gradients of units that are not trained
+  G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything
   int32_t* batch_;
   A *rope_table_, *loss_sum_;
   NsaStats* stats_;

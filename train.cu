@@ -518,10 +518,11 @@ std::string train(const Context& c, const Run& r) {
   std::vector<Graph> graphs;
   std::vector<HostBuffer<ops::AdamW>> adamw;
   std::vector<Event> copied, started, done, val_done;
+  constexpr int scalars = Fsdp<T, G>::n_scalars;
   for (int i = 0; i < 2; i++) {
     batches.emplace_back(dev, ints * r.grad_accum);
     adamw.emplace_back(dev, 1);
-    results.emplace_back(dev, 4);  // squared norm, loss; validation's
+    results.emplace_back(dev, 2 * scalars);  // the step's, and validation's
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     graphs.emplace_back(dev);
     copied.emplace_back(dev), val_done.emplace_back(dev);
@@ -538,11 +539,10 @@ std::string train(const Context& c, const Run& r) {
   std::unique_ptr<Saver> saver;
   int64_t done_before = 0, saved = 0;
   try {
+    auto note = [&](const std::string& line) { c.telemetry->note(line); };
     if (!c.state.is_null())
-      done_before = load_checkpoint(r.o.resume, r.o.save, dev, world, parts).at("step").template get<int64_t>();
-    if (!r.o.save.empty())
-      saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, own_parts,
-                                      [&](const std::string& line) { c.telemetry->note(line); });
+      load_checkpoint(r.o.resume, r.o.save, dev, world, parts, note).at("step").get_to(done_before);
+    if (!r.o.save.empty()) saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
   if (speaks && done_before > 0)
     c.telemetry->note(strf("going on after step %lld of %s", ll(done_before), r.o.resume.c_str()));
@@ -564,7 +564,7 @@ std::string train(const Context& c, const Run& r) {
     s.step = step;
     s.grad_norm = std::sqrt(results[slot][0]);
     s.loss = results[slot][1] / double(r.tokens_per_step());
-    s.val_loss = validated ? results[slot][3] / double(val_rows * r.model.seq) : std::nan("");
+    s.val_loss = validated ? results[slot][scalars + 1] / double(val_rows * r.model.seq) : std::nan("");
     s.lr = learning_rate(r, step);
     s.step_ms = elapsed_ms(started[slot], done[slot]);
     s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
@@ -624,7 +624,7 @@ std::string train(const Context& c, const Run& r) {
       }
       graphs[slot].launch();
     }
-    s.copy(results[slot].get(), model.fsdp.scalars(), 2 * 8);
+    s.copy(results[slot].get(), model.fsdp.scalars(), scalars * 8);
     if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
     kernels[slot] = model.kernels();
     s.record(done[slot]);
@@ -641,7 +641,7 @@ std::string train(const Context& c, const Run& r) {
         validation_program(dev, model, val_batch.get(), at == 0, val_copied);
       }
       model.finish_evaluation();
-      s.copy(results[slot].get() + 2, model.fsdp.scalars(), 2 * 8);
+      s.copy(results[slot].get() + scalars, model.fsdp.scalars(), scalars * 8);
       s.record(val_done[slot]);
     }
 

@@ -350,15 +350,22 @@ std::string list_text(const std::vector<std::string>& names) {
   return names.size() > 3 ? text + strf(" and %zu more", names.size() - 3) : text;
 }
 
-// Names and shapes, both ways.
-void check_tensors(const Manifest& m, const std::vector<Part>& parts) {
-  std::vector<std::string> missing, extra;
+// A tensor that was frozen was saved without moments.
+bool was_frozen(const Manifest& m, const std::string& tensor) {
+  const auto found = m.tensors.find(tensor);
+  return found != m.tensors.end() && found->second.pieces.size() == 1 && found->second.pieces.count("weight");
+}
+
+// Names and shapes, both ways. Returns tensors whose moments are wanted and were not saved.
+std::vector<std::string> check_tensors(const Manifest& m, const std::vector<Part>& parts) {
+  std::vector<std::string> missing, extra, without;
   std::map<std::string, const Part*> wanted;
   for (const Part& p : parts) {
     wanted[p.tensor] = &p;
     const auto found = m.tensors.find(p.tensor);
     if (found == m.tensors.end() || !found->second.pieces.count(p.kind)) {
-      missing.push_back(quoted(p.tensor, p.kind));
+      if (!was_frozen(m, p.tensor)) missing.push_back(quoted(p.tensor, p.kind));
+      else if (p.kind == std::string("m")) without.push_back("'" + p.tensor + "'");
       continue;
     }
     REQUIRE_USER(found->second.shape == p.shape,
@@ -371,6 +378,7 @@ void check_tensors(const Manifest& m, const std::vector<Part>& parts) {
                m.path.c_str(), list_text(missing).c_str());
   REQUIRE_USER(extra.empty(), "%s: it has tensor %s, which this model has not; give the options that it was saved with",
                m.path.c_str(), list_text(extra).c_str());
+  return without;
 }
 
 // Moments may have been saved in another format than they are wanted in.
@@ -392,9 +400,10 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
   };
   std::vector<Job> jobs;
   for (const Part& part : parts) {
-    if (part.count == 0) continue;
-    const auto& pieces = m.tensors.at(part.tensor).pieces.at(part.kind);
-    for (const Piece& p : pieces)
+    const auto& kinds = m.tensors.at(part.tensor).pieces;
+    const auto pieces = kinds.find(part.kind);
+    if (part.count == 0 || pieces == kinds.end()) continue;
+    for (const Piece& p : pieces->second)
       if (p.first < part.first + part.count && part.first < p.first + p.count) jobs.push_back({&p, &part});
   }
   // Each file once, from front to back.
@@ -497,17 +506,20 @@ json load_state(const std::string& resume, const std::string& save_dir, const Wo
 }
 
 json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
-                     const std::vector<Part>& parts) {
+                     const std::vector<Part>& parts, std::function<void(const std::string&)> note) {
   ASSERT(dev.mode == Mode::run);
   TextChannel talk(world);
   const Manifest m = manifest_for_all(resume, save_dir, &talk, world.rank);
   std::string error;
+  std::vector<std::string> without;
   try {
-    check_tensors(m, parts);
+    without = check_tensors(m, parts);
     read_parts(m, dev, parts);
   } catch (const Error& e) { error = strf("rank %d: %s", world.rank, e.what()); }
   error = talk.agree(error);
   if (!error.empty()) throw UsageError(error);
+  if (world.rank == 0 && note && !without.empty())
+    note(strf("AdamW's moments begin at zero for %s: frozen in the checkpoint", list_text(without).c_str()));
   return m.state;
 }
 

@@ -54,7 +54,6 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
     const auto& unit = fsdp.units()[i];
     const int u = int(i);
     const bool mine = !to_save || fsdp.first_replica(u);
-    const int64_t from = fsdp.first(u), to = from + (mine ? unit.shard : 0);
     // Kind by kind, as they lie in memory: what follows each other is copied in one go.
     struct {
       const char* name;
@@ -65,10 +64,11 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
                  {"v", fsdp.second_moment(u), fsdp.moment_dtype()}};
     for (const auto& kind : kinds)
       for (const auto& p : unit.params) {
-        if (!kind.data) continue;  // it is not trained
-        const auto [a, b] = p.within(from, to);
-        char* at = static_cast<char*>(kind.data) + (a - from) * size_of(kind.dtype);
-        if (a < b) parts.push_back({p.name, kind.name, p.shape, a - p.offset, b - a, at, kind.dtype});
+        if (!p.reduced && kind.name != kinds[0].name) continue;
+        const auto piece = unit.piece(p, fsdp.shard_rank(u));
+        const bool here = mine && piece.numel > 0;
+        char* at = static_cast<char*>(kind.data) + piece.at * size_of(kind.dtype);
+        if (here) parts.push_back({p.name, kind.name, p.shape, piece.first, piece.numel, at, kind.dtype});
         else parts.push_back({p.name, kind.name, p.shape, 0, 0, nullptr, kind.dtype});
       }
   }
@@ -149,11 +149,12 @@ nlohmann::json load_state(const std::string& resume, const std::string& save_dir
 
 // Fills in the parts and returns the state. Reads what the parts need and checks it against its checksums, chunk by
 // chunk. Collective, in Mode::run; waits for the compute stream. Padding in the shards is left alone (init_weights
-// clears it), and so are gathered copies: load before the first gather. Throws UsageError, the same on all ranks,
+// clears it), and so are gathered copies: load before the first gather. Left alone too are moments of tensors that were
+// saved without, because they were frozen: `note` is told, on rank 0. Throws UsageError, the same on all ranks,
 // naming file, tensor and rank: a damaged, missing or truncated file; a tensor that the model or the checkpoint lacks;
 // another shape. The parts' contents are then undefined.
 nlohmann::json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
-                               const std::vector<Part>& parts);
+                               const std::vector<Part>& parts, std::function<void(const std::string&)> note = nullptr);
 
 // Writes the whole model's weights as one safetensors file: every rank its parts at their places, none more than a
 // few MiB of it at a time. dtype: f32 or bf16. Under a temporary name until it is whole. Collective, in Mode::run.

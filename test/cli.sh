@@ -350,6 +350,10 @@ wrong=""
 verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --lr 0.0001
 verdict "what goes on in another way is said" "$(grep -q 'not as in the checkpoint: --lr 0.0001 (0.0003 there)' "$dir/out" || echo "it is not")"
+mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
+mpi -np 3 ./train "${run[@]}" --stop-after 2 --resume "$dir/frozen"
+verdict "what was frozen trains without old moments, and that is said" \
+  "$(grep -q "moments begin at zero for 'head.weight', 'head.norm': frozen in the checkpoint" "$dir/out" && [ "$status" = 0 ] || echo "it does not, or is not said")"
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"

@@ -137,36 +137,39 @@ struct FakeRank {
   mutable std::vector<std::vector<float>> data[3];
   FakeRank(const std::vector<Param>& params, Grouping wrap, int ranks, int rank)
       : all(wrapped(params, wrap, ranks)), rank(rank) {
-    for (auto& kind : data)
-      for (const Unit& u : all) kind.emplace_back(size_t(u.shard), padding);
+    for (const Unit& u : all)
+      for (auto& kind : data) kind.emplace_back(size_t(&kind == data ? u.shard : u.reduced.shard), padding);
   }
   const std::vector<Unit>& units() const { return all; }
   float* master(int u) const { return data[0][size_t(u)].data(); }
   float* first_moment(int u) const { return data[1][size_t(u)].data(); }
   float* second_moment(int u) const { return data[2][size_t(u)].data(); }
   Dtype moment_dtype() const { return Dtype::f32; }
-  int64_t first(int u) const { return rank * all[size_t(u)].shard; }
+  int shard_rank(int) const { return rank; }
   bool first_replica(int) const { return true; }
 
-  // f(number, what it should be), for all that the shards hold.
+  // f(number, what it should be), for all that the shards hold. without: tensors of whose moments nothing is known.
   template <class F>
-  void each(int64_t step, F f) {
+  void each(int64_t step, F f, const std::vector<std::string>& without = {}) {
     for (int kind = 0; kind < 3; ++kind)
       for (size_t u = 0; u < all.size(); ++u) {
-        std::vector<float> want(size_t(all[u].shard), padding);
-        const int64_t from = rank * all[u].shard;
-        for (const Param& p : all[u].params)
-          for (int64_t i = std::max(p.offset, from); i < std::min(p.offset + p.numel, from + all[u].shard); ++i)
-            want[size_t(i - from)] = value(p.name, kind, i - p.offset, step);
+        std::vector<float> want(data[kind][u].size(), padding);
+        for (const Param& p : all[u].params) {
+          if (kind > 0 && (!p.reduced || std::count(without.begin(), without.end(), p.name))) continue;
+          const Unit::Piece mine = all[u].piece(p, rank);
+          for (int64_t i = 0; i < mine.numel; ++i)
+            want[size_t(mine.at + i)] = value(p.name, kind, mine.first + i, step);
+        }
         for (size_t i = 0; i < want.size(); ++i) f(data[kind][u][i], want[i]);
       }
   }
   void fill(int64_t step) {
     each(step, [](float& x, float want) { x = want; });
   }
-  bool holds(int64_t step) {
+  bool holds(int64_t step, const std::vector<std::string>& without = {}) {
     bool same = true;
-    each(step, [&](float x, float want) { same = same && std::memcmp(&x, &want, 4) == 0; });
+    each(
+        step, [&](float x, float want) { same = same && std::memcmp(&x, &want, 4) == 0; }, without);
     return same;
   }
   std::vector<Part> parts() const { return parts_of(*this); }
@@ -796,7 +799,7 @@ struct Trainer {
 
   // way: a way to cut the model, of `ways`.
   static constexpr int ways = 6;
-  Trainer(Backend backend, const World& world, int way = 0)
+  Trainer(Backend backend, const World& world, int way = 0, const std::vector<std::string>& frozen = {})
       : world(world),
         transport(world.size == 1                                   ? Transport::none
                   : backend == Backend::gpu && gpus() >= world.size ? Transport::nccl
@@ -807,7 +810,7 @@ struct Trainer {
         copied(dev) {
     config.arch = Arch::rope;
     config.dim = 32, config.depth = 2, config.heads = 4, config.kv_heads = 2, config.hidden = 48, config.vocab = 17;
-    config.seq = 8;
+    config.seq = 8, config.frozen = frozen;
     if (way == 1) config.wrap = Wrap::sublayer, config.replicate_below = 40;
     if (way == 2) config.wrap = Wrap::single, fsdp.reshard_after_forward = false;
     if (way == 3) fsdp.shard_ranks = 1, fsdp.reshard_after_forward = false;
@@ -962,6 +965,71 @@ TEST_CASE("a checkpoint knows nothing of how the model was cut", "[checkpoint]")
       CHECK(furthest(t.train(4, 6), rest) < (way == 5 || other == 5 ? 3e-2 : 1e-4));
     }
   }
+}
+
+TEST_CASE("what was frozen is saved without moments, and trained later it begins without", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string top = common_directory();
+  const std::vector<std::string> frozen = {"embedding.weight", "block0.down"};
+  std::vector<Param> some = tensors();
+  for (Param& p : some) p.frozen = std::count(frozen.begin(), frozen.end(), p.name) > 0;
+  const Grouping wraps[] = {Grouping::blocks, Grouping::one, Grouping::each};
+  if (world.rank == 0)
+    for (int w = 0; w < 3; ++w)
+      for (bool with : {false, true}) {
+        const std::string dir = top + strf("/%d-%d", w, with);
+        REQUIRE(::mkdir(dir.c_str(), 0777) == 0);
+        save_as(dir, 20, 0, with ? tensors() : some, wraps[w], 3);
+      }
+  barrier();
+  for (Grouping wrap : wraps)
+    for (int w = 0; w < 3; ++w)
+      for (bool with : {false, true})
+        for (bool trains : {false, true}) {
+          std::string said;
+          FakeRank mine(trains ? tensors() : some, wrap, world.size, world.rank);
+          load_checkpoint(top + strf("/%d-%d", w, with), "", test_device(Backend::cpu), world, mine.parts(),
+                          [&](const std::string& line) { said += line; });
+          const bool anew = trains && !with;
+          CHECK(mine.holds(20, anew ? frozen : std::vector<std::string>()));
+          CHECK(said == (anew && world.rank == 0 ? "AdamW's moments begin at zero for 'embedding.weight', "
+                                                   "'block0.down': frozen in the checkpoint"
+                                                 : ""));
+        }
+}
+
+TEST_CASE("a run that unfreezes what was frozen goes on alike on any number of ranks", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string dir = common_directory();
+  const std::vector<std::string> frozen = {"block.0", "block.1.mlp", "head"};
+  std::vector<double> rest;
+  {
+    Trainer t(Backend::cpu, world, 0, frozen);
+    Saver saver(t.dev, world, dir, 2, t.parts_to_save());
+    t.train(1, 3);
+    saver.begin(3, some_state(3));
+    rest = t.train(4, 6);
+    saver.finish();
+    int64_t bytes = 0, expected = 0;
+    for (const Unit& u : t.model->fsdp.units())
+      for (const Param& p : u.params) expected += p.numel * (p.frozen ? 4 : 12);
+    for (int r = 0; r < world.size; ++r) bytes += int64_t(read_all(dir + strf("/step-3/rank-%d.bin", r)).size());
+    CHECK(bytes == expected);
+    Trainer same(Backend::cpu, world, 0, frozen);
+    load_checkpoint(dir, "", same.dev, world, same.parts());
+    CHECK(same.train(4, 6) == rest);
+  }
+  Trainer all(Backend::cpu, world);
+  load_checkpoint(dir, "", all.dev, world, all.parts());
+  const std::vector<double> unfrozen = all.train(4, 6);
+  CHECK(furthest(unfrozen, rest) > 1e-3);
+  Trainer alone(Backend::cpu, World());
+  load_checkpoint(dir, "", alone.dev, World(), alone.parts());
+  CHECK(furthest(alone.train(4, 6), unfrozen) < 1e-4);
+  // And frozen again, with all moments there are.
+  Trainer again(Backend::cpu, world, 1, frozen);
+  load_checkpoint(dir, "", again.dev, world, again.parts());
+  CHECK(furthest(again.train(4, 6), rest) < 1e-4);
 }
 
 TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint]") {

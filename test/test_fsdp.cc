@@ -5,6 +5,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <map>
 
 #include "lib/estimate.h"
 #include "model.h"
@@ -52,11 +53,13 @@ struct Setup {
   bool validate = false;  // after each step, on the batch of the next
 };
 
+using Weights = std::map<std::string, std::vector<float>>;  // by parameter
+
 struct Outcome {
   std::vector<double> losses, norms, validated;
-  std::vector<Issued> trace;                // of the last step
-  std::vector<std::vector<float>> weights;  // whole units, as gathered after init
-  std::vector<std::vector<float>> shards;   // this rank's weights after the last step
+  std::vector<Issued> trace;               // of the last step
+  Weights weights, trained;                // as gathered after init, and after the last step
+  std::vector<std::vector<float>> shards;  // this rank's weights after the last step
   MemoryReport memory;
   int64_t reported = 0;
   int64_t growth = 0;  // bytes that the process, or the GPU's other memory, took from the tenth step on
@@ -132,20 +135,25 @@ Outcome train(const Setup& s, const World& world) {
   model.init_weights();
   model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
   HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight), unseen(dev, ints * s.micro_batches);
-  HostBuffer<double> results(dev, 2 * in_flight), validated(dev, 1);
+  constexpr int scalars = Fsdp<T, G>::n_scalars;
+  HostBuffer<double> results(dev, scalars * in_flight), validated(dev, 1);
   Event copied(dev);
 
   Outcome out;
-  for (size_t u = 0; u < model.fsdp.units().size(); ++u) {
-    const Unit& unit = model.fsdp.units()[u];
-    HostBuffer<char> whole(dev, unit.numel * int64_t(sizeof(T)));
-    dev.compute().copy(whole.get(), model.fsdp.use(int(u)), unit.numel * int64_t(sizeof(T)));
-    model.fsdp.release(int(u));
-    dev.compute().synchronize();
-    out.weights.emplace_back();
-    for (int64_t i = 0; i < unit.numel; ++i)
-      out.weights.back().push_back(float(reinterpret_cast<const T*>(whole.get())[i]));
-  }
+  auto gathered = [&] {
+    Weights weights;
+    for (size_t u = 0; u < model.fsdp.units().size(); ++u) {
+      const Unit& unit = model.fsdp.units()[u];
+      HostBuffer<T> whole(dev, unit.padded);
+      dev.compute().copy(whole.get(), model.fsdp.use(int(u)), unit.padded * int64_t(sizeof(T)));
+      model.fsdp.release(int(u));
+      dev.compute().synchronize();
+      for (const Param& p : unit.params)
+        for (int64_t i = 0; i < p.numel; ++i) weights[p.name].push_back(float(whole[p.offset + i]));
+    }
+    return weights;
+  };
+  out.weights = gathered();
   const int64_t from = world.rank * s.rows / world.size, to = (world.rank + 1) * s.rows / world.size;
   auto fill = [&](int32_t* host, int64_t n) {
     for (int64_t m = 0; m < s.micro_batches; ++m) {
@@ -161,7 +169,7 @@ Outcome train(const Setup& s, const World& world) {
   for (int64_t n = 1; n <= s.steps; ++n) {
     if (n == 11) out.growth = -bytes_in_use(s.backend);
     int32_t* host = hosts.get() + (n - 1) % in_flight * ints * s.micro_batches;
-    double* result = results.get() + (n - 1) % in_flight * 2;
+    double* result = results.get() + (n - 1) % in_flight * scalars;
     fill(host, n);
     if (s.poison) dev.compute().synchronize(), dev.mem.poison();
     model.fsdp.begin_trace();
@@ -172,11 +180,12 @@ Outcome train(const Setup& s, const World& world) {
     } else {
       step(model, host, n, copied);
     }
-    dev.compute().copy(result, model.fsdp.scalars(), 16);
+    dev.compute().copy(result, model.fsdp.scalars(), scalars * 8);
     for (int64_t i = std::max<int64_t>(0, n - in_flight); i < n && (!s.together || n == s.steps); ++i) {
       dev.compute().synchronize();
-      out.norms.push_back(std::sqrt(results[i % in_flight * 2]));
-      out.losses.push_back(results[i % in_flight * 2 + 1] * scale);
+      const double* of = results.get() + i % in_flight * scalars;
+      out.norms.push_back(std::sqrt(of[0]));
+      out.losses.push_back(of[1] * scale);
     }
     if (!s.validate) continue;
     fill(unseen.get(), n + 1);
@@ -194,6 +203,7 @@ Outcome train(const Setup& s, const World& world) {
   out.trace = model.fsdp.trace();
   out.memory = dev.mem.report();
   out.reported = dev.mem.device_reported_bytes();
+  out.trained = gathered();
   return out;
 }
 
@@ -778,34 +788,73 @@ TEST_CASE("clipping bounds the norm that is asked for, however the model is cut"
   }
 }
 
-TEST_CASE("what is frozen stays as it is, and its neighbours train", "[fsdp]") {
+TEST_CASE("what is frozen stays as it is, and the others train as if it were not", "[fsdp]") {
   const World& world = test_world();
-  for (const std::vector<std::string>& frozen : {std::vector<std::string>{"embedding", "block.1"},
-                                                 {"block.0.attention", "block.0.norm", "block.2.mlp.up"},
-                                                 {"head", "block"}}) {
+  struct Case {
+    Arch arch;
+    std::vector<std::string> frozen;
+    bool sparse, tied, some_replicated;
+  };
+  for (const Case& c : {Case{Arch::rope, {"embedding", "block.1"}, false, false, false},
+                        {Arch::rope, {"block.0.attention", "block.0.norm", "block.2.mlp.up"}, false, false, false},
+                        {Arch::rope, {"head", "block"}, false, false, true},
+                        {Arch::simple, {"block.0.mlp.up", "block.0.norm2", "head.norm.bias"}, false, true, true},
+                        // Of one product with what trains: q, k and v; gate and up.
+                        {Arch::rope, {"block.0.attention.q", "block.1.attention.k"}, false, false, false},
+                        {Arch::llama, {"block.0.mlp.gate", "block.1.mlp.up"}, false, false, false},
+                        {Arch::llama, {"block.0.attention.phi_k", "block.1.attention.gate"}, true, false, false}}) {
+    INFO(name_of(c.arch) << ", frozen " << c.frozen[0]);
     Setup s;
-    s.model = small(Arch::rope, 4 * world.size + 1);
-    s.model.frozen = frozen, s.steps = 3;
+    s.model = small(c.arch, 4 * world.size + 1);
+    if (c.sparse) s.model = sparse(s.model, Phi::mlp);
+    s.model.tied = c.tied, s.model.replicate_below = c.some_replicated ? 33 : 0;
+    s.steps = 1, s.clip = 0;
+    const Outcome free = train<float, float>(s, world);
+    s.model.frozen = c.frozen;
+    const Outcome first = train<float, float>(s, world);
+    // The norm is that of what trains. (A weight and its bias begin with one name.)
+    if (c.arch != Arch::simple && !c.sparse) {
+      s.model.frozen.clear();
+      for (const Unit& u : parameter_table(small(c.arch, s.model.vocab)))
+        for (const Param& p : u.params)
+          if (std::none_of(c.frozen.begin(), c.frozen.end(), [&](auto& f) { return p.name.rfind(f, 0) == 0; }))
+            s.model.frozen.push_back(p.name);
+      const Outcome others = train<float, float>(s, world);
+      CHECK(std::hypot(first.norms[0], others.norms[0]) == Approx(free.norms[0]).epsilon(1e-6));
+      s.model.frozen = c.frozen;
+    }
+    s.steps = 3, s.clip = 1, s.micro_batches = 2, s.poison = true;
     const Outcome out = train<float, float>(s, world);
     std::vector<Unit> units = parameter_table(s.model);
     lay_out(&units, world.size);
-    std::vector<int64_t> moved(units.size());
-    for (size_t u = 0; u < units.size(); ++u) {
-      const int64_t from = world.rank * units[u].shard;
-      bool all_train = true;
-      for (const Param& p : units[u].params) {
-        all_train = all_train && !p.frozen;
-        for (int64_t i = std::max(p.offset, from); i < std::min(p.offset + p.numel, from + units[u].shard); ++i) {
-          const bool as_it_was = out.weights[u][size_t(i)] == out.shards[u][size_t(i - from)];
-          CHECK((as_it_was || !p.frozen));
-          moved[u] += !as_it_was;
-        }
+    int64_t reduced = 0, moments = 0, fixed = 0;
+    for (const Unit& u : units) {
+      for (const Param& p : u.params) {
+        INFO(p.name);
+        CHECK(first.trained.at(p.name) == (p.frozen ? free.weights : free.trained).at(p.name));
+        CHECK((out.trained.at(p.name) == out.weights.at(p.name)) == p.frozen);
+        fixed += p.reduced ? 0 : p.numel;
       }
-      if (!units[u].trained()) CHECK(moved[u] == 0);
-      if (all_train && from < units[u].numel / 2) CHECK(moved[u] > 0);
+      moments += u.reduced.shard * 8;
     }
-    for (const Issued& i : out.trace)
-      if (i.kind == Issued::reduce_scatter) CHECK(units[size_t(i.unit)].trained());
+    CHECK((fixed == 0) == (c.frozen[0] == "block.0.attention.q" || c.frozen[0] == "block.0.mlp.gate"));
+    // What is reduced, and what has moments, is what trains and no more; what is gathered is all.
+    const int64_t has = out.memory.before_step[int(Purpose::moments)];
+    CHECK((has >= moments && has - moments < int64_t(units.size()) * 2 * 4096));
+    std::vector<int64_t> gathered(units.size());
+    for (const Issued& i : first.trace) {
+      if (i.unit < 0 || !i.moves() || i.kind == Issued::optimizer) continue;
+      const Unit& u = units[size_t(i.unit)];
+      if (i.kind == Issued::all_gather) {
+        gathered[size_t(i.unit)] += i.bytes;
+        continue;
+      }
+      CHECK((i.bytes == u.reduced.padded * 4 && u.trained()));
+      reduced += i.bytes;
+    }
+    for (size_t u = 0; u < units.size(); ++u)
+      if (!units[u].replicated) CHECK((gathered[u] > 0 && gathered[u] % (units[u].padded * 4) == 0));
+    CHECK(reduced > 0);
     const Outcome one = alone<float, float>(s);
     if (world.rank != 0) continue;
     CHECK(furthest(out.losses, one.losses) < 2e-5);
@@ -844,21 +893,47 @@ TEST_CASE("a unit is used between its gather and its release", "[fsdp]") {
 TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[fsdp]") {
   for (int ranks : {1, 2, 3, 4, 5, 7, 8, 13, 64})
     for (Arch arch : all_archs) {
-      std::vector<Unit> units = parameter_table(small(arch, 4 * ranks + 1));
+      ModelConfig c = small(arch, 4 * ranks + 1);
+      if (ranks % 2 == 0)
+        c.frozen = {"block.0.mlp.down", "block.0.norm", "block.1", "block.2.attention.k", "head.norm"};
+      std::vector<Unit> units = parameter_table(c);
       lay_out(&units, ranks);
       for (const Unit& u : units) {
-        CHECK(u.padded == u.shard * ranks);
-        CHECK(u.padded >= u.numel);
-        CHECK(u.padded - u.numel < ranks * shard_align);
-        CHECK(u.shard % shard_align == 0);
-        int64_t at = 0;
+        int64_t at = 0, part = 0, numel = 0;
+        for (const FlatParam& f : {u.reduced, u.fixed}) {
+          CHECK((f.at == at && f.part == part));
+          CHECK(f.padded == f.shard * ranks);
+          CHECK(f.padded >= f.numel);
+          CHECK((f.numel > 0 ? f.padded - f.numel < ranks * shard_align : f.padded == 0));
+          CHECK(f.shard % shard_align == 0);
+          at += f.padded, part += f.shard, numel += f.numel;
+        }
+        CHECK((u.padded == at && u.shard == part && u.numel == numel));
+        at = 0;
         for (const Param& p : u.params) {
+          if (!p.reduced && at < u.fixed.at) {
+            CHECK(at == u.reduced.numel);
+            at = u.fixed.at;
+          }
           CHECK(p.offset == at);
           CHECK(p.decay == (p.shape.size() > 1));
-          CHECK((p.offset < u.decayed) == p.decay);
+          CHECK((p.offset < u.decayed) == (p.decay && p.reduced));
+          CHECK((p.reduced || p.frozen));
           at += p.numel;
+          // Every element in one shard, and nothing else in its place.
+          int64_t next = 0;
+          for (int r = 0; r < ranks; ++r) {
+            const Unit::Piece mine = u.piece(p, r);
+            if (mine.numel == 0) continue;
+            CHECK(mine.first == next);
+            CHECK((mine.at >= 0 && mine.at + mine.numel <= u.shard));
+            const FlatParam& f = p.reduced ? u.reduced : u.fixed;
+            CHECK(mine.at - f.part + r * f.shard == p.offset - f.at + next);
+            next += mine.numel;
+          }
+          CHECK(next == p.numel);
         }
-        CHECK(at == u.numel);
+        CHECK(at == (u.fixed.numel > 0 ? u.fixed.at + u.fixed.numel : u.reduced.numel));
       }
     }
 }
@@ -880,13 +955,11 @@ TEST_CASE("initial weights do not depend on the number of ranks", "[fsdp]") {
     const Outcome other = train<float, float>(s, test_world());
     CHECK(other.weights != sharded.weights);
     // As the table says: mean and deviation of every matrix.
-    std::vector<Unit> units = parameter_table(s.model);
-    lay_out(&units, test_world().size);
-    for (size_t u = 0; u < units.size(); ++u)
-      for (const Param& p : units[u].params) {
+    for (const Unit& u : parameter_table(s.model))
+      for (const Param& p : u.params) {
         double sum = 0, square = 0;
         for (int64_t i = 0; i < p.numel; ++i) {
-          const double x = sharded.weights[u][size_t(p.offset + i)];
+          const double x = sharded.weights.at(p.name)[size_t(i)];
           sum += x, square += x * x;
         }
         const double n = double(p.numel), mean = sum / n, std = std::sqrt(std::max(0.0, square / n - mean * mean));
@@ -945,7 +1018,7 @@ TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
 }
 
 TEST_CASE("validation changes no bit of the training, and sees the loss that the next step sees", "[fsdp]") {
-  for (int n = 0; n < 5; ++n) {
+  for (int n = 0; n < 8; ++n) {
     INFO("case " << n);
     Setup s;
     s.model = small(n == 1 ? Arch::llama : Arch::rope, 4 * test_world().size + 1);
@@ -988,14 +1061,14 @@ TEST_CASE("weights decay, and of them matrices alone", "[fsdp]") {
   CHECK(out.norms[0] == 0);
   std::vector<Unit> units = parameter_table(s.model);
   lay_out(&units, world.size);
-  for (size_t u = 0; u < units.size(); ++u)
-    for (int64_t i = 0; i < units[u].shard; ++i) {
-      const int64_t at = world.rank * units[u].shard + i;
-      if (at >= units[u].numel) CHECK(out.shards[u][size_t(i)] == 0);
-      else
-        CHECK(out.shards[u][size_t(i)] ==
-              Approx(out.weights[u][size_t(at)] * (at < units[u].decayed ? 1 - 0.5 * 0.1 : 1.0)).margin(1e-7));
-    }
+  for (size_t u = 0; u < units.size(); ++u) {
+    for (int64_t i = 0; i < units[u].shard; ++i)
+      if (world.rank * units[u].shard + i >= units[u].numel) CHECK(out.shards[u][size_t(i)] == 0);
+    for (const Param& p : units[u].params)
+      for (int64_t i = 0; i < p.numel; ++i)
+        CHECK(out.trained.at(p.name)[size_t(i)] ==
+              Approx(out.weights.at(p.name)[size_t(i)] * (p.decay ? 1 - 0.5 * 0.1 : 1.0)).margin(1e-7));
+  }
 }
 
 TEST_CASE("a batch that the ranks do not divide is padded with nothing", "[fsdp]") {
@@ -1230,9 +1303,9 @@ TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
     const Outcome on_cpu = train<float, float>(s, test_world());
     // The generator's bits are the same, its logarithm and cosine are each machine's own.
     double apart = 0;
-    for (size_t u = 0; u < on_cpu.weights.size(); ++u)
-      for (size_t i = 0; i < on_cpu.weights[u].size(); ++i)
-        apart = std::max(apart, double(std::abs(on_gpu.weights[u][i] - on_cpu.weights[u][i])));
+    for (const auto& [name, weights] : on_cpu.weights)
+      for (size_t i = 0; i < weights.size(); ++i)
+        apart = std::max(apart, double(std::abs(on_gpu.weights.at(name)[i] - weights[i])));
     CHECK(apart < 1e-5);
     CHECK(furthest(on_gpu.losses, on_cpu.losses) < 1e-4);
     s.backend = Backend::gpu;
@@ -1254,14 +1327,18 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
     if (n == 1) s.model.replicate_below = 1000, s.fsdp.reduce_last = true, s.model.hidden_bytes = 4096;
     if (n == 1) s.fsdp.norm = ops::GradNorm::three;
     if (n == 2) s.fsdp.norm = ops::GradNorm::one, s.model.recompute = Recompute::block;
-    if (n == 3) s.fsdp.norm = ops::GradNorm::inf, s.model.frozen = {"block.1", "head"};
+    if (n == 3) s.fsdp.norm = ops::GradNorm::inf, s.model.frozen = {"block.0.mlp", "block.1", "head"};
     if (n == 4) s.fsdp.update_in_backward = true, s.clip = 0;
+    if (n == 5) s.model.wrap = Wrap::size, s.model.wrap_min_params = 60000, s.model.bucket_params = 150000;
+    if (n == 6) s.model.wrap = Wrap::single;
+    if (n == 6) s.model.frozen = {"block.0.norm", "block.1.attention", "block.2.mlp.down"};
     const Outcome one = alone<bf16, float>(s);
     if (n == 0) s.fsdp.gather_wide = true;
     if (n == 2) s.fsdp.shard_ranks = world.size % 2 ? 1 : 2;
     if (n == 3) s.fsdp.shard_ranks = 1;
     if (n == 3) s.fsdp.reshard_after_forward = false;
     if (n == 4) s.fsdp.moment_dtype = Dtype::bf16, s.model.backward_prefetch = BackwardPrefetch::post;
+    if (n == 7) s.fsdp.reshard_after_forward = false;
     const Outcome out = train<bf16, float>(s, world);
     CHECK(same(train<bf16, float>(s, world), out));
     if (world.rank == 0) CHECK(furthest(out.losses, one.losses) < 1e-2);
