@@ -204,6 +204,7 @@ void Fsdp<T, G>::init_weights() {
 template <class T, class G>
 void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
   dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
+  dev_.compute().copy(scalars_ + 2, &adamw_->summand, sizeof(double));
   clip_ = clip;
   norm_begun_ = false;
   ASSERT(clip == 0 || !options_.update_in_backward);

@@ -146,11 +146,12 @@ class Fsdp {
   G* gradient(int u);
   void reduce(int u);
   // Mean-gradient scaling is the caller's: gradients arrive as sums over ranks and micro-batches. scalars[0] becomes
-  // the square of the whole gradient's norm, scalars[1] is summed over all ranks (loss); all on the device.
+  // the square of the whole gradient's norm; summed over all ranks are scalars[1] (loss) and scalars[2], AdamW's step,
+  // by which ranks that are not all at one step are told. All on the device.
   void end_step();
   // Sums scalars()[1] over the ranks without a step (validation).
   void sum_scalars();
-  static constexpr int n_scalars = 2;
+  static constexpr int n_scalars = 3;
   double* scalars() const { return scalars_; }
 
   const std::vector<Unit>& units() const { return units_; }

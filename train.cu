@@ -559,6 +559,12 @@ std::string train(const Context& c, const Run& r) {
     const bool validated = r.o.val_every > 0 && step % r.o.val_every == 0;
     synchronize(validated ? val_done[slot] : done[slot]);
     dev.check();
+    const double steps = results[slot][2], at_one = double(step) * world.size;
+    if (steps != at_one)
+      throw Error(
+          strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. One has "
+               "skipped or repeated a step, and weights are a mixture; resume from a checkpoint",
+               ll(step), steps, at_one));
     if (!speaks) return;
     StepRecord s = {};
     s.step = step;

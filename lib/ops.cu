@@ -179,7 +179,8 @@ AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, 
       weight_decay(weight_decay),
       c1(float(1 / (1 - std::pow(double(beta1), double(step))))),
       c2(float(1 / (1 - std::pow(double(beta2), double(step))))),
-      step(uint32_t(step)) {}
+      step(uint32_t(step)),
+      summand(double(step)) {}
 template <class M>
 void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
            int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {

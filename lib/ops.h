@@ -143,6 +143,7 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1
   float lr = 0, beta1 = 0, beta2 = 0, eps = 1, weight_decay = 0, c1 = 1, c2 = 1;           // c: 1 / (1 - beta^step)
   uint32_t step = 1;
+  double summand = 1;  // the step again, which all ranks' are summed of
 };
 // Elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the rest not. a and
 // sumsq are on the device: no number of a step is an argument, so that a CUDA graph of it can be replayed. Gradients

@@ -51,12 +51,13 @@ struct Setup {
   bool graph = false;     // from the third step on
   bool together = false;  // the host does not wait for one step before it issues the next
   bool validate = false;  // after each step, on the batch of the next
+  int64_t skipped = 0;    // a step that the last rank leaves out, to make one more than the others instead
 };
 
 using Weights = std::map<std::string, std::vector<float>>;  // by parameter
 
 struct Outcome {
-  std::vector<double> losses, norms, validated;
+  std::vector<double> losses, norms, validated, steps;
   std::vector<Issued> trace;               // of the last step
   Weights weights, trained;                // as gathered after init, and after the last step
   std::vector<std::vector<float>> shards;  // this rank's weights after the last step
@@ -105,7 +106,8 @@ Outcome train(const Setup& s, const World& world) {
   auto step = [&](Model<T, G>& m, const int32_t* host, int64_t n, Event& copied) {
     ops::AdamW* a = adamw.get() + (n - 1) % in_flight;
     dev.mem.begin("step");
-    if (host) *a = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
+    const bool ahead = s.skipped > 0 && n >= s.skipped && world.rank == world.size - 1;
+    if (host) *a = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, ahead ? n + 1 : n);
     m.begin_step(a, float(s.clip));
     for (int64_t i = 0; i < s.micro_batches; ++i)
       m.forward_backward(host + i * ints, scale, i == 0, i + 1 == s.micro_batches, copied);
@@ -186,6 +188,7 @@ Outcome train(const Setup& s, const World& world) {
       const double* of = results.get() + i % in_flight * scalars;
       out.norms.push_back(std::sqrt(of[0]));
       out.losses.push_back(of[1] * scale);
+      out.steps.push_back(of[2]);
     }
     if (!s.validate) continue;
     fill(unseen.get(), n + 1);
@@ -555,10 +558,10 @@ TEST_CASE("a reduction moves its units' padded sizes in its dtype", "[fsdp]") {
       size_t reductions = 0;
       for (const Issued& i : out.trace) {
         if (i.kind != Issued::reduce_scatter && i.kind != Issued::all_reduce) continue;
-        const bool scalars = i.unit < 0;  // the loss and the norm
+        const bool scalars = i.unit < 0;  // the norm, the loss and the step
         CHECK(i.dtype == (scalars ? Dtype::f64 : reduced));
         if (scalars) {
-          CHECK(i.bytes == 2 * 8);
+          CHECK(i.bytes == 3 * 8);
           continue;
         }
         const Unit& u = units[size_t(i.unit)];
@@ -859,6 +862,23 @@ TEST_CASE("what is frozen stays as it is, and the others train as if it were not
     if (world.rank != 0) continue;
     CHECK(furthest(out.losses, one.losses) < 2e-5);
     CHECK(furthest(out.norms, one.norms) < 2e-3);
+  }
+}
+
+TEST_CASE("a rank that skips a step is found out in that step", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::rope, 4 * world.size + 1), s.steps = 4;
+  for (int n = 0; n < 4; ++n) {
+    if (n == 1) s.fsdp.norm = ops::GradNorm::inf;
+    if (n == 2) s.fsdp.shard_ranks = 1, s.fsdp.reshard_after_forward = false;
+    if (n == 3) s.fsdp.shard_ranks = world.size % 2 ? 0 : 2;
+    for (bool skips : {false, true}) {
+      s.skipped = skips ? 3 : 0;
+      const Outcome out = train<float, float>(s, world);
+      for (int step = 1; step <= 4; ++step)
+        CHECK((out.steps[size_t(step - 1)] == double(step * world.size)) == (!skips || step < 3));
+    }
   }
 }
 
