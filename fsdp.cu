@@ -431,11 +431,11 @@ void Fsdp<T, G>::end_step() {
     }
   if (!norm_begun_) s.zero(scalars_, 8);
   sum_scalars();
-  if (!options_.update_in_backward)
-    for (size_t i = 0; i < units_.size(); i++) {
-      if (!units_[i].trained()) continue;
-      // The gathers of this step are over, because the compute stream has waited for each of them. Those of the next
-      // begin while AdamW is still at other units: the first ones hide behind it.
+  // The gathers of this step are over, because the compute stream has waited for each of them. Those of the next begin
+  // while AdamW is still at other units: the first ones hide behind it. What is not cut is wanted first.
+  for (bool replicated : {true, false})
+    for (size_t i = 0; i < units_.size() && !options_.update_in_backward; i++) {
+      if (!units_[i].trained() || units_[i].replicated != replicated) continue;
       s.sleep(optimizer_delay_ms_ / double(units_.size()));
       update(s, int(i), state_[i].gradient.get(), clip_);
       state_[i].gradient.reset();

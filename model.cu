@@ -424,8 +424,10 @@ void Model<T, G>::begin_pass(Pass pass, bool last) {
     if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
     return;
   }
+  if (c_.forward_prefetch > 0)
+    for (int u : {replicated_, unit_of_[0]})
+      if (u >= 0) fsdp.gather(u);
   if (replicated_ >= 0) weights_[size_t(replicated_)] = fsdp.use(replicated_);
-  if (c_.forward_prefetch > 0 && unit_of_[0] >= 0) fsdp.gather(unit_of_[0]);
 }
 
 template <class T, class G>

@@ -259,19 +259,22 @@ TEST_CASE("a better chip is no slower, and communication that cannot hide is the
 }
 
 TEST_CASE("the first gathers of a step hide behind the optimizer of the one before", "[estimate]") {
-  const ModelConfig m = preset_named("rope").model;
+  ModelConfig m = preset_named("rope").model;
   World world;
   world.size = 4;
-  Dry one(*chip_named("h200")), two(*chip_named("h200"));
-  step<bf16, bf16>(one.dev, m, 8, world);
-  step<bf16, bf16>(two.dev, m, 8, world, false, 2);
-  CHECK(one.estimate.exposed(1) > 1e-3);
-  CHECK(two.estimate.exposed(1) == 0);
-  CHECK(two.estimate.step() < one.estimate.step() - 0.9 * one.estimate.exposed(1));
-  for (Work w : {Work::matmul, Work::attention, Work::memory, Work::optimizer})
-    CHECK(two.estimate.busy(w) == Approx(one.estimate.busy(w)));
-  CHECK(two.estimate.talking(Collective::all_gather) == Approx(one.estimate.talking(Collective::all_gather)));
-  CHECK(two.estimate.host() == Approx(one.estimate.host()));
+  for (int64_t replicated : {0, 65536}) {  // with what is whole everywhere, and wanted first
+    m.replicate_below = replicated;
+    Dry one(*chip_named("h200")), two(*chip_named("h200"));
+    step<bf16, bf16>(one.dev, m, 8, world);
+    step<bf16, bf16>(two.dev, m, 8, world, false, 2);
+    CHECK(one.estimate.exposed(1) > 1e-3);
+    CHECK(two.estimate.exposed(1) == 0);
+    CHECK(two.estimate.step() < one.estimate.step() - 0.9 * one.estimate.exposed(1));
+    for (Work w : {Work::matmul, Work::attention, Work::memory, Work::optimizer})
+      CHECK(two.estimate.busy(w) == Approx(one.estimate.busy(w)));
+    CHECK(two.estimate.talking(Collective::all_gather) == Approx(one.estimate.talking(Collective::all_gather)));
+    CHECK(two.estimate.host() == Approx(one.estimate.host()));
+  }
 }
 
 TEST_CASE("recomputation costs a forward pass's time", "[estimate]") {
