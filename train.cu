@@ -177,12 +177,15 @@ Run resolve(const Options& o, int world_size, int gpus) {
       ll(r.global_batch), world_size, ll(r.batch), ll(r.grad_accum), ll(places * r.batch),
       ll((most + r.batch - 1) / r.batch));
   check_config(m, r.batch, r.backend, r.dtype);
+  const std::vector<Unit> units = parameter_table(m);
   for (const std::string& start : m.frozen) {
     bool any = false;
-    for (const Unit& u : parameter_table(m))
+    for (const Unit& u : units)
       for (const Param& p : u.params) any = any || p.name.compare(0, start.size(), start) == 0;
     REQUIRE_USER(any, "--freeze %s: no parameter's name begins so; --show-params lists them", start.c_str());
   }
+  REQUIRE_USER(std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.trained(); }),
+               "--freeze %s: nothing is left to train; leave a name out", o.freeze.c_str());
 
   const int64_t for_tokens = (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step();
   r.steps = o.steps ? o.steps : o.tokens ? for_tokens : gpu ? 200 : 32;

@@ -97,6 +97,7 @@ bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
 bad "a graph without a GPU" "--graph 1|CPU" --graph 1
 bad "copy engines without a GPU" "--gather copy-engine" --gather copy-engine
 bad "frozen parameters that there are not" "--freeze blok|--show-params" --freeze blok
+bad "all parameters frozen" "--freeze embedding,block,head|nothing is left to train" --freeze embedding,block,head
 if [ "$(./train --hardware 2>/dev/null | grep -c '"gpus": *0')" = 1 ]; then
   mpi -np 2 ./train --device gpu --preset tiny
   judge "no GPU" "--device gpu"
