@@ -565,8 +565,8 @@ std::string train(const Context& c, const Run& r) {
     const double steps = results[slot][2], at_one = double(step) * world.size;
     if (steps != at_one)
       throw Error(
-          strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. One has "
-               "skipped or repeated a step, and weights are a mixture; resume from a checkpoint",
+          strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
+               "has skipped or repeated one, and weights are of several steps; --resume a step before this",
                ll(step), steps, at_one));
     if (!speaks) return;
     StepRecord s = {};
@@ -654,14 +654,14 @@ std::string train(const Context& c, const Run& r) {
       s.record(val_done[slot]);
     }
 
+    if (step > done_before + 1) {
+      report(step - 1, false);
+      if (diverged(step - 1)) return divergence(step - 1);
+    }
     if (saver) {
       saver->check();
       if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || saver->idle(step)))
         saver->begin(saved = step, state_at(r, step));
-    }
-    if (step > done_before + 1) {
-      report(step - 1, false);
-      if (diverged(step - 1)) return divergence(step - 1);
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
