@@ -199,6 +199,7 @@ void Fsdp<T, G>::init_weights() {
     whole.clear();
     dev_.mem.end();
   }
+  empty_slots();  // of what a dry run has left there
 }
 
 template <class T, class G>
@@ -441,6 +442,11 @@ void Fsdp<T, G>::end_step() {
       state_[i].gradient.reset();
     }
   if (!options_.update_in_backward) note(Issued::optimizer, -1);
+  empty_slots();
+}
+
+template <class T, class G>
+void Fsdp<T, G>::empty_slots() {
   for (Slot& slot : slots_) {
     ASSERT(!slot.in_use);
     slot.unit = -1;

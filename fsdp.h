@@ -4,8 +4,8 @@
 // A unit is a set of parameters that are gathered together (embedding, one block, head). They lie in one flat buffer,
 // padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of every unit, as
 // an fp32 master copy with AdamW's two moments. What is frozen lies behind what is trained, is cut on its own, and is
-// gathered alone: it has no gradient and no moments. Nothing else of the model lives on a rank for longer than it is
-// used:
+// gathered alone: it has no gradient and no moments (but for what one product makes together with what is trained).
+// Nothing else of the model lives on a rank for longer than it is used:
 //
 //   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place
 //   use(u)        compute stream waits for that; returns the whole unit in the compute dtype
@@ -151,6 +151,9 @@ class Fsdp {
   void end_step();
   // Sums scalars()[1] over the ranks without a step (validation).
   void sum_scalars();
+  // No slot holds a unit from here on. At the end of each step, and wherever what is issued next must not depend on
+  // what was issued before: weights that are new, and a step that is recorded once and replayed often.
+  void empty_slots();
   static constexpr int n_scalars = 3;
   double* scalars() const { return scalars_; }
 
@@ -165,7 +168,6 @@ class Fsdp {
   void* first_moment(int u) const { return state_[size_t(u)].m; }
   void* second_moment(int u) const { return state_[size_t(u)].v; }
   Dtype moment_dtype() const { return options_.moment_dtype; }
-  bool keeps_slots() const { return !options_.reshard_after_forward; }
   int64_t parameters() const;
   void begin_trace() { trace_.clear(), tracing_ = true; }
   void note(Issued::Kind kind, int unit, int64_t bytes = 0, Dtype dtype = Dtype::f32, int ranks = 1);

@@ -518,6 +518,7 @@ void Model<T, G>::finish_evaluation() {
   dev_.compute().zero(fsdp.scalars(), 8);
   ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
   fsdp.sum_scalars();
+  fsdp.empty_slots();
 }
 
 // ------------------------------------------------------------------------------------------------------- embedding

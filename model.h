@@ -7,7 +7,7 @@
 //   llama   rope with SwiGLU (Shazeer 2020) for the MLP
 //   mlp     embedding, depth x (x + W2 gelu(W1 x)), LayerNorm, head: no attention
 // All have pre-norm residual blocks, causal attention with grouped heads (GQA: Ainslie et al. 2023) without biases, a
-// final norm and a head that is not tied to the embedding.
+// final norm and a head, which may be tied to the embedding.
 //
 // Parameters are one table, made by parameter_table: names, shapes, initial weights, units. Modules are the embedding,
 // a block's attention and its MLP, and the head with the final norm; a unit is a run of them, as ModelConfig::wrap

@@ -563,11 +563,11 @@ std::string train(const Context& c, const Run& r) {
     synchronize(validated ? val_done[slot] : done[slot]);
     dev.check();
     const double steps = results[slot][2], at_one = double(step) * world.size;
-    if (steps != at_one)
-      throw Error(
-          strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
-               "has skipped or repeated one, and weights are of several steps; --resume a step before this",
-               ll(step), steps, at_one));
+    if (steps != at_one && speaks)  // all ranks see it; who unwinds here would do so under a step that still runs
+      abort_all_ranks(strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
+                           "has skipped or repeated one, and weights are of several steps; --resume a step before this",
+                           ll(step), steps, at_one),
+                      1);
     if (!speaks) return;
     StepRecord s = {};
     s.step = step;

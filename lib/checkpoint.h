@@ -18,7 +18,6 @@
 // process, keeps others out where its file system has locks.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -64,7 +63,7 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
                  {"v", fsdp.second_moment(u), fsdp.moment_dtype()}};
     for (const auto& kind : kinds)
       for (const auto& p : unit.params) {
-        if (!p.reduced && kind.name != kinds[0].name) continue;
+        if (p.frozen && kind.name != kinds[0].name) continue;
         const auto piece = unit.piece(p, fsdp.shard_rank(u));
         const bool here = mine && piece.numel > 0;
         char* at = static_cast<char*>(kind.data) + piece.at * size_of(kind.dtype);

@@ -355,6 +355,13 @@ mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
 mpi -np 3 ./train "${run[@]}" --stop-after 2 --resume "$dir/frozen"
 verdict "what was frozen trains without old moments, and that is said" \
   "$(grep -q "moments begin at zero for 'head.weight', 'head.norm': frozen in the checkpoint" "$dir/out" && [ "$status" = 0 ] || echo "it does not, or is not said")"
+# The program tunes and validates before its first step with the model that it then trains.
+one=(--device cpu --preset tiny --seq 64 --data random --steps 2 --shard grad)
+mpi -np 2 ./train "${one[@]}" --log "$dir/plain.jsonl"
+mpi -np 2 ./train "${one[@]}" --val-every 1 --log "$dir/validated.jsonl"
+first() { grep '"step":1,' "$1" | sed 's/.*"loss":\([^,]*\),.*/\1/'; }
+verdict "a run that validates begins as one that does not" \
+  "$([ -n "$(first "$dir/plain.jsonl")" ] && [ "$(first "$dir/plain.jsonl")" = "$(first "$dir/validated.jsonl")" ] || echo "its first loss is another")"
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"
