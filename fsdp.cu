@@ -62,6 +62,11 @@ int64_t largest(const std::vector<Unit>& units, F f) {
   return most;
 }
 int64_t gathered(const Unit& u) { return std::max(u.reduced.padded, u.fixed.padded); }
+// Bytes of the largest reduction among `ranks`; at least a multiple of what an all_reduce's pieces are rounded to.
+int64_t largest_reduction(const std::vector<Unit>& units, int64_t FlatParam::*numel, Dtype dtype, int ranks) {
+  return std::max<int64_t>(largest(units, [&](const Unit& u) { return u.reduced.*numel; }) * size_of(dtype),
+                           ranks * 512);
+}
 }  // namespace
 
 template <class T, class G>
@@ -76,17 +81,10 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
           dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
           dev.backend == Backend::gpu ? largest(units_, gathered) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0,
           open, options.gather_by_copy_engine),
-      // A multiple of what an all_reduce's pieces are rounded to.
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
-                      std::max<int64_t>(largest(units_, [](const Unit& u) { return u.reduced.padded; }) *
-                                            size_of(options.reduce_dtype),
-                                        shard_world_.size * 512),
-                      open),
+                      largest_reduction(units_, &FlatParam::padded, options.reduce_dtype, shard_world_.size), open),
       replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
-                       std::max<int64_t>(largest(units_, [](const Unit& u) { return u.reduced.shard; }) *
-                                             size_of(options.reduce_dtype),
-                                         replica_world_.size * 512),
-                       open),
+                       largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), open),
       scalars_ready_(dev),
       scalars_summed_(dev),
       late_(dev) {

@@ -351,12 +351,6 @@ std::string list_text(const std::vector<std::string>& names) {
   return names.size() > 3 ? text + strf(" and %zu more", names.size() - 3) : text;
 }
 
-// A tensor that was frozen was saved without moments.
-bool was_frozen(const Manifest& m, const std::string& tensor) {
-  const auto found = m.tensors.find(tensor);
-  return found != m.tensors.end() && found->second.pieces.size() == 1 && found->second.pieces.count("weight");
-}
-
 // Names and shapes, both ways. Returns tensors whose moments are wanted and were not saved.
 std::vector<std::string> check_tensors(const Manifest& m, const std::vector<Part>& parts) {
   std::vector<std::string> missing, extra, without;
@@ -364,8 +358,11 @@ std::vector<std::string> check_tensors(const Manifest& m, const std::vector<Part
   for (const Part& p : parts) {
     wanted[p.tensor] = &p;
     const auto found = m.tensors.find(p.tensor);
-    if (found == m.tensors.end() || !found->second.pieces.count(p.kind)) {
-      if (!was_frozen(m, p.tensor)) missing.push_back(quoted(p.tensor, p.kind));
+    const bool there = found != m.tensors.end();
+    if (!there || !found->second.pieces.count(p.kind)) {
+      // What was frozen was saved without moments.
+      const bool was_frozen = there && found->second.pieces.size() == 1 && found->second.pieces.count("weight");
+      if (!was_frozen) missing.push_back(quoted(p.tensor, p.kind));
       else if (p.kind == std::string("m")) without.push_back("'" + p.tensor + "'");
       continue;
     }
