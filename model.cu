@@ -176,6 +176,14 @@ std::vector<int> wrap(const ModelConfig& c, const std::vector<int64_t>& sizes) {
   return unit_of;
 }
 
+// The module that the backward pass ends with, the first of a block: nothing before it is trained.
+int last_of_backward(const ModelConfig& c) {
+  int m = c.modules() - 1;
+  for (const Param& p : all_parameters(c))
+    if (!p.frozen) m = std::min(m, p.module);
+  return c.attends() && m > 0 && m < c.modules() - 1 && m % 2 == 0 ? m - 1 : m;
+}
+
 bool of_phi(const Param& p) { return p.name.find(".phi_") != std::string::npos; }
 
 std::string module_name(const ModelConfig& c, int m) {
@@ -215,7 +223,8 @@ std::vector<Unit> parameter_table(const ModelConfig& c) {
                     : block ? strf("block.%d", (first - 1) / 2)
                             : module_name(c, first) + (last > first ? ".." + module_name(c, last) : "");
     // Distant modules that share a weight make two goes of it, if a unit in between sends it away.
-    if (c.tied && u == 0 && !whole) units[u].name += " and head", units[u].reductions = 2;
+    if (c.tied && u == 0 && !whole)
+      units[u].name += " and head", units[u].reductions = last_of_backward(c) <= last ? 2 : 1;
   }
   units.erase(std::remove_if(units.begin(), units.end(), [](const Unit& u) { return u.params.empty(); }), units.end());
   if (units.size() == 1) units[0].reductions = 1;
@@ -231,21 +240,30 @@ int64_t parameter_count(const ModelConfig& c) {
 }
 
 double flops_per_token(const ModelConfig& c) {
-  double weights = c.tied ? double(c.vocab * c.dim) : 0, keys = 0;
-  for (const Unit& u : parameter_table(c))
-    for (const Param& p : u.params) {
-      if (p.shape.size() < 2 || p.module == 0) continue;
-      weights += double(p.numel) / (of_phi(p) ? double(c.nsa.stride) : 1.0);  // once for each compressed key
-    }
-  if (!c.attends()) return 6 * weights;
-  if (!c.sparse) return 6 * weights + 6.0 * double(c.depth) * double(c.dim) * double(c.seq);
-  const NsaShape n = c.nsa_shape(1);
-  for (int64_t t = 0; t < c.seq; t++) {
-    const int64_t current = t / n.select_block, compressed = t + 1 < n.block ? 0 : (t + 1 - n.block) / n.stride + 1;
-    keys += double(compressed + std::min(t + 1, n.window));
-    keys += double(current < n.selected ? t + 1 : (n.selected - 1) * n.select_block + t % n.select_block + 1);
+  const int last = last_of_backward(c);
+  auto of_weight = [&](const Param& p, int module) {
+    return 2.0 * (1 + (module >= last) + !p.frozen) * double(p.numel);
+  };
+  double flops = 0;
+  for (const Param& p : all_parameters(c)) {
+    if (p.module == 0 && c.tied) flops += of_weight(p, c.modules() - 1);
+    if (p.shape.size() < 2 || p.module == 0) continue;
+    flops += of_weight(p, p.module) / (of_phi(p) ? double(c.nsa.stride) : 1.0);  // once for each compressed key
   }
-  return 6 * weights + 12.0 * double(c.depth) * double(c.dim) * keys / double(c.seq);
+  if (!c.attends()) return flops;
+  double keys = double(c.seq) / 2;
+  if (c.sparse) {
+    const NsaShape n = c.nsa_shape(1);
+    double sum = 0;
+    for (int64_t t = 0; t < c.seq; t++) {
+      const int64_t current = t / n.select_block, compressed = t + 1 < n.block ? 0 : (t + 1 - n.block) / n.stride + 1;
+      sum += double(compressed + std::min(t + 1, n.window));
+      sum += double(current < n.selected ? t + 1 : (n.selected - 1) * n.select_block + t % n.select_block + 1);
+    }
+    keys = sum / double(c.seq);
+  }
+  for (int64_t i = 0; i < c.depth; i++) flops += (c.attention_module(i) >= last ? 12 : 4) * double(c.dim) * keys;
+  return flops;
 }
 
 // ----------------------------------------------------------------------------------------------------------- batch
@@ -320,6 +338,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       if (!units[u].replicated) unit_of_[size_t(p.module)] = int(u);
   }
   if (c_.tied) unit_of_.back() = unit_of_.front();
+  last_of_backward_ = last_of_backward(c_);
   int64_t discarded = 0;  // nobody computes the gradient of a frozen matrix, but the others' come with what is computed
   for (const Unit& u : units)
     for (const Param& p : u.params)
@@ -388,19 +407,23 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
   begin_pass(Pass::forward, last);
   load(host, copied);
   Buffer<T> x = embed();
-  for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), true);
+  auto goes_back = [&](int64_t block) { return c_.mlp_module(block) >= last_of_backward_; };
+  for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), goes_back(i));
 
   dev_.mem.phase("head");
   begin_pass(Pass::backward, last);
   x = head(std::move(x), scale, true, first);
 
-  for (int64_t i = c_.depth - 1; i >= 0; i--) {
+  for (int64_t i = c_.depth - 1; i >= 0 && goes_back(i); i--) {
     dev_.mem.phase(strf("backward of block %lld", static_cast<long long>(i)));
     x = block_backward(i, std::move(saved[size_t(i)]), std::move(x));
   }
 
-  dev_.mem.phase("backward of the embedding");
-  embed_backward(std::move(x));
+  if (last_of_backward_ == 0) {
+    dev_.mem.phase("backward of the embedding");
+    embed_backward(std::move(x));
+  }
+  x.reset();
   end_pass();
 }
 
@@ -474,9 +497,10 @@ void Model<T, G>::leave() {
 // The embedding's backward wants no weights; but the next micro-batch begins with it.
 template <class T, class G>
 int Model<T, G>::following_unit(int module, int u) const {
-  for (int m = module - 1; m >= (last_ ? 1 : 0); m--)
-    if (unit_of_[size_t(m)] >= 0 && unit_of_[size_t(m)] != u) return unit_of_[size_t(m)];
-  return -1;
+  auto other = [&](int m) { return unit_of_[size_t(m)] >= 0 && unit_of_[size_t(m)] != u; };
+  for (int m = module - 1; m >= std::max(last_of_backward_, 1); m--)
+    if (other(m)) return unit_of_[size_t(m)];
+  return !last_ && other(0) ? unit_of_[0] : -1;
 }
 
 template <class T, class G>
@@ -492,7 +516,7 @@ void Model<T, G>::open(int module) {
 template <class T, class G>
 void Model<T, G>::close(int module) {
   if (open_ < 0 || unit_of_[size_t(module)] < 0) return;
-  for (int m = module - 1; m >= 0; m--) {
+  for (int m = module - 1; m >= last_of_backward_; m--) {
     if (unit_of_[size_t(m)] < 0) continue;
     if (unit_of_[size_t(m)] == open_) return;
     break;
@@ -632,8 +656,9 @@ Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, b
   if (c_.attends()) {
     enter(c_.attention_module(block));
     queries(block, &v, life(c_.keeps_queries()));
-    Buffer<T> o = attend(block, &v, life(keeps_attention()), keep ? kernels_of(block) : nullptr);
-    if (keep && stats_) {
+    const bool trains = pass_ == Pass::forward;
+    Buffer<T> o = attend(block, &v, life(keeps_attention()), trains ? kernels_of(block) : nullptr);
+    if (trains && stats_) {
       const NsaShape a = c_.nsa_shape(M_ / c_.seq);
       Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
       nsa_stats<T>(dev_.compute(), stats_ + block, v.qkv, v.nsa.indices, partials, a);

@@ -57,11 +57,13 @@ const Chip* chip_named(const std::string& name) {
   return nullptr;
 }
 
+double Estimate::launched() const { return graph_ ? node : launch; }
+
 double Estimate::seconds(const Cost& c) const {
   const double peak = c.dtype == Dtype::bf16 ? chip_.bf16 : chip_.fp32, places = chip_.multiprocessors;
   const double waves = c.tasks > 0 ? std::ceil(c.tasks / places) * places / c.tasks : 1;
   return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_bandwidth)) +
-         c.launches * (graph_ ? node : launch);
+         c.launches * launched();
 }
 
 // A ring goes at the rate of a GPU's link. Across nodes there are as many rings as a node has GPUs in the group, and
@@ -74,7 +76,7 @@ double Estimate::seconds(Collective kind, double bytes, int ranks, int local, bo
   const double latency = kind == Collective::all_reduce
                              ? tree + 2 * ((local - 1) * tree_hop + std::ceil(std::log2(nodes)) * tree_node_hop)
                              : ring + (ranks - nodes) * ring_hop + (nodes - 1) * ring_node_hop;
-  return (graph_ ? node : launch) + latency + sent(kind, bytes, ranks) / rate;
+  return launched() + latency + sent(kind, bytes, ranks) / rate;
 }
 
 // The end of what takes `seconds` alone, and for a span's time is held up for the part of it that the span takes; 1:

@@ -67,6 +67,7 @@ class Estimate {
     double from, to, takes;  // of the compute stream's time
   };
   using Spans = std::vector<Span>;
+  double launched() const;  // what a kernel costs before its work
   static double end_of(double start, double seconds, double takes, const Spans& spans);
 
   const Chip chip_;

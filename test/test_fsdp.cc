@@ -61,6 +61,7 @@ struct Outcome {
   std::vector<Issued> trace;               // of the last step
   Weights weights, trained;                // as gathered after init, and after the last step
   std::vector<std::vector<float>> shards;  // this rank's weights after the last step
+  std::vector<NsaStats> nsa;               // of the last step's last micro-batch, where the model has diagnostics
   MemoryReport memory;
   int64_t reported = 0;
   int64_t growth = 0;  // bytes that the process, or the GPU's other memory, took from the tenth step on
@@ -209,6 +210,12 @@ Outcome train(const Setup& s, const World& world) {
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
     const float* w = model.fsdp.master(int(u));
     out.shards.emplace_back(w, w + model.fsdp.units()[u].shard);
+  }
+  if (model.stats()) {
+    HostBuffer<NsaStats> nsa(dev, s.model.depth);
+    dev.compute().copy(nsa.get(), model.stats(), s.model.depth * int64_t(sizeof(NsaStats)));
+    dev.compute().synchronize();
+    out.nsa.assign(nsa.get(), nsa.get() + s.model.depth);
   }
   if (s.steps > 10) out.growth += bytes_in_use(s.backend);
   out.memory = dev.mem.report();
@@ -465,7 +472,18 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   // A frozen unit is gathered and never reduced.
   s.model.frozen = {"block.0"};
   CHECK(trace(2, 1) == "gather0 gather1 gather2 reduce2 reduce0 sum step");
-  s.model.frozen = {};
+  // The backward pass ends where nothing further down is trained; the next micro-batch's first unit is then on its way.
+  s.model.depth = 3, s.model.frozen = {"embedding", "block.0"};
+  CHECK(trace(2, 1) == "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 reduce2 sum step");
+  CHECK(trace(2, 2) ==
+        "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather0 reduce2 "
+        "gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 reduce2 sum step");
+  s.model.wrap = Wrap::single;
+  CHECK(trace(2, 1) == "gather0 gather0 reduce0 sum step");  // the trained and the frozen part
+  s.model.wrap = Wrap::block, s.model.tied = true;
+  CHECK(trace(2, 1) ==
+        "gather0 gather0 gather1 gather2 gather3 gather0 gather0 reduce0 gather2 reduce3 reduce2 sum step");
+  s.model.tied = false, s.model.depth = 1, s.model.frozen = {};
   // Bytes: the whole padded unit each time.
   std::vector<Unit> units = parameter_table(s.model);
   lay_out(&units, world.size);
@@ -887,6 +905,50 @@ TEST_CASE("what is frozen stays as it is, and the others train as if it were not
   }
 }
 
+TEST_CASE("the backward pass ends at the first block that is trained", "[fsdp]") {
+  const World& world = test_world();
+  for (Wrap wrap : {Wrap::block, Wrap::sublayer, Wrap::single, Wrap::size})
+    for (int n = 0; n < 6; ++n) {
+      INFO("wrap " << int(wrap) << " case " << n);
+      Setup s;
+      s.model = sparse(small(Arch::rope, 4 * world.size + 1), Phi::linear);
+      if (n == 1 || n == 4) s.model = small(n == 1 ? Arch::mlp : Arch::simple, 4 * world.size + 1);
+      s.model.depth = 4, s.rows = 48, s.model.wrap = wrap, s.model.wrap_min_params = 8000;
+      s.model.diagnostics = true;
+      s.model.tied = n == 2 || n == 3, s.model.replicate_below = n == 3 ? 50 : 0;
+      if (n == 4) s.model.recompute = Recompute::block;
+      if (n == 5) s.fsdp.reshard_after_forward = false;
+      s.steps = 1, s.clip = 0, s.poison = true;
+      const Outcome free = train<float, float>(s, world);
+      s.model.frozen = {"embedding", "block.0", "block.1", "block.2.attention"};
+      if (n == 5) s.model.frozen = {"embedding", "block"};
+      const Outcome out = train<float, float>(s, world);
+      for (const Unit& u : parameter_table(s.model))
+        for (const Param& p : u.params) {
+          INFO(p.name);
+          CHECK(out.trained.at(p.name) == (p.frozen ? free.weights : free.trained).at(p.name));
+        }
+      CHECK(out.losses == free.losses);
+      CHECK(out.nsa.size() == (s.model.sparse ? 4 : 0));
+      for (size_t i = 0; i < out.nsa.size(); ++i)
+        CHECK(std::memcmp(&out.nsa[i], &free.nsa[i], sizeof free.nsa[i]) == 0);
+      const int activations = int(Purpose::activations);
+      CHECK(out.memory.peak[activations] < free.memory.peak[activations] * (n == 4 ? 5 : 4) / 6);
+      auto used_behind = [](const std::vector<Issued>& trace) {  // the first reduction, whose unit is the head's
+        const auto from = std::find_if(trace.begin(), trace.end(), [](const Issued& i) {
+          return i.kind == Issued::reduce_scatter || i.kind == Issued::all_reduce;
+        });
+        return std::count_if(from, trace.end(), [](const Issued& i) { return i.kind == Issued::use; });
+      };
+      if (wrap == Wrap::block || wrap == Wrap::sublayer) CHECK(used_behind(out.trace) < used_behind(free.trace));
+      s.steps = 3, s.clip = 1, s.micro_batches = 3, s.fsdp.reduce_last = n % 2 == 0;
+      const Outcome several = train<float, float>(s, world), one = alone<float, float>(s);
+      if (world.rank != 0) continue;
+      CHECK(furthest(several.losses, one.losses) < 2e-5);
+      CHECK(furthest(several.norms, one.norms) < 2e-3);
+    }
+}
+
 TEST_CASE("a rank that skips a step is found out in that step", "[fsdp]") {
   const World& world = test_world();
   Setup s;
@@ -985,6 +1047,24 @@ TEST_CASE("the reference model has the parameters and FLOPs that it should", "[f
   CHECK(parameter_count(preset_named("llama-8b").model) == 8030261248);
   const Preset p = preset_named("simple");
   CHECK(flops_per_token(p.model) * double(p.batch * p.model.seq) == Approx(178.12e12).epsilon(1e-4));
+  // What is frozen spares its own product; below the first block that is trained a third of the work is left.
+  const ModelConfig& all = p.model;
+  auto spared = [](ModelConfig c, const std::vector<std::string>& frozen) {
+    const double whole = flops_per_token(c);
+    c.frozen = frozen;
+    return whole - flops_per_token(c);
+  };
+  const double up = double(all.dim * all.hidden),
+               block = 2 * up + double(all.dim * (2 * all.heads + 2 * all.kv_heads) * all.head_dim()),
+               attention = double(all.dim * all.seq);
+  CHECK(spared(all, {"embedding"}) == 0);
+  CHECK(spared(all, {"block.3.mlp.up"}) == 2 * up);
+  CHECK(spared(all, {"block.0", "block.1"}) == 4 * block);  // the embedding's gradient goes through them
+  CHECK(spared(all, {"embedding", "block.0", "block.1"}) == 8 * block + 8 * attention);
+  ModelConfig tied = all;
+  tied.tied = true;
+  CHECK(flops_per_token(tied) == flops_per_token(all));
+  CHECK(spared(tied, {"embedding", "block.0"}) == 4 * block + 4 * attention + 2 * double(all.dim * all.vocab));
 }
 
 TEST_CASE("initial weights do not depend on the number of ranks", "[fsdp]") {
