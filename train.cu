@@ -41,6 +41,7 @@ double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 // Options with every choice made: what they leave open depends on the machine and on the number of ranks.
 struct Run {
   Options o;
+  std::string preset;
   ModelConfig model;
   FsdpOptions fsdp;
   Backend backend = Backend::cpu;
@@ -123,6 +124,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
                                                                                                    : Backend::cpu;
   const bool gpu = r.backend == Backend::gpu;
   const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
+  r.preset = p.name;
   if (!gpu && o.device == "auto")
     r.notices.push_back(strf("no GPU here: training preset %s in %s on the CPU", p.name,
                              o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
@@ -140,6 +142,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
   REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
                name_of(m.arch));
   m.sparse = m.attends() && o.attn != "dense";
+  REQUIRE_USER(!o.nsa_stats || m.sparse, "--nsa-stats: %s has none", m.attends() ? "dense attention" : name_of(m.arch));
   m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
   m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window;
   m.nsa.phi = o.nsa_phi == "mean" ? Phi::mean : o.nsa_phi == "linear" ? Phi::linear : Phi::mlp;
@@ -336,38 +339,45 @@ std::string choices_text(const Run& r, Transport transport) {
                      r.o.graph ? "a step is one CUDA graph" : "kernels are issued one by one");
 }
 
+// All options, as they were resolved: for logs, and for checkpoints.
+json settings(const Run& r) {
+  json j = to_json(r.o);
+  const ModelConfig& m = r.model;
+  j.update({{"preset", r.preset},
+            {"arch", name_of(m.arch)},
+            {"attn", m.sparse      ? "nsa"
+                     : m.attends() ? "dense"
+                                   : ""},
+            {"dim", m.dim},
+            {"depth", m.depth},
+            {"heads", m.heads},
+            {"kv_heads", m.kv_heads},
+            {"hidden", m.hidden},
+            {"vocab", m.vocab},
+            {"seq", m.seq},
+            {"batch", r.batch},
+            {"grad_accum", r.grad_accum},
+            {"global_batch", r.global_batch},
+            {"steps", r.steps},
+            {"warmup", r.warmup},
+            {"param_dtype", name_of(r.dtype)},
+            {"reduce_dtype", name_of(r.reduce_dtype)},
+            {"device", r.backend == Backend::gpu ? "gpu" : "cpu"}});
+  return j;
+}
+
 // estimated_ms: of a step; negative if nothing is known of the chip.
 json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus_used,
             double estimated_ms, const std::string& command) {
-  json config = to_json(r.o);
-  const ModelConfig& m = r.model;
-  config.update({{"arch", name_of(m.arch)},
-                 {"attn", m.sparse      ? "nsa"
-                          : m.attends() ? "dense"
-                                        : "none"},
-                 {"dim", m.dim},
-                 {"depth", m.depth},
-                 {"heads", m.heads},
-                 {"kv_heads", m.kv_heads},
-                 {"hidden", m.hidden},
-                 {"vocab", m.vocab},
-                 {"seq", m.seq},
-                 {"batch", r.batch},
-                 {"grad_accum", r.grad_accum},
-                 {"global_batch", r.global_batch},
-                 {"limit_all_gathers", r.fsdp.gather_slots},
+  json config = settings(r);
+  config.update({{"limit_all_gathers", r.fsdp.gather_slots},
                  {"reshard_after_forward", r.fsdp.reshard_after_forward},
                  {"gather", r.fsdp.gather_by_copy_engine   ? "copy-engine"
                             : r.fsdp.gather_over_mpi       ? "mpi"
                             : transport == Transport::none ? "none"
                                                            : name_of(transport)},
-                 {"steps", r.steps},
-                 {"warmup", r.warmup},
-                 {"param_dtype", name_of(r.dtype)},
-                 {"reduce_dtype", name_of(r.reduce_dtype)},
-                 {"device", r.backend == Backend::gpu ? "gpu" : "cpu"},
-                 {"parameters", parameter_count(m)},
-                 {"flops_per_token", flops_per_token(m)}});
+                 {"parameters", parameter_count(r.model)},
+                 {"flops_per_token", flops_per_token(r.model)}});
   json h = hardware(&dev, gpus_used);
   h["ranks"] = world.size, h["transport"] = name_of(transport);
   const MemoryReport mem = dev.mem.report();
@@ -464,40 +474,53 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
 
 // What a checkpoint says beside weights and moments. The order of the data and the learning rate follow from the step.
 json state_at(const Run& r, int64_t step) {
-  return {{"step", step},
-          {"sequences", step * r.global_batch},
-          {"global_batch", r.global_batch},
-          {"steps", r.steps},
-          {"seed", r.o.seed},
-          {"commit", FSDP_COMMIT},
-          {"options", to_json(r.o)}};
+  return {{"step", step}, {"sequences", step * r.global_batch}, {"commit", FSDP_COMMIT}, {"options", settings(r)}};
 }
 
-// What the command line leaves open is the checkpoint's; what contradicts it is refused.
+// What the command line leaves open is the checkpoint's, but for what a run may shed: frozen parameters are trained
+// when they are not named again, and how a model is sharded, rounded and kept is each run's own.
 void take_up(const json& state, Options* o) {
   if (state.is_null()) return;
-  const uint64_t seed = state.at("seed");
-  REQUIRE_USER(o->seed == 0 || o->seed == seed, "--seed %llu: the checkpoint was made with --seed %llu",
-               static_cast<unsigned long long>(o->seed), static_cast<unsigned long long>(seed));
-  o->seed = seed;
-  if (!o->batch && !o->global_batch && o->grad_accum == 1) o->global_batch = state.at("global_batch");
-  if (!o->steps && !o->tokens) o->steps = state.at("steps");
+  const json& was = state.at("options");
+  std::vector<std::string> names = {"rope-base",  "nsa-block", "nsa-stride", "nsa-select-block", "nsa-selected",
+                                    "nsa-window", "nsa-phi",   "lr",         "min-lr-ratio",     "warmup",
+                                    "beta1",      "beta2",     "eps",        "weight-decay",     "clip",
+                                    "clip-norm",  "seed",      "data",       "val-data",         "val-every",
+                                    "val-batches"};
+  auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
+  if (!o->gives("preset") || o->preset == was.at("preset"))
+    also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
+  if (!o->gives("batch") && !o->gives("global-batch") && !o->gives("grad-accum")) also({"global-batch", "grad-accum"});
+  if (!o->gives("tokens")) also({"steps"});
+  take_over(was, names, o);
 }
 
-// What goes on in another way than it was saved, for a notice; empty: nothing.
-std::string changes(const json& state, const Options& o) {
-  if (state.is_null()) return "";
-  const json now = to_json(o), &was = state.at("options");
-  std::string text;
-  for (const char* name : {"data", "seq", "lr", "min_lr_ratio", "warmup", "beta1", "beta2", "eps", "weight_decay",
-                           "clip", "clip_norm", "tie_embeddings", "freeze"})
-    if (was.contains(name) && was[name] != now.at(name)) {
-      std::string option = name;
-      std::replace(option.begin(), option.end(), '_', '-');
-      text += strf("%s --%s %s (%s there)", text.empty() ? "" : ",", option.c_str(), now.at(name).dump().c_str(),
-                   was[name].dump().c_str());
-    }
-  return text.empty() ? "" : "not as in the checkpoint:" + text;
+// Refuses what contradicts the checkpoint and does not show in its tensors; says what goes on in another way.
+void compare(const json& state, Run* r) {
+  if (state.is_null()) return;
+  const json now = settings(*r), &was = state.at("options");
+  auto differs = [&](const char* name) { return now.at(name) != was.at(name); };
+  auto text = [&](const char* name) {
+    std::string option = name;
+    std::replace(option.begin(), option.end(), '_', '-');
+    return strf("--%s %s", option.c_str(), now.at(name).dump().c_str());
+  };
+  for (const char* name : {"seed", "heads", "kv_heads"})
+    REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", text(name).c_str(),
+                 was.at(name).dump().c_str());
+  REQUIRE_USER(!differs("global_batch"),
+               "a step of %lld sequences: the checkpoint was made with --global-batch %lld, and its place in the data "
+               "counts in those",
+               ll(r->global_batch), was.at("global_batch").get<long long>());
+  std::string others;
+  for (const char* name : {"seq",          "rope_base",  "nsa_block", "nsa_stride", "nsa_select_block",
+                           "nsa_selected", "nsa_window", "freeze",    "lr",         "min_lr_ratio",
+                           "steps",        "warmup",     "beta1",     "beta2",      "eps",
+                           "weight_decay", "clip",       "clip_norm", "data",       "val_data",
+                           "val_every"})
+    if (differs(name))
+      others += strf("%s %s (%s there)", others.empty() ? "" : ",", text(name).c_str(), was.at(name).dump().c_str());
+  if (!others.empty()) r->notices.push_back("not as in the checkpoint:" + others);
 }
 
 // Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
@@ -563,7 +586,7 @@ std::string train(const Context& c, const Run& r) {
     synchronize(validated ? val_done[slot] : done[slot]);
     dev.check();
     const double steps = results[slot][2], at_one = double(step) * world.size;
-    if (steps != at_one && speaks)  // all ranks see it; who unwinds here would do so under a step that still runs
+    if (steps != at_one && speaks)  // all ranks see it, and one says it
       abort_all_ranks(strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
                            "has skipped or repeated one, and weights are of several steps; --resume a step before this",
                            ll(step), steps, at_one),
@@ -596,92 +619,100 @@ std::string train(const Context& c, const Run& r) {
         saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
   };
 
-  const auto begin = Clock::now();
-  int64_t step = done_before + 1;
-  for (; step <= r.last_step; step++) {
-    const int slot = int(step % 2);
-    synchronize(done[slot]);  // two steps ago
-    fill_batches(r, world, sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, batches[slot].get());
+  auto steps = [&]() -> std::string {
+    const auto begin = Clock::now();
+    int64_t step = done_before + 1;
+    for (; step <= r.last_step; step++) {
+      const int slot = int(step % 2);
+      synchronize(done[slot]);  // two steps ago
+      fill_batches(r, world, sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, batches[slot].get());
 
-    Stream& s = dev.compute();
-    const bool profiled = r.o.profile && step == r.last_step;
-    if (profiled) dev.start_profile();
-    const auto issued = Clock::now();
-    s.record(started[slot]);
-    dev.mark("tokens");
-    if (r.o.comm_timing) model.fsdp.begin_timing();
-    adamw[slot][0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
-                                float(r.o.weight_decay), step);
-    auto issue = [&] { step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]); };
-    // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
-    if (r.o.graph == 0 || step <= done_before + 2) {
-      issue();
-    } else {
-      if (!graphs[slot].made()) {
-        graphs[slot].make(issue);
-        const Graph::Nodes& n = graphs[slot].nodes();
-        if (speaks && step == done_before + 3) {
-          c.telemetry->record({{"graph",
-                                {{"kernels", n.kernels},
-                                 {"nccl_kernels", n.nccl_kernels},
-                                 {"copies", n.copies},
-                                 {"others", n.others}}}});
-          c.telemetry->note(
-              strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears, %d other nodes",
-                   n.kernels, n.nccl_kernels, n.copies, n.others));
+      Stream& s = dev.compute();
+      const bool profiled = r.o.profile && step == r.last_step;
+      if (profiled) dev.start_profile();
+      const auto issued = Clock::now();
+      s.record(started[slot]);
+      dev.mark("tokens");
+      if (r.o.comm_timing) model.fsdp.begin_timing();
+      adamw[slot][0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
+                                  float(r.o.weight_decay), step);
+      auto issue = [&] { step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]); };
+      // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
+      if (r.o.graph == 0 || step <= done_before + 2) {
+        issue();
+      } else {
+        if (!graphs[slot].made()) {
+          graphs[slot].make(issue);
+          const Graph::Nodes& n = graphs[slot].nodes();
+          if (speaks && step == done_before + 3) {
+            c.telemetry->record({{"graph",
+                                  {{"kernels", n.kernels},
+                                   {"nccl_kernels", n.nccl_kernels},
+                                   {"copies", n.copies},
+                                   {"others", n.others}}}});
+            c.telemetry->note(
+                strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears, %d other nodes",
+                     n.kernels, n.nccl_kernels, n.copies, n.others));
+          }
         }
+        graphs[slot].launch();
       }
-      graphs[slot].launch();
-    }
-    s.copy(results[slot].get(), model.fsdp.scalars(), scalars * 8);
-    if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
-    kernels[slot] = model.kernels();
-    s.record(done[slot]);
-    if (profiled) {
-      const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();
-      report_profile(dev.end_profile(), host_ms, speaks ? c.telemetry : nullptr);
-    }
-
-    if (r.o.val_every > 0 && step % r.o.val_every == 0) {
-      const int64_t rows = r.batch * world.size;
-      for (int64_t at = 0; at < val_rows; at += rows) {
-        synchronize(val_copied);
-        fill_batches(r, world, val_sampler, at, std::min(rows, val_rows - at), 1, val_batch.get());
-        validation_program(dev, model, val_batch.get(), at == 0, val_copied);
+      s.copy(results[slot].get(), model.fsdp.scalars(), scalars * 8);
+      if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
+      kernels[slot] = model.kernels();
+      s.record(done[slot]);
+      if (profiled) {
+        const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();
+        report_profile(dev.end_profile(), host_ms, speaks ? c.telemetry : nullptr);
       }
-      model.finish_evaluation();
-      s.copy(results[slot].get() + scalars, model.fsdp.scalars(), scalars * 8);
-      s.record(val_done[slot]);
-    }
 
-    if (step > done_before + 1) {
-      report(step - 1, false);
-      if (diverged(step - 1)) return divergence(step - 1);
+      if (r.o.val_every > 0 && step % r.o.val_every == 0) {
+        const int64_t rows = r.batch * world.size;
+        for (int64_t at = 0; at < val_rows; at += rows) {
+          synchronize(val_copied);
+          fill_batches(r, world, val_sampler, at, std::min(rows, val_rows - at), 1, val_batch.get());
+          validation_program(dev, model, val_batch.get(), at == 0, val_copied);
+        }
+        model.finish_evaluation();
+        s.copy(results[slot].get() + scalars, model.fsdp.scalars(), scalars * 8);
+        s.record(val_done[slot]);
+      }
+
+      if (step > done_before + 1) {
+        report(step - 1, false);
+        if (diverged(step - 1)) return divergence(step - 1);
+      }
+      if (saver) {
+        saver->check();
+        if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || saver->idle(step)))
+          saver->begin(saved = step, state_at(r, step));
+      }
+      if (r.o.minutes > 0) {  // rank 0's clock counts
+        const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
+        if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
+      }
     }
-    if (saver) {
-      saver->check();
-      if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || saver->idle(step)))
-        saver->begin(saved = step, state_at(r, step));
+    const int64_t last = std::min(step, r.last_step);
+    if (last > done_before) {
+      report(last, true);
+      if (diverged(last)) return divergence(last);
+      if (speaks && last < r.last_step) c.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
+      if (saver && saved != last) saver->begin(last, state_at(r, last));
     }
-    if (r.o.minutes > 0) {  // rank 0's clock counts
-      const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
-      if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
+    if (saver) saver->finish();
+    dev.compute().synchronize();
+    if (!r.o.export_to.empty()) {
+      try {
+        export_safetensors(r.o.export_to, r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32, dev, world, own_parts);
+      } catch (const Error& e) { return e.what(); }
+      if (speaks) c.telemetry->note("the model is in " + r.o.export_to);
     }
-  }
-  const int64_t last = std::min(step, r.last_step);
-  if (last > done_before) {
-    report(last, true);
-    if (diverged(last)) return divergence(last);
-    if (speaks && last < r.last_step) c.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
-    if (saver && saved != last) saver->begin(last, state_at(r, last));
-  }
-  if (saver) saver->finish();
-  dev.compute().synchronize();
-  if (!r.o.export_to.empty()) {
-    export_safetensors(r.o.export_to, r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32, dev, world, own_parts);
-    if (speaks) c.telemetry->note("the model is in " + r.o.export_to);
-  }
-  return "";
+    return "";
+  };
+  // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.
+  std::string wrong;
+  or_abort([&] { wrong = steps(); });
+  return wrong;
 }
 
 // T of activations, G of whole gradients: the reduction's own dtype where that loses nothing.
@@ -763,7 +794,17 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
   if (!now.fsdp.reshard_after_forward || now.fsdp.shard_ranks > 0)
     groups.push_back({{"--shard full", [](Options* c) { c->shard = "full", c->reshard_after_forward = -1; }}});
   if (o.moments == "fp32") groups.push_back({{"--moments bf16", [](Options* c) { c->moments = "bf16"; }}});
-  if (o.wrap == "block") groups.push_back({{"--wrap sublayer", [](Options* c) { c->wrap = "sublayer"; }}});
+  groups.emplace_back();
+  for (const char* wrap : {"block", "sublayer"})
+    if (o.wrap != wrap && o.wrap != "sublayer")
+      groups.back().push_back({strf("--wrap %s", wrap), [=](Options* c) { c->wrap = wrap; }});
+  if (o.limit_all_gathers == "off" || now.fsdp.gather_slots > 2)
+    groups.push_back({{"--limit-all-gathers 2", [](Options* c) { c->limit_all_gathers = "2"; }}});
+  if (o.accum_sync == "last") groups.push_back({{"--accum-sync every", [](Options* c) { c->accum_sync = "every"; }}});
+  if (o.replicate_below > 0) groups.push_back({{"--replicate-below 0", [](Options* c) { c->replicate_below = 0; }}});
+  if (!o.autocast.empty()) groups.push_back({{"without --autocast", [](Options* c) { c->autocast.clear(); }}});
+  if (now.reduce_dtype != now.dtype && o.autocast.empty())
+    groups.push_back({{"--reduce-dtype bf16", [](Options* c) { c->reduce_dtype = "bf16"; }}});
   if (o.gradient_slots > 1) groups.push_back({{"--gradient-slots 1", [](Options* c) { c->gradient_slots = 1; }}});
   if (o.optimizer_in_backward == 0)
     groups.push_back(
@@ -805,8 +846,9 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
     try {
       const Price p = price(resolve(c, more, 0), more, chip);
       if (fits(p.bytes, chip))
-        return strf("no three changes make it fit on %d GPUs; --recompute block on %d does: %.1f GB\n", ranks, more,
-                    1e-9 * p.bytes);
+        return strf(
+            "up to three changes of those tried do not make it fit on %d GPUs; --recompute block on %d does: %.1f GB\n",
+            ranks, more, 1e-9 * p.bytes);
     } catch (const UsageError&) {}
   }
   return "nothing that is tried makes it fit: a batch is too large for one GPU; lower --seq or --batch\n";
@@ -903,12 +945,9 @@ void run(Options o, const World& world, const std::string& command) {
   try {
     take_up(state, &o);
     r = resolve(o, world.size, gpus);
-    REQUIRE_USER(
-        state.is_null() || r.global_batch == state.at("global_batch"),
-        "a step of %lld sequences: the checkpoint was made with --global-batch %lld, and its place in the data "
-        "counts in those",
-        ll(r.global_batch), ll(state.at("global_batch").get<int64_t>()));
-    if (const std::string other = changes(state, o); !other.empty()) r.notices.push_back(other);
+    compare(state, &r);
+    if (world.rank == 0 && !o.save.empty()) check_save(o.save, o.resume);
+    if (world.rank == 0 && !o.export_to.empty()) check_export(o.export_to);
     const bool splits = o.val_every > 0 && o.val_data.empty();
     data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
     if (o.val_every > 0)
@@ -983,6 +1022,8 @@ void run(Options o, const World& world, const std::string& command) {
   if (!error.empty()) throw UsageError(error);
 }
 
+int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -993,8 +1034,15 @@ int main(int argc, char** argv) {
       std::printf("%s", text.c_str());
       return 0;
     }
-    if (o.version || o.hardware || o.show_params || o.plan || o.show_schedule) return answer(o);
   } catch (const Error& e) { error = e.what(); }
+  if (error.empty() && (o.version || o.hardware || o.show_params || o.plan || o.show_schedule)) {
+    try {
+      return answer(o);
+    } catch (const Error& e) {
+      std::fprintf(stderr, "error: %s\n", e.what());
+      return exit_status(e);
+    }
+  }
   World world;
   int status = 0;
   try {
@@ -1005,7 +1053,7 @@ int main(int argc, char** argv) {
     if (!error.empty()) throw UsageError(error);
     run(o, world, command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
-    status = dynamic_cast<const UsageError*>(&e) ? 2 : 1;
+    status = exit_status(e);
     if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
   } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
   finish_mpi();

@@ -67,7 +67,7 @@ std::string hex(uint64_t x) { return strf("%016llx", static_cast<unsigned long l
   const char* remedy = "";
   if (code == ENOSPC || code == EDQUOT || code == EFBIG) remedy = "; make room there, or name another place";
   if (code == EACCES || code == EPERM || code == EROFS) remedy = "; see who may write there, or name another place";
-  if (code == ENOENT) remedy = "; all ranks must see the same directory";
+  if (code == ENOENT) remedy = "; the directory must be there, and all ranks must see it";
   if (code == EIO) remedy = "; see what the system's log says about this disk";
   throw Error(strf("%s: %s failed: %s%s", path.c_str(), call, std::strerror(code), remedy));
 }
@@ -134,13 +134,20 @@ void make_dir(const std::string& path) {
   change(
       "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);
 }
+std::string parent_of(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
 void make_dirs(const std::string& path) {
   for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1)) {
     struct stat s;
     const std::string above = path.substr(0, at);
-    if (::stat(above.c_str(), &s) != 0) make_dir(above);
+    if (::stat(above.c_str(), &s) == 0) continue;
+    make_dir(above);
+    flush_dir(parent_of(above));
   }
   make_dir(path);
+  flush_dir(parent_of(path));
   struct stat s;
   if (::stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) fail("mkdir", path, ENOTDIR);
 }
@@ -481,6 +488,22 @@ std::string find_checkpoint(const std::string& resume, const std::string& save_d
   return path + "/" + name_of_step(newest);
 }
 
+void check_save(const std::string& dir, const std::string& resume) {
+  const std::string to = without_slash(dir);
+  std::string there;
+  try {
+    there = find_checkpoint(to, to);
+  } catch (const UsageError&) { return; }  // no step
+  struct stat a, b;
+  const bool goes_on = !resume.empty() && ::stat(to.c_str(), &a) == 0 &&
+                       ::stat(parent_of(find_checkpoint(resume, to)).c_str(), &b) == 0 && a.st_dev == b.st_dev &&
+                       a.st_ino == b.st_ino;
+  REQUIRE_USER(
+      goes_on,
+      "--save %s: %s is there, of another run; --resume latest goes on from it, and another directory keeps it",
+      dir.c_str(), there.c_str());
+}
+
 namespace {
 // Rank 0 reads and checks the manifest for all.
 Manifest manifest_for_all(const std::string& resume, const std::string& save_dir, TextChannel* talk, int rank) {
@@ -777,11 +800,25 @@ void Saver::finish() {
 
 // ----------------------------------------------------------------------------------------------------------- export
 
+namespace {
+std::string tmp_of_export(const std::string& path) { return path + ".tmp"; }
+}  // namespace
+
+void check_export(const std::string& path) {
+  try {
+    struct stat s;
+    if (::stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode)) fail("open", path, EISDIR);
+    const std::string tmp = tmp_of_export(path);
+    File(create(tmp), tmp).flush_and_close();
+    change("unlink", tmp, [&] { return ::unlink(tmp.c_str()); });
+  } catch (const Error& e) { throw Error(strf("--export: %s", e.what())); }
+}
+
 void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const World& world,
                         const std::vector<Part>& parts) {
   ASSERT(dev.mode == Mode::run && dtype != Dtype::f64);
   TextChannel talk(world);
-  const std::string tmp = path + ".tmp";
+  const std::string tmp = tmp_of_export(path);
   // Every rank knows all tensors and so the same header: its length in 8 bytes, JSON padded with blanks to a multiple
   // of 8, then the tensors in the model's order without gaps.
   json header = {{"__metadata__", {{"format", "pt"}}}};
@@ -845,7 +882,6 @@ void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const
   together([&] {
     if (world.rank != 0) return;
     rename_to(tmp, path);
-    const size_t slash = path.rfind('/');
-    flush_dir(slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash));
+    flush_dir(parent_of(path));
   });
 }

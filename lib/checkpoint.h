@@ -143,6 +143,9 @@ class Saver {
 // that of save_dir. Returns the step's directory. Throws UsageError.
 std::string find_checkpoint(const std::string& resume, const std::string& save_dir);
 
+// Throws UsageError if dir holds steps of a run that does not go on: they would be replaced and removed. On rank 0.
+void check_save(const std::string& dir, const std::string& resume);
+
 // The state that was given to begin(), from a manifest that has been checked with the sizes of all files. Collective.
 nlohmann::json load_state(const std::string& resume, const std::string& save_dir, const World& world);
 
@@ -155,6 +158,8 @@ nlohmann::json load_state(const std::string& resume, const std::string& save_dir
 nlohmann::json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
                                const std::vector<Part>& parts, std::function<void(const std::string&)> note = nullptr);
 
+// Throws Error if rank 0 cannot write there now: so that it is known before a model is trained. Leaves nothing.
+void check_export(const std::string& path);
 // Writes the whole model's weights as one safetensors file: every rank its parts at their places, none more than a
 // few MiB of it at a time. dtype: f32 or bf16. Under a temporary name until it is whole. Collective, in Mode::run.
 // Throws Error, the same on all ranks.

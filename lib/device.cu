@@ -151,7 +151,7 @@ void* take_host_memory(Device& dev, int64_t bytes, bool* pinned) {
 #endif
   (void)dev;
   if (!p) p = std::aligned_alloc(64, (n + 63) / 64 * 64);
-  ASSERT(p != nullptr);
+  if (!p) throw Error(strf("this host has no %.0f MiB left; fewer ranks a host want less", double(n) / (1 << 20)));
   std::memset(p, 0, n);
   return p;
 }

@@ -518,12 +518,24 @@ void set(const Spec& s, const std::string& text, Options* o) {
           const auto& words = s.allowed.words;
           if (text.empty() || (!words.empty() && std::find(words.begin(), words.end(), text) == words.end()))
             refuse(s, text);
+          try {
+            (void)nlohmann::json(text).dump();
+          } catch (const nlohmann::json::exception&) {
+            throw UsageError(
+                strf("--%s %s: it is not UTF-8, as logs and checkpoints are; rename the file", s.name, text.c_str()));
+          }
           o->*member = text;
         } else if constexpr (!std::is_same_v<T, bool>) {
           o->*member = parse_number<T>(s, text);
         }
       },
       s.member);
+}
+
+std::string key_of(const Spec& s) {
+  std::string key = s.name;
+  std::replace(key.begin(), key.end(), '-', '_');
+  return key;
 }
 
 nlohmann::json get(const Spec& s, const Options& o) {
@@ -672,9 +684,14 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
     }
     throw UsageError(what + "; see --help");
   }
+  for (size_t i = 0; i < options.size(); ++i)
+    if (options[i]->count() > 0) out->given.push_back(specs()[i].name);
   REQUIRE_USER(!out->nsa_stats || !out->log.empty(), "--nsa-stats needs --log FILE, where they go");
-  REQUIRE_USER(!out->nsa_stats || out->attn != "dense", "--nsa-stats: --attn dense has none");
   REQUIRE_USER(out->save_every == 0 || !out->save.empty(), "--save-every needs --save DIR");
+  for (const char* name : {"val-data", "val-batches"})
+    REQUIRE_USER(out->val_every > 0 || !out->gives(name), "--%s needs --val-every STEPS", name);
+  REQUIRE_USER(!out->profile || out->minutes == 0,
+               "--profile is of the last step, which is not known before --minutes are over; --stop-after sets it");
   REQUIRE_USER(out->resume != "latest" || !out->save.empty(),
                "--resume latest is the latest step in --save DIR, which is not given");
   REQUIRE_USER(out->graph == 0 || (!out->comm_timing && !out->profile),
@@ -699,14 +716,19 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
   return true;
 }
 
+bool Options::gives(const std::string& name) const { return std::count(given.begin(), given.end(), name) > 0; }
+
 nlohmann::json to_json(const Options& o) {
   nlohmann::json j;
-  for (const Spec& s : specs()) {
-    std::string key = s.name;
-    std::replace(key.begin(), key.end(), '-', '_');
-    j[key] = get(s, o);
-  }
+  for (const Spec& s : specs()) j[key_of(s)] = get(s, o);
   return j;
+}
+
+void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o) {
+  for (const Spec& s : specs()) {
+    if (o->gives(s.name) || std::count(names.begin(), names.end(), s.name) == 0) continue;
+    std::visit([&](auto member) { settings.at(key_of(s)).get_to(o->*member); }, s.member);
+  }
 }
 
 std::string to_config(const Options& o) {

@@ -79,6 +79,9 @@ struct Options {
   bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;
   int64_t world = 0;  // --plan: pretend this many ranks
   std::string gpu;    // --plan: estimate this chip's time; empty: the one here, without one h200
+
+  std::vector<std::string> given;  // what the command line, or its file, names
+  bool gives(const std::string& name) const;
 };
 
 // Parses argv (and --config FILE). Throws UsageError with one line that names the option, the value and what is
@@ -86,5 +89,7 @@ struct Options {
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
+// Sets the options of these names, but those that are given, to what to_json said of another run.
+void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // What --config reads: a line for every option that is not at its default.
 std::string to_config(const Options& o);

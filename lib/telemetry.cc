@@ -151,9 +151,12 @@ Telemetry::Telemetry(const std::string& path, bool append, const nlohmann::json&
                      int64_t log_every)
     : terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
   if (path.empty()) return;
-  file_ = std::fopen(path.c_str(), append ? "a" : "w");
+  file_ = std::fopen(path.c_str(), append ? "a+" : "w");
   REQUIRE_USER(file_, "--log %s cannot be written: %s", path.c_str(), std::strerror(errno));
-  std::fprintf(file_, "%s\n", header.dump().c_str());
+  // A run that was killed, or whose disk was full, may have left half a line.
+  const bool half = append && std::fseek(file_, -1, SEEK_END) == 0 && std::fgetc(file_) != '\n';
+  std::fseek(file_, 0, SEEK_END);  // between reading and writing
+  std::fprintf(file_, "%s%s\n", half ? "\n" : "", header.dump().c_str());
   const bool written = std::fflush(file_) == 0;
   const int why = errno;
   if (!written) {
@@ -190,8 +193,9 @@ void Telemetry::step(const StepRecord& r) {
 
 void Telemetry::record(const nlohmann::json& j) {
   if (!file_) return;
-  std::fprintf(file_, "%s\n", j.dump().c_str());
-  std::fflush(file_);
+  const bool written = std::fprintf(file_, "%s\n", j.dump().c_str()) > 0 && std::fflush(file_) == 0;
+  if (!written && !std::exchange(full_, true))
+    note(strf("--log: lines from here on are missing, or not whole: %s; training goes on", std::strerror(errno)));
 }
 
 void Telemetry::note(const std::string& line) {

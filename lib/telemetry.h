@@ -21,7 +21,7 @@ struct StepRecord {
 };
 
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON
-// file gets the header first, then an object a step, flushed each time.
+// file gets the header first, then an object a step, flushed each time; what cannot be written later is said once.
 class Telemetry {
  public:
   // path empty: no file. append: behind what an earlier part of the run wrote. Throws UsageError if it cannot be
@@ -36,6 +36,7 @@ class Telemetry {
   FILE* file_ = nullptr;
   bool terminal_;
   bool live_ = false;  // the cursor stands on a live line
+  bool full_ = false;  // a line could not be written, and that was said
   int64_t total_, every_;
   double ms_sum_ = 0;  // of the timed steps, for the time left
   int64_t timed_ = 0;

@@ -187,6 +187,8 @@ done < <(cat results/knobs-*.jsonl 2>/dev/null)
 [ $rows -gt 20 ] || wrong="$wrong; only $rows runs"
 verdict "estimates of the knobs" "${wrong#; }"
 good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
+good "a knob to put back so that it fits" "the cheapest change that fits: --wrap block:" --plan --preset llama-8b --gpu h100 --world 4 --wrap single
+good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync every:" --plan --preset llama-8b --gpu h100 --world 8 --grad-accum 2 --accum-sync last
 good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
 good "schedule" "one rank: nothing moves" --show-schedule --world 4 --shard hybrid:1 --preset tiny
@@ -259,6 +261,11 @@ for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both
   [ "$status" = 0 ] && [ "$ran" = "$planned" ] || wrong="$wrong; $with: planned $planned MiB, ran $ran"
 done
 verdict "the plan's peak is the run's" "${wrong#; }"
+mpi -np 2 ./train --plan --device cpu --preset tiny --dim 100 --heads 3 --kv-heads 1
+judge "a plan of what cannot be, under mpirun" "--dim 100" "--heads 3"
+bad "an export to nowhere" "--export|/nonexistent/model|No such file" --export /nonexistent/model
+bad "an export onto a directory" "--export|Is a directory" --export "$dir"
+verdict "an export that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
 judge_plan() { # NAME WORD OPTION...: refused before the run as in it
   local name=$1 word=$2
   shift 2
@@ -281,6 +288,7 @@ cp "$dir/log.jsonl" "$dir/out"
 verdict "the log of a run" "${wrong#; }"
 
 # Two blocks, each of which makes 7 calls a micro-batch forward and 6 backward.
+bad "diagnostics of dense attention" "--nsa-stats|dense" --attn dense --nsa-stats --log "$dir/stats.jsonl"
 good "diagnostics of a run" "step" "${small[@]}" --grad-accum 2 --nsa-stats --log "$dir/stats.jsonl"
 wrong=""
 touch "$dir/stats.jsonl"
@@ -383,6 +391,21 @@ wrong=""
 grep -q '"global_batch":3' "$dir/three.jsonl" || wrong="$wrong; the global batch is not the checkpoint's"
 [ "$(losses "$dir/three.jsonl" | cut -d' ' -f1 | xargs)" = "7 8" ] || wrong="$wrong; it did not run steps 7 and 8"
 verdict "a run goes on at another number of ranks" "${wrong#; }"
+# All of it: with a checkpoint alone a run goes on as it was.
+as=(--nsa-window 32 --nsa-selected 3 --rope-base 100 --lr 0.001 --clip 0.5 --val-every 2 --val-batches 2 --grad-accum 2 --seed 5)
+mpi -np 2 ./train "${run[@]}" --log "$dir/as-whole.jsonl" "${as[@]}"
+mpi -np 2 ./train "${run[@]}" --stop-after 3 --save "$dir/as" "${as[@]}"
+mpi -np 2 ./train --device cpu --save "$dir/as" --resume latest --log "$dir/as-again.jsonl"
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+[ "$(losses "$dir/as-whole.jsonl" | wc -l)" = 3 ] || wrong="$wrong; the run did not log three more steps"
+[ "$(losses "$dir/as-whole.jsonl")" = "$(losses "$dir/as-again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
+[ "$(grep -o '"val_loss":.*' "$dir/as-whole.jsonl" | tail -n 2)" = "$(grep -o '"val_loss":.*' "$dir/as-again.jsonl")" ] ||
+  wrong="$wrong; nor is what validation says"
+! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
+verdict "a run goes on as its checkpoint says" "${wrong#; }"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --heads 4
+judge "a checkpoint of other heads" "--heads 4" "made with 2"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --dim 64
 judge "a checkpoint of another shape" "embedding.weight" "manifest.json"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 6 --resume "$dir/saved" --global-batch 4
@@ -395,19 +418,33 @@ judge "a run that diverges" "the norm of the gradient" "diverged" "$dir/diverged
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
 verdict "a run that diverged leaves what can be loaded" "$(grep -q "going on after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
+# A directory holds one run.
+mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
+judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume latest"
 # Killed at any moment: whatever is there then can be resumed from.
 wrong=""
+resume=()
 for delay in 0.5 0.8 1.1; do
   # shellcheck disable=SC2086
   mpirun $MPIRUN_FLAGS -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 \
-    --save "$dir/killed" --save-every 1 >"$dir/out" 2>&1 </dev/null &
+    --save "$dir/killed" --save-every 1 "${resume[@]}" >"$dir/out" 2>&1 </dev/null &
   sleep $delay
   pkill -9 -f -- "--save $dir/killed" 2>/dev/null
   wait $! 2>/dev/null
+  [ -e "$dir/killed/latest" ] && resume=(--resume latest)
 done
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
 [ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="it does not go on: exit status $status"
 verdict "a killed run goes on from what it had saved" "$wrong"
+# A save that fails while training goes on: here its directory is moved away.
+# shellcheck disable=SC2086
+timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train --device cpu --preset tiny --seq 64 --steps 100000 --save "$dir/here" \
+  --save-every 5 >"$dir/out" 2>&1 </dev/null &
+for ((i = 0; i < 100; i++)); do [ -e "$dir/here/latest" ] && break || sleep 0.1; done
+mv "$dir/here" "$dir/there"
+wait $!
+status=$?
+judge "a save that fails while training goes on" "saving step" "$dir/here" "No such file"
 # One rank alone is killed: the others do not wait for it.
 run=(--device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --save "$dir/alone" --save-every 5)
 # shellcheck disable=SC2086

@@ -1,11 +1,14 @@
 // The command line: help, the file of options, and each kind of mistake in one line.
 #include <cctype>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <limits>
 #include <sstream>
 
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "lib/options.h"
@@ -228,7 +231,6 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "100",
                             "--nsa-phi",
                             "mlp",
-                            "--profile",
                             "--recompute",
                             "both",
                             "--keep-attention",
@@ -259,8 +261,9 @@ TEST_CASE("options make a round trip through a file", "[options]") {
   const auto changed = to_json(o), unset = to_json(Options());
   for (const auto& [key, value] : changed.items()) {
     INFO(key);
-    if (key != "graph") CHECK(value != unset[key]);  // which some of the others exclude
+    if (key != "graph" && key != "profile") CHECK(value != unset[key]);  // which some of the others exclude
   }
+  CHECK(parsed({"--profile"}).profile);
   CHECK(parsed({"--graph", "1"}).graph == 1);
   CHECK(to_config(parsed({"--graph", "1"})) == "graph = 1\n");
   ConfigFile file(to_config(o));
@@ -298,6 +301,11 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   refused({"--param-dtype", "fp16"}, {"--param-dtype fp16", "bf16 or fp32"});
   refused({"--device", "tpu"}, {"--device tpu", "auto, cpu or gpu"});
   refused({"--data", ""}, {"--data"});
+  refused({"--data", "caf\xe9.txt"}, {"--data caf", "UTF-8"});
+  CHECK(parsed({"--data", "caf\xc3\xa9.txt"}).data == "caf\xc3\xa9.txt");
+  refused({"--val-data", "x"}, {"--val-data", "--val-every"});
+  refused({"--val-batches", "4"}, {"--val-batches", "--val-every"});
+  refused({"--profile", "--minutes", "1"}, {"--profile", "--minutes"});
   refused({"--dim", "3", "--dim", "4"}, {"--dim", "more than once"});
   refused({"--tf32=perhaps"}, {"--tf32"});
   refused({"--world", "8"}, {"--world", "--plan"});
@@ -342,6 +350,65 @@ TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
   CHECK(j["exposed_reduce_ms"] == 4.5);
   CHECK(nlohmann::json::parse(j.dump())["loss"].is_null());
   CHECK(step_line(r, 100, 1, false).find("mfu") == std::string::npos);
+}
+
+TEST_CASE("what another run was told is taken over where this one is told nothing", "[options]") {
+  const ConfigFile file("beta1 = 0.5\ntf32 = false\n");
+  const auto was = to_json(parsed(
+      {"--dim", "64", "--lr", "0.1", "--beta1", "0.7", "--data", "x", "--tf32", "--seed", "9", "--kv-heads", "2"}));
+  Options o = parsed({"--lr", "0.0003", "--config", file.path.c_str()});  // a default, but given
+  CHECK(o.gives("lr"));
+  CHECK(o.gives("beta1"));
+  CHECK(!o.gives("dim"));
+  take_over(was, {"dim", "lr", "beta1", "data", "tf32", "kv-heads"}, &o);
+  CHECK(o.dim == 64);
+  CHECK(o.kv_heads == 2);
+  CHECK(o.lr == 0.0003);
+  CHECK(o.beta1 == 0.5);
+  CHECK(o.data == "x");
+  CHECK(!o.tf32);
+  CHECK(o.seed == 0);  // not asked for
+}
+
+TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {
+  const ConfigFile file(""), said("");
+  const char* path = file.path.c_str();
+  const nlohmann::json header = {{"header", std::string(100, 'x')}}, line = {{"line", std::string(50, 'y')}};
+  rlimit before;
+  REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
+  const auto action = std::signal(SIGXFSZ, SIG_IGN);
+  {
+    Telemetry t(path, false, header, 10, 1);
+    const rlimit small = {400, before.rlim_max};
+    REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+    std::fflush(stdout);
+    const int terminal = dup(STDOUT_FILENO), fd = open(said.path.c_str(), O_WRONLY);
+    dup2(fd, STDOUT_FILENO);
+    for (int i = 0; i < 10; ++i) t.record(line);
+    std::fflush(stdout);
+    dup2(terminal, STDOUT_FILENO);
+    close(terminal), close(fd);
+    setrlimit(RLIMIT_FSIZE, &before);
+  }
+  std::signal(SIGXFSZ, action);
+  std::ifstream note(said.path);
+  std::string first, second;
+  std::getline(note, first), std::getline(note, second);
+  CHECK(first.rfind("--log: lines from here on are missing", 0) == 0);
+  CHECK(second.empty());
+  {
+    Telemetry t(path, true, header, 10, 1);
+    t.record(line);
+  }
+  std::ifstream in(path);
+  int whole = 0, half = 0, headers = 0;
+  for (std::string text; std::getline(in, text);) {
+    const nlohmann::json j = nlohmann::json::parse(text, nullptr, false);
+    whole += j == line, half += j.is_discarded(), headers += j == header;
+  }
+  CHECK(headers == 2);
+  CHECK(whole >= 4);
+  CHECK(half == 1);
 }
 
 TEST_CASE("figures for people", "[telemetry]") {
