@@ -43,14 +43,14 @@ Unit::Piece Unit::piece(const Param& p, int rank) const {
 }
 
 const char* name_of(Issued::Kind kind) {
-  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce",          "optimizer",    "use",
-                                "release",    "cast",           "recompute attention", "recompute MLP"};
+  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast",           "optimizer",
+                                "use",        "release",        "cast",       "recompute attention", "recompute MLP"};
   return names[kind];
 }
 
 const char* stream_of(const Issued& i) {
-  static const char* streams[] = {"gather",  "reduce", "reduce",  "compute", "compute",
-                                  "compute", "gather", "compute", "compute"};
+  static const char* streams[] = {"gather",  "reduce",  "reduce", "reduce",  "compute",
+                                  "compute", "compute", "gather", "compute", "compute"};
   return i.kind == Issued::optimizer && i.unit >= 0 ? "reduce" : streams[i.kind];
 }
 
@@ -331,11 +331,15 @@ void Fsdp<T, G>::reduce(int u) {
     if (unit.replicated) reduce_channel_.all_reduce(p, flat.shard, dtype);
     else reduce_channel_.reduce_scatter(p, flat.shard, dtype);
     replica_channel_.all_reduce(mine, flat.shard, dtype);
+    // Each rank of a group has summed with its own peers, whose ring may have another order: one of them is right.
+    const bool several = unit.replicated && shard_world_.size > 1 && replica_world_.size > 1;
+    if (several) reduce_channel_.broadcast(mine, flat.shard * size_of(dtype), 0);
     ops::accumulate_gradient(stream, shard, mine, flat.shard, !first_shard);
     if (shard_world_.size > 1 || replica_world_.size == 1)
       note(unit.replicated ? Issued::all_reduce : Issued::reduce_scatter, u, flat.padded * size_of(dtype), dtype,
            shard_world_.size);
     if (replica_world_.size > 1) note(Issued::all_reduce, u, flat.shard * size_of(dtype), dtype, replica_world_.size);
+    if (several) note(Issued::broadcast, u, flat.shard * size_of(dtype), dtype, shard_world_.size);
   };
   if (state.whole.get()) ops::accumulate_gradient(stream, state.whole.get(), s.p, flat.padded, !first_whole);
   if (!later) {
@@ -430,6 +434,11 @@ void Fsdp<T, G>::end_step() {
     }
   if (!norm_begun_) s.zero(scalars_, 8);
   sum_scalars();
+  timing_ = false;
+  // The optimizer says of what it changes when it can be gathered. Of what is frozen, too, something must: where this
+  // step is a graph, what is gathered behind it has no other event of it to wait for.
+  for (size_t i = 0; i < units_.size(); i++)
+    if (!units_[i].trained()) s.record(state_[i].ready);
   // The gathers of this step are over, because the compute stream has waited for each of them. Those of the next begin
   // while AdamW is still at other units: the first ones hide behind it. What is not cut is wanted first.
   for (bool replicated : {true, false})
@@ -459,7 +468,7 @@ void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype, i
 template <class T, class G>
 void Fsdp<T, G>::timed_wait(int kind, const Event& e) {
   Stream& s = dev_.compute();
-  if (!options_.timing || s.off()) {
+  if (!timing_ || s.off()) {
     s.wait(e);
     return;
   }

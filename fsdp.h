@@ -95,7 +95,6 @@ struct FsdpOptions {
   bool gather_by_copy_engine = false;  // see Channel
   bool whole_init = false;  // make the whole model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;
-  bool timing = false;  // measure how long the compute stream waits for gathers and reductions
 };
 
 // What was issued, in order: for tests and for people.
@@ -104,6 +103,7 @@ struct Issued {
     all_gather,
     reduce_scatter,
     all_reduce,
+    broadcast,
     optimizer,
     use,
     release,
@@ -172,10 +172,10 @@ class Fsdp {
   void begin_trace() { trace_.clear(), tracing_ = true; }
   void note(Issued::Kind kind, int unit, int64_t bytes = 0, Dtype dtype = Dtype::f32, int ranks = 1);
   const std::vector<Issued>& trace() const { return trace_; }
-  // How long the compute stream stood still for communication, in ms, between two calls of begin_timing(). Two steps
+  // How long the compute stream stood still for communication, in ms, from begin_timing() to the step's end. Two steps
   // are kept: that of the latest begin_timing() and the one before, which can be read while the latest still runs.
-  // Needs FsdpOptions::timing.
   void begin_timing() {
+    timing_ = true;
     timed_step_ ^= 1;
     for (Waits& w : waits_[timed_step_]) w.used = 0;
   }
@@ -248,4 +248,5 @@ class Fsdp {
   };
   Waits waits_[2][2];  // [step][gathers, reductions]
   int timed_step_ = 0;
+  bool timing_ = false;
 };

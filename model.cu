@@ -223,8 +223,10 @@ std::vector<Unit> parameter_table(const ModelConfig& c) {
                     : block ? strf("block.%d", (first - 1) / 2)
                             : module_name(c, first) + (last > first ? ".." + module_name(c, last) : "");
     // Distant modules that share a weight make two goes of it, if a unit in between sends it away.
-    if (c.tied && u == 0 && !whole)
-      units[u].name += " and head", units[u].reductions = last_of_backward(c) <= last ? 2 : 1;
+    const bool shares =
+        c.tied && !whole &&
+        std::any_of(units[u].params.begin(), units[u].params.end(), [](const Param& p) { return p.module == 0; });
+    if (shares) units[u].name += " and head", units[u].reductions = last_of_backward(c) <= last ? 2 : 1;
   }
   units.erase(std::remove_if(units.begin(), units.end(), [](const Unit& u) { return u.params.empty(); }), units.end());
   if (units.size() == 1) units[0].reductions = 1;
@@ -498,8 +500,11 @@ void Model<T, G>::leave() {
 template <class T, class G>
 int Model<T, G>::following_unit(int module, int u) const {
   auto other = [&](int m) { return unit_of_[size_t(m)] >= 0 && unit_of_[size_t(m)] != u; };
-  for (int m = module - 1; m >= std::max(last_of_backward_, 1); m--)
+  for (int m = module - 1; m >= std::max(last_of_backward_, 1); m--) {
+    // A block whose middle is not kept begins with its attention.
+    if (c_.attends() && !keeps_middle() && m % 2 == 0 && other(m - 1)) return unit_of_[size_t(m - 1)];
     if (other(m)) return unit_of_[size_t(m)];
+  }
   return !last_ && other(0) ? unit_of_[0] : -1;
 }
 
@@ -522,7 +527,7 @@ void Model<T, G>::close(int module) {
     break;
   }
   if (current_ == open_) leave();
-  const int then = following_unit(module, open_);
+  const int then = following_unit(module, -1);  // it may be the one just left
   if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::post) fsdp.gather(then, true);
   if (trained(open_)) fsdp.reduce(open_);
   grads_[size_t(open_)] = nullptr;

@@ -89,7 +89,6 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   f.gather_over_mpi = o.gather == "mpi";
   f.gather_by_copy_engine = o.gather == "copy-engine";
   f.seed = o.seed;
-  f.timing = o.comm_timing;
 
   const std::pair<const char*, Wrap> wraps[] = {
       {"block", Wrap::block}, {"sublayer", Wrap::sublayer}, {"auto", Wrap::size}, {"single", Wrap::single}};

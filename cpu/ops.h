@@ -381,9 +381,8 @@ void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate
 inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate) {
   double total = 0;
   if (p == GradNorm::inf) {
-    for (int64_t i = 0; i < n; ++i)
-      if (const double a = std::fabs(double(x[i])); a > total || a != a) total = a;
-    if (accumulate && !(*out <= total)) total = *out;
+    for (int64_t i = 0; i < n; ++i) total = std::max(total, x[i] == x[i] ? std::fabs(double(x[i])) : double(INFINITY));
+    if (accumulate) total = std::max(total, *out);
   } else {
     total = sum_of<double>(n, [=](int64_t i) {
       const double a = std::fabs(double(x[i]));

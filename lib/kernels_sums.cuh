@@ -233,15 +233,16 @@ void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32
 // ------------------------------------------------------------------------------------------------------------- sums
 
 // What is added up of a number: itself, or a power of its absolute value. largest: nothing is added, the largest
-// absolute value is taken, and a NaN is larger than all.
+// absolute value is taken, and a NaN counts as infinity: a maximum over ranks may lose one.
 enum class Term { itself, absolute, square, cube, largest };
 template <Term term, class A>
 __device__ __forceinline__ A both(A a, A b) {
-  if constexpr (term == Term::largest) return b > a || b != b ? b : a;
+  if constexpr (term == Term::largest) return b > a ? b : a;
   else return a + b;
 }
 template <Term term>
 __device__ __forceinline__ float term_of(float x) {
+  if (term == Term::largest && x != x) return INFINITY;
   return term == Term::itself ? x : term == Term::square ? x * x : term == Term::cube ? fabsf(x * x * x) : fabsf(x);
 }
 // Over the block; the result is thread 0's.

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <sstream>
 
 #include "lib/estimate.h"
 #include "model.h"
@@ -192,6 +193,14 @@ Outcome train(const Setup& s, const World& world) {
     }
     if (n == s.steps) out.trace = model.fsdp.trace();
     dev.compute().copy(result, model.fsdp.scalars(), scalars * 8);
+    if (s.validate) {  // while the step may still run
+      fill(unseen.get(), n + 1);
+      for (int64_t m = 0; m < s.micro_batches; ++m) validation(model, unseen.get() + m * ints, m == 0, copied);
+      model.finish_evaluation();
+      dev.compute().copy(validated.get(), model.fsdp.scalars() + 1, 8);
+      dev.compute().synchronize();
+      out.validated.push_back(validated[0] * scale);
+    }
     for (int64_t i = std::max<int64_t>(0, n - in_flight); i < n && (!s.together || n == s.steps); ++i) {
       dev.compute().synchronize();
       const double* of = results.get() + i % in_flight * scalars;
@@ -199,13 +208,6 @@ Outcome train(const Setup& s, const World& world) {
       out.losses.push_back(of[1] * scale);
       out.steps.push_back(of[2]);
     }
-    if (!s.validate) continue;
-    fill(unseen.get(), n + 1);
-    for (int64_t m = 0; m < s.micro_batches; ++m) validation(model, unseen.get() + m * ints, m == 0, copied);
-    model.finish_evaluation();
-    dev.compute().copy(validated.get(), model.fsdp.scalars() + 1, 8);
-    dev.compute().synchronize();
-    out.validated.push_back(validated[0] * scale);
   }
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
     const float* w = model.fsdp.master(int(u));
@@ -245,8 +247,8 @@ std::string text_of(const std::vector<Issued>& trace, bool uses = false) {
   std::string text;
   for (const Issued& i : trace) {
     if (!i.moves() && !(uses && i.kind == Issued::use)) continue;
-    static const char* names[] = {"gather", "reduce", "sum", "step", "use"};
-    ASSERT(size_t(i.kind) < 5);
+    static const char* names[] = {"gather", "reduce", "sum", "copy", "step", "use"};
+    ASSERT(size_t(i.kind) < 6);
     text += (text.empty() ? "" : " ") + std::string(names[i.kind]);
     if (i.unit >= 0) text += std::to_string(i.unit);
   }
@@ -452,8 +454,10 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   s.model.recompute = Recompute::block;
   CHECK(trace(2, 1) ==
         "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
-  s.model.wrap = Wrap::sublayer, s.model.depth = 1;  // attention, for its output; the MLP; attention
-  CHECK(trace(2, 1) == "gather0 gather1 gather2 gather3 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
+  s.model.wrap = Wrap::sublayer, s.model.depth = 2;  // attention, for its output; the MLP; attention
+  CHECK(trace(2, 1) ==
+        "gather0 gather1 gather2 gather3 gather4 gather5 gather3 reduce5 gather4 reduce4 gather1 reduce3 gather2 "
+        "reduce2 reduce1 reduce0 sum step");
   s.model.wrap = Wrap::block, s.model.depth = 3, s.model.recompute = Recompute::none;
   // Units: attention and MLP apart; all in one; a shared weight is reduced where it is used.
   s.model.depth = 1, s.model.wrap = Wrap::sublayer;  // 0 the embedding, 1 attention, 2 MLP, 3 the head
@@ -494,6 +498,10 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   if (world.size != 4) return;
   s.fsdp.shard_ranks = 2;
   CHECK(trace(2, 1) == "gather0 gather1 gather2 reduce2 sum2 reduce1 sum1 reduce0 sum0 sum sum step");
+  // What is whole on every rank is the same on every rank: the first one's sum.
+  s.model.replicate_below = 33;
+  CHECK(trace(2, 1) == "gather0 gather1 gather2 reduce2 sum2 reduce1 sum1 reduce0 sum0 sum3 sum3 copy3 sum sum step");
+  s.model.replicate_below = 0;
   lay_out(&units, 2);
   for (const Issued& i : train<float, float>(s, world).trace) {
     if (i.unit < 0 || !i.moves()) continue;
@@ -1291,6 +1299,10 @@ TEST_CASE("recomputation changes no bit however the model is cut", "[fsdp]") {
         s.model = small(Arch::llama, 4 * world.size + 1), s.steps = 2, s.micro_batches = 2;
         s.model.wrap = wrap, s.model.wrap_min_params = 8000, s.model.tied = tied;
         s.fsdp.reshard_after_forward = shard != 1, s.fsdp.shard_ranks = shard == 2 ? 2 : 0;
+        // One slot, which the unit that is wanted next must get.
+        if (shard == 0) s.fsdp.gather_slots = 1, s.model.backward_prefetch = BackwardPrefetch::post;
+        // One unit of the embedding, the head and the attention between them.
+        if (shard == 0 && tied && wrap == Wrap::size) s.model.depth = 1, s.model.wrap_min_params = 3300;
         const Outcome all = train<float, float>(s, world);
         for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::both, Recompute::block}) {
           s.model.recompute = mode;
@@ -1301,13 +1313,37 @@ TEST_CASE("recomputation changes no bit however the model is cut", "[fsdp]") {
       }
 }
 
+TEST_CASE("with two slots every unit is on its way before it is wanted", "[fsdp]") {
+  const World& world = test_world();
+  for (Wrap wrap : {Wrap::block, Wrap::sublayer, Wrap::size})
+    for (bool tied : {false, true})
+      for (Recompute mode : {Recompute::none, Recompute::both, Recompute::block}) {
+        Setup s;
+        s.model = small(Arch::rope, 4 * world.size + 1), s.steps = 2, s.micro_batches = 2;
+        s.model.wrap = wrap, s.model.wrap_min_params = 4000, s.model.tied = tied, s.model.recompute = mode;
+        const std::string trace = text_of(train<float, float>(s, world).trace, true);
+        INFO("wrap " << int(wrap) << " tied " << tied << " recompute " << int(mode) << ": " << trace);
+        std::istringstream words(trace);
+        std::string before;  // a gather behind which nothing else was used, but for the first
+        for (std::string word; words >> word;) {
+          if (word.rfind("use", 0) == 0) {
+            CHECK(before != "gather" + word.substr(3));
+            before.clear();
+          } else if (word.rfind("gather", 0) == 0 && word != "gather0") {
+            before = before.empty() ? word : before;
+          }
+        }
+      }
+}
+
 TEST_CASE("every row of a tied embedding is trained, whoever holds it", "[fsdp]") {
   const World& world = test_world();
-  for (Wrap wrap : {Wrap::block, Wrap::single})
+  for (Wrap wrap : {Wrap::block, Wrap::single, Wrap::size})
     for (int64_t replicate_below : {0, 1000}) {
       Setup s;
       s.model = small(Arch::rope, 4 * world.size + 1), s.steps = 1;
       s.model.tied = true, s.model.wrap = wrap, s.model.replicate_below = replicate_below;
+      if (wrap == Wrap::size) s.model.wrap_min_params = 3300, s.fsdp.reduce_last = true;
       const Outcome out = train<float, float>(s, world), one = alone<float, float>(s);
       const std::vector<float>&before = out.weights.at("embedding.weight"), &after = out.trained.at("embedding.weight");
       double furthest = 0;
@@ -1538,6 +1574,14 @@ TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu]") {
   const Outcome out = train<bf16, bf16>(s, test_world());
   CHECK(same(out, plain));
   CHECK(out.validated == plain.validated);
+  // What is gathered behind a graph waits for it, though nothing in the graph changes a frozen unit.
+  s.graph = false, s.fsdp.reshard_after_forward = true, s.model.replicate_below = 0, s.steps = 12;
+  s.model.frozen = {"embedding"}, s.model.hidden = 4096, s.rows = 64;  // long enough to be overtaken
+  const Outcome frozen = train<bf16, bf16>(s, test_world());
+  s.graph = true;
+  const Outcome again = train<bf16, bf16>(s, test_world());
+  CHECK(same(again, frozen));
+  CHECK(again.validated == frozen.validated);
 }
 
 TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu]") {

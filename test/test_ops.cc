@@ -415,7 +415,8 @@ TEST_CASE("norms of a gradient", "[ops]") {
     broken[7] = NAN;
     cpu::sum_powers(p, &got, broken.data(), nullptr, 20, false);
     cpu::sum_powers(p, &got, broken.data() + 20, nullptr, n - 20, true);
-    CHECK(std::isnan(got));
+    // NCCL's maximum may lose a NaN, so there it is infinity.
+    CHECK((p == ops::GradNorm::inf ? std::isinf(got) : std::isnan(got)));
   }
 }
 
