@@ -334,8 +334,8 @@ TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measu
         strf("%-24s %d GPUs, batch %2d: measured %8.3f ms, estimated %8.3f, %+5.1f %%", r.file.c_str(), r.ranks,
              int(r.config.at("batch")), r.measured, estimated, 100 * error);
     INFO(line);
-    // Steps of less than 10 ms are made of kernels that do not fill a chip.
-    CHECK(std::abs(error) < (r.measured < 10 ? 0.2 : 0.08));
+    // Steps of less than 12 ms are made of kernels that do not fill a chip, and issued as fast as a host can.
+    CHECK(std::abs(error) < (r.measured < 12 ? 0.2 : 0.08));
   }
 }
 
