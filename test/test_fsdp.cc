@@ -1522,7 +1522,7 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   const World& world = test_world();
-  for (int n = 0; n < 5; ++n) {
+  for (int n = 0; n < 8; ++n) {
     INFO("case " << n);
     Setup s;
     s.model = small_on_gpu(n == 1 ? Arch::simple : Arch::rope), s.lr = 1e-3, s.steps = 4, s.micro_batches = 2;
@@ -1530,7 +1530,7 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
     if (n == 0) s.model.wrap = Wrap::sublayer, s.model.tied = true;
     if (n == 1) s.model.replicate_below = 1000, s.fsdp.reduce_last = true, s.model.hidden_bytes = 4096;
     if (n == 1) s.fsdp.norm = ops::GradNorm::three;
-    if (n == 2) s.fsdp.norm = ops::GradNorm::one, s.model.recompute = Recompute::block;
+    if (n == 2) s.fsdp.norm = ops::GradNorm::one, s.model.recompute = Recompute::block, s.model.replicate_below = 1000;
     if (n == 3) s.fsdp.norm = ops::GradNorm::inf, s.model.frozen = {"block.0.mlp", "block.1", "head"};
     if (n == 4) s.fsdp.update_in_backward = true, s.clip = 0;
     if (n == 5) s.model.wrap = Wrap::size, s.model.wrap_min_params = 60000, s.model.bucket_params = 150000;
