@@ -90,8 +90,8 @@ std::vector<Unit> parameter_table(const ModelConfig& c);
 int64_t parameter_count(const ModelConfig& c);
 // Forward and backward, of a token: 6 for each weight that multiplies (all matrices but the embedding), and 12 L d for
 // each key that a query sees: on average T/2 in dense causal attention, hence 6 L d T; in sparse attention those of the
-// three branches. Recomputation is not counted (PaLM: Chowdhery et al. 2022, appendix B), nor is what the
-// backward pass leaves out because weights are frozen.
+// three branches. Recomputation is not counted (PaLM: Chowdhery et al. 2022, appendix B), nor is what the backward pass
+// leaves out because weights are frozen.
 double flops_per_token(const ModelConfig& c);
 
 // A micro-batch as ints, the layout that both the host's and the device's copies have: tokens (M), targets (M; -1 is
@@ -202,7 +202,7 @@ class Model {
   Place embedding_, head_, head_norm_, head_norm_bias_;
   std::vector<int> unit_of_;  // by module; -1: all its parameters are replicated
   int replicated_ = -1;       // that unit
-  int last_of_backward_ = 0;  // module
+  int last_of_backward_ = 0;  // the module that the backward pass ends with
   Pass pass_ = Pass::forward;
   bool last_ = true;
   int current_ = -1, open_ = -1;   // the units in hand

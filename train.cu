@@ -476,17 +476,21 @@ json state_at(const Run& r, int64_t step) {
   return {{"step", step}, {"sequences", step * r.global_batch}, {"commit", FSDP_COMMIT}, {"options", settings(r)}};
 }
 
+// What a run that goes on takes over, and may be told otherwise.
+const std::vector<std::string> carried = {"rope-base",    "nsa-block",  "nsa-stride", "nsa-select-block",
+                                          "nsa-selected", "nsa-window", "lr",         "min-lr-ratio",
+                                          "warmup",       "beta1",      "beta2",      "eps",
+                                          "weight-decay", "clip",       "clip-norm",  "data",
+                                          "val-data",     "val-every"};
+
 // What the command line leaves open is the checkpoint's, but for what a run may shed: frozen parameters are trained
 // when they are not named again, and how a model is sharded, rounded and kept is each run's own.
 void take_up(const json& state, Options* o) {
   if (state.is_null()) return;
   const json& was = state.at("options");
-  std::vector<std::string> names = {"rope-base",  "nsa-block", "nsa-stride", "nsa-select-block", "nsa-selected",
-                                    "nsa-window", "nsa-phi",   "lr",         "min-lr-ratio",     "warmup",
-                                    "beta1",      "beta2",     "eps",        "weight-decay",     "clip",
-                                    "clip-norm",  "seed",      "data",       "val-data",         "val-every",
-                                    "val-batches"};
+  std::vector<std::string> names = carried;
   auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
+  also({"nsa-phi", "seed", "val-batches"});
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
   if (!o->gives("batch") && !o->gives("global-batch") && !o->gives("grad-accum")) also({"global-batch", "grad-accum"});
@@ -498,27 +502,20 @@ void take_up(const json& state, Options* o) {
 void compare(const json& state, Run* r) {
   if (state.is_null()) return;
   const json now = settings(*r), &was = state.at("options");
-  auto differs = [&](const char* name) { return now.at(name) != was.at(name); };
-  auto text = [&](const char* name) {
-    std::string option = name;
-    std::replace(option.begin(), option.end(), '_', '-');
-    return strf("--%s %s", option.c_str(), now.at(name).dump().c_str());
-  };
-  for (const char* name : {"seed", "heads", "kv_heads"})
-    REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", text(name).c_str(),
-                 was.at(name).dump().c_str());
-  REQUIRE_USER(!differs("global_batch"),
-               "a step of %lld sequences: the checkpoint was made with --global-batch %lld, and its place in the data "
+  auto differs = [&](const std::string& name) { return now.at(key_of(name)) != was.at(key_of(name)); };
+  auto here = [&](const std::string& name) { return "--" + name + " " + now.at(key_of(name)).dump(); };
+  auto there = [&](const std::string& name) { return was.at(key_of(name)).dump(); };
+  for (const char* name : {"seed", "heads", "kv-heads"})
+    REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", here(name).c_str(), there(name).c_str());
+  REQUIRE_USER(!differs("global-batch"),
+               "a step of %lld sequences: the checkpoint was made with --global-batch %s, and its place in the data "
                "counts in those",
-               ll(r->global_batch), was.at("global_batch").get<long long>());
+               ll(r->global_batch), there("global-batch").c_str());
+  std::vector<std::string> names = {"seq", "steps", "freeze"};
+  names.insert(names.end(), carried.begin(), carried.end());
   std::string others;
-  for (const char* name : {"seq",          "rope_base",  "nsa_block", "nsa_stride", "nsa_select_block",
-                           "nsa_selected", "nsa_window", "freeze",    "lr",         "min_lr_ratio",
-                           "steps",        "warmup",     "beta1",     "beta2",      "eps",
-                           "weight_decay", "clip",       "clip_norm", "data",       "val_data",
-                           "val_every"})
-    if (differs(name))
-      others += strf("%s %s (%s there)", others.empty() ? "" : ",", text(name).c_str(), was.at(name).dump().c_str());
+  for (const std::string& name : names)
+    if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (" + there(name) + " there)";
   if (!others.empty()) r->notices.push_back("not as in the checkpoint:" + others);
 }
 
@@ -618,7 +615,7 @@ std::string train(const Context& c, const Run& r) {
         saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
   };
 
-  auto steps = [&]() -> std::string {
+  auto loop = [&]() -> std::string {
     const auto begin = Clock::now();
     int64_t step = done_before + 1;
     for (; step <= r.last_step; step++) {
@@ -710,7 +707,7 @@ std::string train(const Context& c, const Run& r) {
   };
   // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.
   std::string wrong;
-  or_abort([&] { wrong = steps(); });
+  or_abort([&] { wrong = loop(); });
   return wrong;
 }
 

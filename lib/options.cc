@@ -532,12 +532,6 @@ void set(const Spec& s, const std::string& text, Options* o) {
       s.member);
 }
 
-std::string key_of(const Spec& s) {
-  std::string key = s.name;
-  std::replace(key.begin(), key.end(), '-', '_');
-  return key;
-}
-
 nlohmann::json get(const Spec& s, const Options& o) {
   return std::visit([&](auto member) { return nlohmann::json(o.*member); }, s.member);
 }
@@ -716,18 +710,23 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
   return true;
 }
 
+std::string key_of(std::string name) {
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
 bool Options::gives(const std::string& name) const { return std::count(given.begin(), given.end(), name) > 0; }
 
 nlohmann::json to_json(const Options& o) {
   nlohmann::json j;
-  for (const Spec& s : specs()) j[key_of(s)] = get(s, o);
+  for (const Spec& s : specs()) j[key_of(s.name)] = get(s, o);
   return j;
 }
 
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o) {
   for (const Spec& s : specs()) {
     if (o->gives(s.name) || std::count(names.begin(), names.end(), s.name) == 0) continue;
-    std::visit([&](auto member) { settings.at(key_of(s)).get_to(o->*member); }, s.member);
+    std::visit([&](auto member) { settings.at(key_of(s.name)).get_to(o->*member); }, s.member);
   }
 }
 

@@ -89,6 +89,7 @@ struct Options {
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
+std::string key_of(std::string name);  // there, of an option
 // Sets the options of these names, but those that are given, to what to_json said of another run.
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // What --config reads: a line for every option that is not at its default.

@@ -287,11 +287,11 @@ done
 cp "$dir/log.jsonl" "$dir/out"
 verdict "the log of a run" "${wrong#; }"
 
-# Two blocks, each of which makes 7 calls a micro-batch forward and 6 backward.
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --batch 1 --steps 4 --val-every 2 --val-batches 64 --comm-timing --log "$dir/timed.jsonl"
 sed -n 's/.*"exposed_gather_ms":\([^,]*\),"exposed_reduce_ms":\([^,]*\),.*"step_ms":\([^,]*\),.*/\1 \2 \3/p' "$dir/timed.jsonl" >"$dir/times"
 verdict "a step's exposed communication is its own" "$(awk '$1 + $2 <= $3 { n++ } END { exit !(NR == 4 && n == NR) }' "$dir/times" || echo "not below the step's time: $(xargs <"$dir/times")")"
 bad "diagnostics of dense attention" "--nsa-stats|dense" --attn dense --nsa-stats --log "$dir/stats.jsonl"
+# Two blocks, each of which makes 7 calls a micro-batch forward and 6 backward.
 good "diagnostics of a run" "step" "${small[@]}" --grad-accum 2 --nsa-stats --log "$dir/stats.jsonl"
 wrong=""
 touch "$dir/stats.jsonl"
