@@ -42,6 +42,17 @@ MPI_Comm meeting;  // apart from what the tests send
 FILE* quiet = nullptr;
 int real_stdout = -1;
 
+// TEST_HOSTS: this machine plays so many hosts, each with its share of the ranks. To NCCL they are hosts, with sockets
+// between them and GPUs of their own, so two GPUs do for four ranks on two.
+void play_hosts() {
+  const char* text = std::getenv("TEST_HOSTS");
+  if (!text) return;
+  const int hosts = std::atoi(text);
+  ASSERT(hosts >= 1 && world.size % hosts == 0);
+  world.local_size = world.size / hosts, world.local_rank = world.rank % world.local_size;
+  setenv("NCCL_HOSTID", ("host" + std::to_string(world.rank / world.local_size)).c_str(), 1);
+}
+
 // Ranks other than 0 write into a file that nobody sees unless something fails.
 void hush() {
   quiet = std::tmpfile();
@@ -130,6 +141,7 @@ Device& test_device(Backend backend) {
 int main(int argc, char** argv) {
 #ifdef TEST_MPI
   world = init_mpi(&argc, &argv);
+  play_hosts();
   MPI_Comm_dup(MPI_COMM_WORLD, &meeting);
   if (world.rank != 0) hush();
 #endif

@@ -445,7 +445,7 @@ TEST_CASE("groups of ranks talk among themselves, and to those in their place in
   }
 }
 
-TEST_CASE("GPU: collectives over NCCL", "[comm][gpu]") {
+TEST_CASE("GPU: collectives over NCCL", "[comm][gpu][hosts]") {
   if (const std::string why = no_nccl_here(); !why.empty()) SKIP_TEST(why.c_str());
   Rig rig(Backend::gpu, Transport::nccl);
   check_collectives(rig);
@@ -538,7 +538,7 @@ TEST_CASE("nobody passes a barrier before all have come", "[comm]") {
   }
 }
 
-TEST_CASE("a group is on one host or it is not", "[comm]") {
+TEST_CASE("a group is on one host or it is not", "[comm][hosts]") {
   auto at = [](int rank, int local_rank, int local_size, int ranks) {
     World w;
     w.rank = rank, w.size = 12, w.local_rank = local_rank, w.local_size = local_size;

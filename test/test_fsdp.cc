@@ -1519,7 +1519,7 @@ TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
   }
 }
 
-TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
+TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu][hosts]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   const World& world = test_world();
@@ -1551,7 +1551,7 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu]") {
   }
 }
 
-TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu]") {
+TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu][hosts]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   for (bool sparse_too : {false, true})
@@ -1585,7 +1585,7 @@ TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu]") {
   CHECK(again.validated == frozen.validated);
 }
 
-TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu]") {
+TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu][hosts]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
   Setup s;
