@@ -447,6 +447,9 @@ void Model<T, G>::begin_pass(Pass pass, bool last) {
   if (pass == Pass::backward) {
     fsdp.begin_micro_batch(last);
     if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
+    // Where the head enters no unit of its own, nothing would be on its way behind the one in hand.
+    const int head = unit_of_.back();
+    if (current_ >= 0 && (head < 0 || head == current_)) prefetch_behind(c_.modules() - 1, current_, -1);
     return;
   }
   if (c_.forward_prefetch > 0)
@@ -472,9 +475,7 @@ void Model<T, G>::enter(int module, int next) {
   dev_.mark("waiting for communication");
   fsdp.gather(u, true);
   if (pass_ == Pass::backward) {
-    const bool other = next >= 0 && unit_of_[size_t(next)] >= 0 && unit_of_[size_t(next)] != u;
-    const int then = other ? unit_of_[size_t(next)] : following_unit(module, u);
-    if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::pre) fsdp.gather(then);
+    prefetch_behind(module, u, next);
   } else {
     int ahead = 0, before = u;
     for (int m = module + 1; m < c_.modules() && ahead < c_.forward_prefetch; m++) {
@@ -486,6 +487,14 @@ void Model<T, G>::enter(int module, int next) {
   }
   weights_[size_t(u)] = fsdp.use(u);
   current_ = u;
+}
+
+template <class T, class G>
+void Model<T, G>::prefetch_behind(int module, int u, int next) {
+  if (c_.backward_prefetch != BackwardPrefetch::pre) return;
+  const bool other = next >= 0 && unit_of_[size_t(next)] >= 0 && unit_of_[size_t(next)] != u;
+  const int then = other ? unit_of_[size_t(next)] : following_unit(module, u);
+  if (then >= 0) fsdp.gather(then);
 }
 
 template <class T, class G>
