@@ -449,7 +449,7 @@ void Model<T, G>::begin_pass(Pass pass, bool last) {
     if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
     // Where the head enters no unit of its own, nothing would be on its way behind the one in hand.
     const int head = unit_of_.back();
-    if (current_ >= 0 && (head < 0 || head == current_)) prefetch_behind(c_.modules() - 1, current_, -1);
+    if (head < 0 || head == current_) prefetch_behind(c_.modules() - 1, current_);
     return;
   }
   if (c_.forward_prefetch > 0)

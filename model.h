@@ -162,7 +162,7 @@ class Model {
   void end_pass();
   void enter(int module, int next = -1);
   void leave();
-  void prefetch_behind(int module, int u, int next);  // going backward with u in hand, as enter(module, next)
+  void prefetch_behind(int module, int u, int next = -1);  // going backward, of enter(module, next): u is in hand
   void open(int module);
   void close(int module);
   int following_unit(int module, int u) const;  // going backward; -1: none

@@ -21,6 +21,9 @@ inline bool have_gpu() { return gpus() > 0; }
 // Who we are among the ranks; one rank in build/test_unit, which starts no MPI.
 const World& test_world();
 
+// Whether NCCL can connect the ranks: it wants a GPU for each rank of a host.
+inline bool one_gpu_a_rank() { return gpus() >= test_world().local_size; }
+
 // This process's device of that kind, in Mode::run; made at first use and kept. GPU: number local rank mod gpus().
 Device& test_device(Backend backend);
 

@@ -801,9 +801,9 @@ struct Trainer {
   static constexpr int ways = 6;
   Trainer(Backend backend, const World& world, int way = 0, const std::vector<std::string>& frozen = {})
       : world(world),
-        transport(world.size == 1                                         ? Transport::none
-                  : backend == Backend::gpu && gpus() >= world.local_size ? Transport::nccl
-                                                                          : Transport::mpi),
+        transport(world.size == 1                               ? Transport::none
+                  : backend == Backend::gpu && one_gpu_a_rank() ? Transport::nccl
+                                                                : Transport::mpi),
         dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size,
             backend == Backend::gpu && transport == Transport::mpi),
         adamw(dev, 1),

@@ -314,7 +314,7 @@ std::string no_nccl_here() {
   const World& w = test_world();
   return agree(!have_gpu()                ? "no GPU"
                : nccl_version() == "none" ? "a build without NCCL"
-               : gpus() < w.local_size    ? strf("%d ranks, %d GPUs: NCCL needs one a rank", w.local_size, gpus())
+               : !one_gpu_a_rank()        ? strf("%d ranks, %d GPUs: NCCL needs one a rank", w.local_size, gpus())
                                           : "");
 }
 
