@@ -116,8 +116,8 @@ int main(int argc, char** argv) {
   echo "mpi=yes"
   echo "mpi_flags=${include[*]}"
   echo "mpi_libs=${libs[*]}"
-  printf '#include <mpi.h>\n#ifdef OPEN_MPI\nis Open MPI\n#elif defined(MPICH_VERSION) || defined(I_MPI_VERSION)\nis MPICH\n#endif\n' |
-    "${compiler[@]}" "${flags[@]}" "${include[@]}" -E -P -x c++ - 2>/dev/null | sed -n 's/^is /mpi_family=/p'
+  printf '#include <mpi.h>\n#ifdef OPEN_MPI\n"Open MPI"\n#elif defined(MPICH_VERSION)\n"MPICH"\n#endif\n' |
+    "${compiler[@]}" "${flags[@]}" "${include[@]}" -E -P -x c++ - 2>/dev/null | sed -n 's/^"\(.*\)"$/mpi_family=\1/p'
 }
 
 # ------------------------------------------------------------------------------------------------------------ libraries
