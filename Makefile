@@ -61,7 +61,7 @@ format:
 
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 
-# ------------------------------------------------------------------------- what there is: compiler, MPI, libraries, GPUs
+# ------------------------------------------------------------------------------- search: compiler, MPI, libraries, GPUs
 # probe.sh finds them, here and for setup.sh, and writes found_NAME=value. A full /tmp would fail every compiler.
 quote = '$(subst ','\'',$(1))'
 tmpdir := $(shell ./probe.sh tmpdir)
@@ -79,7 +79,7 @@ ifeq ($(probed),)
 endif
 include build/found
 
-# ---------------------------------------------------------------------------------------------- what there is: CUDA
+# --------------------------------------------------------------------------------------------------------- search: CUDA
 # Other tools use this name in the environment too (x86_64): only what can be a GPU's is taken from there.
 ifeq ($(origin ARCH),environment)
   ARCH := $(shell echo '$(ARCH)' | grep -E '^(sm_)?[0-9]+a?( |$$)')
@@ -116,7 +116,7 @@ else
   override CUDA := 0
 endif
 
-# ---------------------------------------------------------------------------------------------- what there is: NCCL
+# --------------------------------------------------------------------------------------------------------- search: NCCL
 # Beside CUDA, where the linker looks, or inside Python's package. libnccl.so.2 is named in full: the Python package has
 # no libnccl.so.
 ifeq ($(CUDA)$(filter 0,$(NCCL)),1)
@@ -221,11 +221,12 @@ build/%.o: %.cu build/flags | build/version.h
 
 # The second half of `make run`: trains, and says what was done and what to type next.
 start: train
-	@ranks=$$(./setup.sh ranks $(CUDA)) && . ./setup.sh env $$ranks && run="mpirun $${MPIRUN_FLAGS:+$$MPIRUN_FLAGS }-np $$ranks ./train" && \
+	@ranks=$$(./setup.sh ranks $(CUDA)) && . ./setup.sh env $$ranks && \
+	  run="mpirun $${MPIRUN_FLAGS:+$$MPIRUN_FLAGS }-np $$ranks ./train" && \
 	  (set -x; $$run --seq 4096 $(ARGS)) && printf '%s\n' '' \
-	  "done: ./train is built and has trained with $$ranks ranks on $(if $(nvcc),$(or $(found_gpu_name),the CPU (no GPU here)),the CPU)" \
-	  "next: make run RANKS=2 ARGS=\"--dim 256 --steps 50\"   or by hand: $$run --preset tiny --attn dense" \
-	  "      ./train --help lists the options; make test runs every test; README.md has more runs"
+	  "done: built ./train and trained with $$ranks rank$$([ $$ranks = 1 ] || echo s) on $(if $(nvcc),$(or $(found_gpu_name),the CPU (no GPU here)),the CPU)" \
+	  'next: make run RANKS=2 ARGS="--dim 256 --steps 50"   other ranks, a wider model; ./train --help lists every option' \
+	  "      $$run   the same by hand; make test runs every test"
 
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
 syntax: | build/version.h
