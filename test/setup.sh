@@ -112,6 +112,11 @@ EOS
 package catch2
 printf '#define TEST_CASE(name) static void test()\n#define REQUIRE(x) (void)(x)\n' >include/catch2/catch.hpp
 
+package catch2-v3
+printf 'namespace Catch { struct Session { int run() { return 0; } }; }\n' | cat ../catch2/include/catch2/catch.hpp - \
+  >include/catch2/catch_all.hpp
+touch lib/Catch2
+
 # An apt-get that knows no package named in the file `refused`.
 package apt
 tool bin/apt-get <<'EOS'
@@ -189,8 +194,12 @@ at ./setup.sh run
 judge "bare, as root" 0 "installing g++"
 equal "bare: what apt-get is asked for" "$(asked)" "g++ libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev"
 
-machine "${all[@]}" libblas-dev
-rm "$root/lib/openblas"
+machine g++
+at ./setup.sh run
+judge "a compiler alone" 0
+equal "a compiler alone: what apt-get is asked for" "$(asked)" "libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev"
+
+machine "${all[@]}" libblas-dev # overwrites OpenBLAS's header
 at make train
 judge "make: cblas.h of another library" 2 "missing: libopenblas-dev" "cblas.h is of another library"
 at ./setup.sh run
@@ -198,9 +207,9 @@ judge "cblas.h of another library" 0 "installing libopenblas-dev"
 equal "cblas.h of another library: what apt-get is asked for" "$(asked)" libopenblas-dev
 
 machine "${all[@]}"
-rm "$root/lib/openblas"
+rm "$root/lib/openblas" "$root/lib/mpi"
 at ./setup.sh run
-judge "the header without its library" 0 "installing libopenblas-dev"
+equal "headers without their libraries" "$status $(asked)" "0 libopenmpi-dev libopenblas-dev"
 
 machine "${all[@]}"
 rm "$root/include/cblas.h"
@@ -235,6 +244,12 @@ equal "training needs no Catch2" "$status $(asked)" "0 "
 at ./setup.sh test
 judge "the tests need Catch2" 0 "installing catch2"
 equal "the tests need Catch2 alone" "$(asked)" catch2
+machine "${all[@]}" catch2-v3
+at ./setup.sh test
+equal "Catch2 version 3 will do" "$status $(asked)" "0 "
+rm "$root/lib/Catch2" "$project/build/found"
+at ./setup.sh test
+equal "Catch2 version 3 without its library will not" "$(asked)" catch2
 
 machine "${all[@]}" libmpich-dev
 at ./setup.sh run
