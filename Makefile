@@ -38,6 +38,17 @@ help:
 	  'make clean       remove what was built' \
 	  'CUDA=0           the CPU backend alone; NCCL=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
 
+# A full /tmp would fail every compiler, apt-get and mpirun.
+ifneq ($(filter-out clean format help,$(or $(MAKECMDGOALS),all)),)
+  tmpdir := $(shell ./probe.sh tmpdir)
+  ifeq ($(tmpdir),)
+    $(error nothing was built)
+  endif
+  ifneq ($(tmpdir),$(or $(TMPDIR),/tmp))
+    export TMPDIR := $(tmpdir)
+  endif
+endif
+
 # ---------------------------------------------------------------------------------------------------- run and test
 # These two need no search: setup.sh may install what the search would look for, so they start a second make.
 
@@ -62,15 +73,8 @@ format:
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 
 # ------------------------------------------------------------------------------- search: compiler, MPI, libraries, GPUs
-# probe.sh finds them, here and for setup.sh, and writes found_NAME=value. A full /tmp would fail every compiler.
+# probe.sh finds them, here and for setup.sh, and writes found_NAME=value.
 quote = '$(subst ','\'',$(1))'
-tmpdir := $(shell ./probe.sh tmpdir)
-ifeq ($(tmpdir),)
-  $(error no directory for temporary files)
-endif
-ifneq ($(tmpdir),$(or $(TMPDIR),/tmp))
-  export TMPDIR := $(tmpdir)
-endif
 probed := $(shell export TMPDIR=$(call quote,$(tmpdir)) CXX=$(call quote,$(CXX)) MPICXX=$(call quote,$(MPICXX)) \
   CPPFLAGS=$(call quote,$(CPPFLAGS)) CXXFLAGS=$(call quote,$(CXXFLAGS)) LDFLAGS=$(call quote,$(LDFLAGS)) \
   LDLIBS=$(call quote,$(LDLIBS)); ./probe.sh && echo yes)

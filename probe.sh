@@ -35,8 +35,11 @@ takes_files() { # DIR
 
 # Prints the first directory that will do, and on stderr why it is not the usual one.
 choose_tmpdir() {
-  local usual=${TMPDIR:-/tmp} dir
-  for dir in "$usual" /tmp /var/tmp "$PWD/build/tmp"; do
+  local usual=${TMPDIR:-/tmp} dir dirs=()
+  dirs=("$usual")
+  [ "$usual" = /tmp ] || dirs+=(/tmp)
+  dirs+=(/var/tmp "$PWD/build/tmp")
+  for dir in "${dirs[@]}"; do
     [ "$dir" != "$PWD/build/tmp" ] || mkdir -p "$dir" 2>/dev/null
     takes_files "$dir" || continue
     [ "$dir" = "$usual" ] ||
@@ -44,8 +47,8 @@ choose_tmpdir() {
     echo "$dir"
     return
   done
-  echo "error: no room for temporary files: $usual, /tmp, /var/tmp and build/tmp cannot be written or have less than" \
-    "$least_mb MB free; make room, or set TMPDIR" >&2
+  echo "error: no room for temporary files: none of ${dirs[*]} can be written and has $least_mb MB free; make room, or" \
+    "set TMPDIR" >&2
   return 1
 }
 

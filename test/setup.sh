@@ -40,6 +40,7 @@ case "$*" in
   */openblas.cc*) echo "error: undefined reference to cblas_sgemm" >&2 && exit 1 ;;
 esac
 echo "$*" >>"$root/compiled"
+echo "${TMPDIR-}" >"$root/tmpdir"
 words=() out='' check=-fsyntax-only source=''
 while [ $# -gt 0 ]; do
   case $1 in
@@ -323,8 +324,11 @@ exec '$dir/packages/base/bin/mktemp' "\$@"
 EOS
 at TMPDIR=/tmp ./setup.sh run
 judge "/tmp that cannot be written" 0 "temporary files go to $project/build/tmp"
-at TMPDIR=/tmp make build/found
+touch "$project/train.cu"
+at TMPDIR=/tmp CUDA=0 make train
 judge "make: /tmp that cannot be written" 0 "temporary files go to $project/build/tmp"
+equal "make: /tmp that cannot be written: said once" "$(grep -c 'temporary files go' "$dir/out")" 1
+equal "make: /tmp that cannot be written: the compiler's directory" "$(cat "$root/tmpdir")" "$project/build/tmp"
 cp "$dir/packages/base/bin/mktemp" "$root/bin/"
 tool "$root/bin/stat" <<EOS
 [ "\$1" != -f ] || { echo 100 4096; exit; }
