@@ -317,7 +317,7 @@ judge "make run on three GPUs" 0 "mpirun starts 3 ranks" "3 ranks on 3 x NVIDIA 
 # Temporary files.
 machine "${all[@]}"
 at TMPDIR="$root/absent" ./setup.sh run
-judge "TMPDIR that is not there" 0 "$root/absent cannot be written" "temporary files go to /tmp"
+judge "TMPDIR that is not there" 0 "$root/absent cannot be written" "temporary files go to /"
 tool "$root/bin/mktemp" <<EOS
 for word; do case \$word in /tmp/fsdp* | /var/tmp/fsdp*) exit 1 ;; esac; done
 exec '$dir/packages/base/bin/mktemp' "\$@"
