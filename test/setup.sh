@@ -41,12 +41,13 @@ case "$*" in
 esac
 echo "$*" >>"$root/compiled"
 echo "${TMPDIR-}" >"$root/tmpdir"
-words=() out='' check=-fsyntax-only source=''
+words=() out='' check=-fsyntax-only source='' links=1
+[[ $* != *-fsyntax-only* ]] || links=
 while [ $# -gt 0 ]; do
   case $1 in
     -isystem) shift ;;
     -o) out=$2; shift ;;
-    -l*) [ -e "$root/lib/${1#-l}" ] || [ "$1" = -lpthread ] || { echo "error: cannot find $1" >&2; exit 1; } ;;
+    -l*) [ -z "$links" ] || [ -e "$root/lib/${1#-l}" ] || [ "$1" = -lpthread ] || { echo "error: cannot find $1" >&2; exit 1; } ;;
     -E) check=; words+=("$1") ;;
     *.o | -L* | -Wl,*) ;;
     *.cc | *.cu | -) source=1; words+=("$1") ;;
@@ -198,6 +199,7 @@ equal "bare: what apt-get is asked for" "$(asked)" "g++ libopenmpi-dev openmpi-b
 machine g++
 at ./setup.sh run
 judge "a compiler alone" 0
+equal "no temporary file is left by apt-get" "$(ls "$root/tmp")" ""
 equal "a compiler alone: what apt-get is asked for" "$(asked)" "libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev"
 
 machine "${all[@]}" libblas-dev # overwrites OpenBLAS's header
