@@ -7,19 +7,19 @@
 #   ARCH="90a 80"   GPU architectures (by itself: this machine's GPUs; without a GPU 8.0 and 9.0a)
 #   CUDA_HOME, NCCL_HOME, MPICXX, CXX, CPU_ARCH, CPPFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS; DEBUG=1 adds -g -lineinfo
 #   COMMIT          what --version and results say, for a source tree without git
-#   RANKS, ARGS     for `make run`: how many ranks, more options of ./train
+#   RANKS, ARGS     for `make run`: how many ranks (by itself one a GPU, 4 without a GPU), more options of ./train
 
 SHELL := /bin/bash
 CPU_ARCH ?= native
-RANKS ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run test tests syntax clean format help force
+.PHONY: all run start test tests syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
 hash := \#
+comma := ,
 cores := $(shell nproc 2>/dev/null || echo 2)
 ifeq ($(filter -j%,$(MAKEFLAGS)),)
   ifeq ($(MAKELEVEL),0)
@@ -30,20 +30,31 @@ endif
 help:
 	@printf '%s\n' \
 	  'make             build ./train and ./bench' \
-	  'make run         install what is missing, build, train with 4 ranks (RANKS=, ARGS="--dim 256 ...")' \
+	  'make run         install what is missing, build, train with a rank a GPU, 4 without a GPU' \
+	  '                 (RANKS=2 decides; ARGS="--dim 256 ..." goes to ./train)' \
 	  'make test        install what is missing, build, run every test' \
 	  'make tests       build the tests: build/test_unit, build/test_ranks' \
 	  'make format      clang-format every source' \
 	  'make clean       remove what was built' \
 	  'CUDA=0           the CPU backend alone; NCCL=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
 
+# A full /tmp would fail every compiler, apt-get and mpirun.
+ifneq ($(filter-out clean format help,$(or $(MAKECMDGOALS),all)),)
+  tmpdir := $(shell ./probe.sh tmpdir)
+  ifeq ($(tmpdir),)
+    $(error nothing was built)
+  endif
+  ifneq ($(tmpdir),$(or $(TMPDIR),/tmp))
+    export TMPDIR := $(tmpdir)
+  endif
+endif
+
 # ---------------------------------------------------------------------------------------------------- run and test
-# The first two need no search: setup.sh may install what the search would look for, so they start a second make.
+# These two need no search: setup.sh may install what the search would look for, so they start a second make.
 
 run:
 	@./setup.sh run
-	@$(MAKE) --no-print-directory train
-	@. ./setup.sh env $(RANKS) && set -x && mpirun $$MPIRUN_FLAGS -np $(RANKS) ./train --seq 4096 $(ARGS)
+	@$(MAKE) --no-print-directory start
 
 test:
 	@./setup.sh test
@@ -61,7 +72,18 @@ format:
 
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 
-# ---------------------------------------------------------------------------------------------- what there is: CUDA
+# ------------------------------------------------------------------------------- search: compiler, MPI, libraries, GPUs
+# probe.sh finds them, here and for setup.sh, and writes found_NAME=value.
+quote = '$(subst ','\'',$(1))'
+probed := $(shell export TMPDIR=$(call quote,$(tmpdir)) CXX=$(call quote,$(CXX)) MPICXX=$(call quote,$(MPICXX)) \
+  CPPFLAGS=$(call quote,$(CPPFLAGS)) CXXFLAGS=$(call quote,$(CXXFLAGS)) LDFLAGS=$(call quote,$(LDFLAGS)) \
+  LDLIBS=$(call quote,$(LDLIBS)); ./probe.sh && echo yes)
+ifeq ($(probed),)
+  $(error nothing was built)
+endif
+include build/found
+
+# --------------------------------------------------------------------------------------------------------- search: CUDA
 # Other tools use this name in the environment too (x86_64): only what can be a GPU's is taken from there.
 ifeq ($(origin ARCH),environment)
   ARCH := $(shell echo '$(ARCH)' | grep -E '^(sm_)?[0-9]+a?( |$$)')
@@ -79,12 +101,9 @@ ifneq ($(nvcc),)
   cuda_version := $(shell $(nvcc) --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
   cuda_include := $(filter-out /usr/include,$(wildcard $(cuda_home)/include $(cuda_home)/targets/x86_64-linux/include))
   cuda_lib := $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/x86_64-linux/lib $(cuda_home)/lib))
-  gpu_name := $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | \
-    sed 's/^ *\([0-9]*\) /\1 x /' | paste -sd, | grep -v -i fail)
   # Hopper's own instructions need the target 90a. bf16 arithmetic needs 8.0; older chips are left to the CPU backend.
   ifeq ($(ARCH),)
-    ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | \
-      sort -u | tr -d . | awk '$$1 >= 80 { print $$1 == 90 ? "90a" : $$1 }')
+    ARCH := $(patsubst 90,90a,$(found_gpu_caps))
     ARCH := $(foreach a,$(ARCH),$(if $(shell $(nvcc) --list-gpu-code | grep -w sm_$(a:90a=90)),$(a)))
     ifeq ($(ARCH),)
       ARCH := 80 90a
@@ -101,7 +120,7 @@ else
   override CUDA := 0
 endif
 
-# ---------------------------------------------------------------------------------------------- what there is: NCCL
+# --------------------------------------------------------------------------------------------------------- search: NCCL
 # Beside CUDA, where the linker looks, or inside Python's package. libnccl.so.2 is named in full: the Python package has
 # no libnccl.so.
 ifeq ($(CUDA)$(filter 0,$(NCCL)),1)
@@ -128,62 +147,42 @@ override NCCL := $(if $(nccl),1,0)
 nccl_version := $(if $(nccl),$(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v ? "." : "") $$3} END {print v}' \
   $(nccl_include)/nccl.h))
 
-# ----------------------------------------------------------------------------------- what there is: MPI, header libraries
-MPICXX ?= mpicxx
-# Open MPI, else MPICH and its kin; without a compiler wrapper the flags of the usual place.
-mpi_compile := $(or $(shell $(MPICXX) --showme:compile 2>/dev/null),$(shell $(MPICXX) -compile_info 2>/dev/null))
-mpi_link := $(or $(shell $(MPICXX) --showme:link 2>/dev/null),$(shell $(MPICXX) -link_info 2>/dev/null),-lmpi)
-mpi_include := $(patsubst -I%,%,$(filter -I%,$(mpi_compile)))
-mpi_libs := $(filter-out -lmpi_cxx,$(filter -L% -l% -Wl%,$(mpi_link)))
-mpi_version := $(or $(shell mpirun --version 2>/dev/null | sed -n '1s/^mpirun (\(.*\))/\1/p;/HYDRA/{s/.*/MPICH/p;q}'),no mpirun)
-
-# One run of the preprocessor sees which headers there are.
-openblas_include := $(patsubst -I%,%,$(filter -I%,$(shell pkg-config --cflags openblas 2>/dev/null)))
-openblas_lib := $(or $(shell pkg-config --libs openblas 2>/dev/null),-lopenblas)
-found := $(shell printf '$(hash)if __has_include(<%s>)\n%s\n$(hash)endif\n' mpi.h has_mpi CLI/CLI.hpp has_cli11 \
-  nlohmann/json.hpp has_json cblas.h has_openblas catch2/catch_all.hpp has_catch2_v3 catch2/catch.hpp has_catch2_v2 | \
-  $(CXX) $(CPPFLAGS) $(addprefix -isystem ,$(mpi_include) $(openblas_include)) -std=c++17 -E -P -x c++ - 2>/dev/null)
-catch := $(firstword $(filter has_catch2_v%,$(found)))
 wants_tests := $(filter tests build/test_%,$(MAKECMDGOALS))
-missing := $(if $(shell command -v $(CXX)),,$(CXX)) $(if $(filter has_mpi,$(found)),,libopenmpi-dev) $(if $(filter has_cli11,$(found)),,libcli11-dev) \
-  $(if $(filter has_json,$(found)),,nlohmann-json3-dev) $(if $(filter has_openblas,$(found)),,libopenblas-dev) \
-  $(if $(or $(catch),$(if $(wants_tests),,no)),,catch2)
+missing := $(strip $(found_missing) $(if $(wants_tests),$(found_missing_tests)))
 
 # ---------------------------------------------------------------------------------------------------------- the table
-host_version := $(notdir $(CXX)) $(shell $(CXX) -dumpfullversion -dumpversion 2>/dev/null)
 row = $(info $(shell printf '  %-11s %s' '$(1)' '$(2)'))
 ifeq ($(MAKE_TOLD),)
   $(info found)
-  $(call row,C++,$(host_version) -march=$(CPU_ARCH))
+  $(call row,C++,$(if $(found_cxx),$(found_cxx) -march=$(CPU_ARCH),not found))
   $(call row,CUDA,$(if $(nvcc),$(cuda_version) ($(or $(cuda_home),$(nvcc))),$(if \
     $(asked_cuda),off,no nvcc found)))
   ifneq ($(nvcc),)
-    $(call row,GPU,$(or $(gpu_name),none here))
+    $(call row,GPU,$(or $(found_gpu_name),none here))
     $(call row,NCCL,$(if $(nccl),$(nccl_version) ($(nccl_lib)),not found: collectives go over MPI))
   endif
-  $(call row,MPI,$(if $(filter has_mpi,$(found)),$(mpi_version),not found))
-  $(call row,OpenBLAS,$(if $(filter has_openblas,$(found)),yes,not found))
-  $(call row,CLI11,$(if $(filter has_cli11,$(found)),yes,not found))
-  $(call row,json,$(if $(filter has_json,$(found)),yes,not found))
-  $(call row,Catch2,$(if $(catch),$(catch:has_catch2_%=%),not found))
+  $(call row,MPI,$(if $(found_mpi),$(or $(found_mpi_mismatch),$(found_mpirun_version),no mpirun),not found))
+  $(call row,OpenBLAS,$(or $(found_openblas),not found$(if $(found_openblas_note), ($(found_openblas_note)))))
+  $(call row,CLI11,$(or $(found_cli11),not found))
+  $(call row,json,$(or $(found_json),not found))
+  $(call row,Catch2,$(or $(found_catch2),not found))
   $(info building)
   $(call row,backends,CPU$(if $(nvcc), and GPU ($(arch_text)$(if $(findstring code=compute_80,$(gencode)), and PTX))))
   $(call row,collectives,MPI$(if $(nccl), and NCCL))
   $(info )
   export MAKE_TOLD := 1
 endif
-ifneq ($(strip $(missing)),)
-  $(error missing: $(strip $(missing)). `make run` and `make test` install them, or: apt-get install $(strip $(missing)))
+ifneq ($(missing),)
+  $(error missing: $(missing). `make run` and `make test` install them, or, as root: apt-get install -y $(missing))
 endif
 
 # ------------------------------------------------------------------------------------------------------------- flags
-defines := -DFSDP_CUDA=$(CUDA) -DFSDP_NCCL=$(NCCL) -DOMPI_SKIP_MPICXX
+defines := -DFSDP_CUDA=$(CUDA) -DFSDP_NCCL=$(NCCL)
 # System directories: their headers owe us no clean warnings. nvcc adds its own toolkit's.
-includes := -I. $(CPPFLAGS) $(addprefix -isystem ,$(mpi_include) $(openblas_include) $(filter-out /usr/include \
+includes := -I. $(CPPFLAGS) $(found_mpi_flags) $(found_openblas_flags) $(addprefix -isystem ,$(filter-out /usr/include \
   /usr/local/include,$(nccl_include)))
 debug := $(if $(filter 1,$(DEBUG)),-g)
 host_flags := -O3 -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(CXXFLAGS)
-comma := ,
 cxx_compile := $(CXX) -std=c++17 $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
 nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(archs)) --expt-relaxed-constexpr \
   $(foreach f,$(filter-out -O3,$(host_flags)),-Xcompiler=$(subst $(comma),\$(comma),$(f))) $(if $(debug),-lineinfo) $(defines) $(includes) $(NVCCFLAGS)
@@ -191,7 +190,7 @@ nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(arc
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))
 link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -ldl -lrt) \
-  $(if $(nccl),$(nccl_lib) $(call rpath,$(patsubst %/,%,$(dir $(nccl_lib))))) $(mpi_libs) $(openblas_lib) -lpthread
+  $(if $(nccl),$(nccl_lib) $(call rpath,$(patsubst %/,%,$(dir $(nccl_lib))))) $(found_mpi_libs) $(found_openblas_libs) -lpthread
 
 # ------------------------------------------------------------------------------------------------------------- build
 objects := $(addprefix build/,$(addsuffix .o,$(basename $(sources))))
@@ -207,11 +206,10 @@ train: build/train.o $(parts)
 bench: build/bench.o $(filter-out build/model.o build/fsdp.o,$(parts))
 build/test_unit: build/test/main.o $(unit_objects) $(parts)
 build/test_ranks: build/test/main_mpi.o $(rank_objects) $(parts)
-catch_lib := $(if $(filter has_catch2_v3,$(catch)),-lCatch2)
 
 train bench build/test_unit build/test_ranks:
 	@echo link $@
-	@$(CXX) $(debug) -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(catch_lib)) $(link_libs) $(LDLIBS)
+	@$(CXX) $(debug) -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(found_catch2_libs)) $(link_libs) $(LDLIBS)
 
 build/test/main_mpi.o: test/main.cc build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $< with MPI
@@ -225,10 +223,19 @@ build/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
 	@$(if $(nvcc),$(nvcc_compile) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<,$(cxx_compile) -MMD -MP -c -o $@ -x c++ $<)
 
+# The second half of `make run`: trains, and says what was done and what to type next.
+start: train
+	@ranks=$$(./setup.sh ranks $(CUDA)) && . ./setup.sh env $$ranks && \
+	  run="mpirun $${MPIRUN_FLAGS:+$$MPIRUN_FLAGS }-np $$ranks ./train" && \
+	  (set -x; $$run --seq 4096 $(ARGS)) && printf '%s\n' '' \
+	  "done: built ./train and trained with $$ranks rank$$([ $$ranks = 1 ] || echo s) on $(if $(nvcc),$(or $(found_gpu_name),the CPU (no GPU here)),the CPU)" \
+	  'next: make run RANKS=2 ARGS="--dim 256 --steps 50"   other ranks, a wider model; ./train --help lists every option' \
+	  "      $$run   the same by hand; make test runs every test"
+
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
 syntax: | build/version.h
 	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -O0 -S -o /dev/null -Wall -Wextra -pthread -UFSDP_CUDA \
-	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 -DOMPI_SKIP_MPICXX $(includes) -x c++ {}
+	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++ {}
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.
 write_if_changed = mkdir -p build && printf '%s\n' '$(1)' | cmp -s - $@ || printf '%s\n' '$(1)' > $@
