@@ -12,8 +12,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
+#include <random>
 #include <utility>
 
 #include "nlohmann/json.hpp"
@@ -116,9 +118,29 @@ struct File {
   }
 };
 
+// A file that was not there before: nobody's is written over, and no link is followed.
+constexpr int new_file = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;
 int create(const std::string& path) {
-  return int(
-      change("open", path, [&] { return ::open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666); }));
+  return int(change("open", path, [&] { return ::open(path.c_str(), new_file, 0666); }));
+}
+
+// The same under a name that begins with `start` and that nothing had; the caller removes or renames it.
+std::string random_digits() {
+  std::random_device random;
+  return strf("%08x", random());
+}
+std::unique_ptr<File> create_unique(const std::string& start) {
+  for (;;) {
+    const std::string path = start + random_digits();
+    const int64_t fd = change(
+        "open", path, [&] { return ::open(path.c_str(), new_file, 0666); }, EEXIST);
+    if (fd >= 0) return std::make_unique<File>(int(fd), path);
+  }
+}
+
+void remove_file(const std::string& path) {
+  change(
+      "unlink", path, [&] { return ::unlink(path.c_str()); }, ENOENT);
 }
 
 // Makes what was created, renamed and removed in a directory last. Some file systems know no such thing: EINVAL.
@@ -169,24 +191,6 @@ std::vector<std::string> names_in(const std::string& path) {
   return names;
 }
 
-// A step's directory, which holds files alone, or a link.
-void remove_all(const std::string& path) {
-  struct stat s;
-  if (::lstat(path.c_str(), &s) != 0) return;
-  if (!S_ISDIR(s.st_mode)) {
-    change(
-        "unlink", path, [&] { return ::unlink(path.c_str()); }, ENOENT);
-    return;
-  }
-  for (const std::string& name : names_in(path)) {
-    const std::string file = path + "/" + name;
-    change(
-        "unlink", file, [&] { return ::unlink(file.c_str()); }, ENOENT);
-  }
-  change(
-      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
-}
-
 bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
 std::string without_slash(std::string path) {
@@ -194,27 +198,129 @@ std::string without_slash(std::string path) {
   return path;
 }
 
-// -1: the name is not a step's.
-int64_t step_of(const std::string& name) {
-  if (!starts_with(name, "step-") || name.size() < 6 || name.size() > 23) return -1;
-  if (name.find_first_not_of("0123456789", 5) != std::string::npos) return -1;
-  return std::atoll(name.c_str() + 5);
+// ---------------------------------------------------------------------------------- the names that a save gives out
+
+// Nothing that a user may have put into the directory is written over or removed: a name counts as ours only if it is
+// exactly one that a save gives, and what it names is of the kind that a save makes.
+
+bool all_digits(const std::string& text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
 }
 std::string name_of_step(int64_t step) { return strf("step-%lld", ll(step)); }
-std::string tmp_of(const std::string& dir, int64_t step) { return dir + "/.tmp-" + name_of_step(step); }
+// -1: the name is not a step's.
+int64_t step_of(const std::string& name) {
+  if (!starts_with(name, "step-") || name.size() > 23 || !all_digits(name.substr(5))) return -1;
+  const int64_t step = std::atoll(name.c_str() + 5);
+  return name == name_of_step(step) ? step : -1;
+}
+
+const std::string latest = "latest", manifest_name = "manifest.json", tmp_start = ".tmp-", old_start = ".tmp-old-",
+                  tmp_latest = ".tmp-latest", probe_start = ".tmp-probe-";
+std::string tmp_of(const std::string& dir, int64_t step) { return dir + "/" + tmp_start + name_of_step(step); }
+std::string old_of(const std::string& dir, int64_t step) { return dir + "/" + old_start + name_of_step(step); }
+
+bool is_tmp_step(const std::string& name) {
+  for (const std::string& start : {old_start, tmp_start})
+    if (starts_with(name, start.c_str()) && step_of(name.substr(start.size())) >= 0) return true;
+  return false;
+}
+bool is_file_of_step(const std::string& name) {
+  const size_t digits = name.size() < 10 ? 0 : name.size() - 9;
+  return name == manifest_name || (digits > 0 && starts_with(name, "rank-") && all_digits(name.substr(5, digits)) &&
+                                   name.substr(5 + digits) == ".bin");
+}
+
+// What kind of thing has that name itself, links not followed; 0: nothing.
+mode_t kind_of(const std::string& path) {
+  struct stat s;
+  return ::lstat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
+}
+
+// Throws Error unless path is a directory of files that a save puts into a step's, and of nothing else.
+void require_step_files(const std::string& path) {
+  const char* what = "; move it away, or name another directory";
+  if (kind_of(path) != S_IFDIR) throw Error(strf("%s is no directory of a checkpoint%s", path.c_str(), what));
+  for (const std::string& name : names_in(path))
+    if (!is_file_of_step(name) || kind_of(path + "/" + name) != S_IFREG)
+      throw Error(strf("%s is no part of a checkpoint%s", (path + "/" + name).c_str(), what));
+}
+
+// A step, or what is left of one.
+void remove_step(const std::string& path) {
+  if (kind_of(path) == 0) return;
+  require_step_files(path);
+  for (const std::string& name : names_in(path)) remove_file(path + "/" + name);
+  change(
+      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+}
+
+// `latest` must be a link to a step wherever it is there: a save replaces it.
+void require_link_to_step(const std::string& path) {
+  char target[4096];
+  const ssize_t n = ::readlink(path.c_str(), target, sizeof target);
+  if (n < 0 && errno == ENOENT) return;
+  const std::string name(target, n < 0 ? 0 : size_t(n));
+  if (step_of(name.substr(name.rfind('/') + 1)) < 0)
+    throw Error(strf("%s is no link to a step; move it away, or name another directory", path.c_str()));
+}
+
+// What a save that was broken off left in dir.
+void remove_leftovers(const std::string& dir) {
+  for (const std::string& name : names_in(dir)) {
+    const std::string path = dir + "/" + name;
+    struct stat s;
+    if (is_tmp_step(name)) {
+      remove_step(path);
+    } else if (name == tmp_latest) {
+      require_link_to_step(path);
+      remove_file(path);
+    } else if (starts_with(name, probe_start.c_str()) && ::lstat(path.c_str(), &s) == 0 && S_ISREG(s.st_mode) &&
+               s.st_size <= 1 && name.size() == probe_start.size() + 8) {
+      remove_file(path);
+    }
+  }
+}
+
+// Throws Error if a file cannot be made, written and removed in dir now.
+void probe(const std::string& dir) {
+  std::string path;
+  try {
+    const std::unique_ptr<File> file = create_unique(dir + "/" + probe_start);
+    path = file->path;
+    file->write(".", 1);
+  } catch (const Error&) {
+    if (!path.empty()) ::unlink(path.c_str());
+    throw;
+  }
+  remove_file(path);
+}
+
+// Throws Error if another run has saved to dir: a step is there that is not one of `known`.
+void require_known(const std::string& dir, const Steps& known) {
+  for (const auto& [step, identity] : steps_in(dir)) {
+    const auto it = known.find(step);
+    if (it == known.end() || it->second != identity)
+      throw Error(
+          strf("another run has saved %s/%s since this one began, and it stays as it is; give each run a "
+               "directory of its own",
+               dir.c_str(), name_of_step(step).c_str()));
+  }
+}
 
 // ---------------------------------------------------------------------------------------------------- the manifest
 
 constexpr int version = 1;
 const std::string seal_key = "\"checksum\":\"", no_seal(16, '0');
+}  // namespace
 
-// JSON with a checksum of its own text, in which the checksum's digits count as zeros.
 std::string seal(json j) {
   j["checksum"] = no_seal;
   std::string text = j.dump() + "\n";
   const size_t at = text.find(seal_key + no_seal) + seal_key.size();
   return text.replace(at, 16, hex(xxh64(text.data(), int64_t(text.size()))));
 }
+
+namespace {
 bool seal_holds(std::string text) {
   const size_t at = text.find(seal_key);
   if (at == std::string::npos || text.size() < at + seal_key.size() + 16) return false;
@@ -488,12 +594,51 @@ std::string find_checkpoint(const std::string& resume, const std::string& save_d
   return path + "/" + name_of_step(newest);
 }
 
-void check_save(const std::string& dir, const std::string& resume) {
+Steps steps_in(const std::string& dir) {
+  Steps steps;
+  struct stat s;
+  if (::stat(dir.c_str(), &s) != 0) return steps;
+  for (const std::string& name : names_in(dir)) {
+    const std::string manifest = dir + "/" + name + "/" + manifest_name;
+    if (step_of(name) >= 0 && ::stat(manifest.c_str(), &s) == 0)
+      steps[step_of(name)] =
+          strf("%llu %lld %ld", static_cast<unsigned long long>(s.st_ino), ll(s.st_mtim.tv_sec), s.st_mtim.tv_nsec);
+  }
+  return steps;
+}
+
+bool in_checkpoint(const std::string& path, const std::string& dir) {
+  namespace fs = std::filesystem;
+  std::error_code none;
+  const bool is_step = fs::exists(dir + "/" + manifest_name, none);
+  for (fs::path at = path; at.has_relative_path(); at = at.parent_path()) {
+    const std::string name = at.filename();
+    if (is_step && fs::equivalent(at, dir, none)) return true;
+    if ((name == latest || name == tmp_latest || step_of(name) >= 0 || is_tmp_step(name)) &&
+        fs::equivalent(at.parent_path(), dir, none))
+      return true;
+  }
+  return false;
+}
+
+Steps check_save(const std::string& dir, const std::string& resume) {
   const std::string to = without_slash(dir);
+  Steps steps;
   std::string there;
+  struct stat s;
+  if (::stat(to.c_str(), &s) == 0) {
+    try {
+      steps = steps_in(to);
+      require_link_to_step(to + "/" + latest);
+      for (const std::string& name : names_in(to))
+        if (step_of(name) >= 0 && !steps.count(step_of(name)))
+          throw Error(strf("%s/%s is no step of a checkpoint: it has no %s; move it away, or name another directory",
+                           to.c_str(), name.c_str(), manifest_name.c_str()));
+    } catch (const Error& e) { throw UsageError(strf("--save %s: %s", dir.c_str(), e.what())); }
+  }
   try {
     there = find_checkpoint(to, to);
-  } catch (const UsageError&) { return; }  // no step
+  } catch (const UsageError&) { return steps; }  // none
   struct stat a, b;
   const bool goes_on = !resume.empty() && ::stat(to.c_str(), &a) == 0 &&
                        ::stat(parent_of(find_checkpoint(resume, to)).c_str(), &b) == 0 && a.st_dev == b.st_dev &&
@@ -502,6 +647,7 @@ void check_save(const std::string& dir, const std::string& resume) {
       goes_on,
       "--save %s: %s is there, of another run; --resume latest goes on from it, and another directory keeps it",
       dir.c_str(), there.c_str());
+  return steps;
 }
 
 namespace {
@@ -521,9 +667,10 @@ Manifest manifest_for_all(const std::string& resume, const std::string& save_dir
 }
 }  // namespace
 
-json load_state(const std::string& resume, const std::string& save_dir, const World& world) {
+SavedState load_state(const std::string& resume, const std::string& save_dir, const World& world) {
   TextChannel talk(world);
-  return manifest_for_all(resume, save_dir, &talk, world.rank).state;
+  const Manifest m = manifest_for_all(resume, save_dir, &talk, world.rank);
+  return {parent_of(m.path), m.state};
 }
 
 json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
@@ -607,10 +754,11 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   // system cannot do that, a kill between two renames leaves the steps before it.
   struct stat s;
   if (::lstat(path.c_str(), &s) == 0) {
+    require_step_files(path);
     auto exchange = [&] { return ::renameat2(AT_FDCWD, tmp.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE); };
     if (change("exchange", path, exchange, EINVAL) < 0) {
-      const std::string old = dir + "/.tmp-old-" + name;
-      remove_all(old);
+      const std::string old = old_of(dir, step);
+      remove_step(old);
       rename_to(path, old);
       rename_to(tmp, path);
     }
@@ -618,10 +766,10 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
     rename_to(tmp, path);
   }
   flush_dir(dir);
-  const std::string link = dir + "/.tmp-latest";
-  remove_all(link);
+  const std::string link = dir + "/" + tmp_latest;
+  require_link_to_step(dir + "/" + latest);
   change("symlink", link, [&] { return ::symlink(name.c_str(), link.c_str()); });
-  rename_to(link, dir + "/latest");
+  rename_to(link, dir + "/" + latest);
   flush_dir(dir);
 
   // The new step is safe. What goes loses its name first, so that no half step ever has one. Steps above this one are
@@ -629,16 +777,16 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   std::vector<std::string> notes;
   try {
     std::vector<int64_t> steps;
-    for (const std::string& n : names_in(dir))
-      if (step_of(n) >= 0 && step_of(n) <= step && n == name_of_step(step_of(n))) steps.push_back(step_of(n));
+    for (const auto& [there, identity] : steps_in(dir))
+      if (there <= step) steps.push_back(there);
     std::sort(steps.rbegin(), steps.rend());
     for (size_t i = size_t(keep); keep > 0 && i < steps.size(); i++) {
-      const std::string old = dir + "/.tmp-old-" + name_of_step(steps[i]);
-      remove_all(old);
-      rename_to(dir + "/" + name_of_step(steps[i]), old);
+      const std::string old = old_of(dir, steps[i]), now = dir + "/" + name_of_step(steps[i]);
+      require_step_files(now);
+      remove_step(old);
+      rename_to(now, old);
     }
-    for (const std::string& n : names_in(dir))
-      if (starts_with(n, ".tmp-")) remove_all(dir + "/" + n);
+    remove_leftovers(dir);
   } catch (const Error& e) { notes.push_back(strf("an old checkpoint could not be deleted: %s", e.what())); }
   return notes;
 }
@@ -669,7 +817,7 @@ DirectoryLock::~DirectoryLock() {
 }
 
 Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
-             std::function<void(const std::string&)> note)
+             std::function<void(const std::string&)> note, std::optional<Steps> found)
     : dev_(dev),
       world_(world),
       dir_(without_slash(dir)),
@@ -692,11 +840,18 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
     try {
       make_dirs(dir_);
       lock_ = std::make_unique<DirectoryLock>(dir_);
-      for (const std::string& name : names_in(dir_))
-        if (starts_with(name, ".tmp-")) remove_all(dir_ + "/" + name);
+      known_ = found ? *found : steps_in(dir_);
+      require_known(dir_, known_);  // another run may have saved and ended before the lock was taken
+      remove_leftovers(dir_);
     } catch (const Error& e) { error = strf("--save: %s", e.what()); }
   }
   error = talk_.agree(error);
+  if (error.empty()) {
+    try {
+      probe(dir_);
+    } catch (const Error& e) { error = strf("--save: rank %d: %s", world.rank, e.what()); }
+    error = talk_.agree(error);
+  }
   if (!error.empty()) throw UsageError(error);
 }
 
@@ -766,11 +921,15 @@ void Saver::write(int64_t step, const std::string& state) {
   const std::vector<std::string> shards = talk_.gather(shard);
   if (world_.rank == 0) {
     try {
-      if (error.empty()) notes_ = publish(dir_, step, keep_, shards, parts_, state);
+      if (error.empty()) {
+        require_known(dir_, known_);  // there may be no locks here
+        notes_ = publish(dir_, step, keep_, shards, parts_, state);
+        known_[step] = steps_in(dir_)[step];
+      }
     } catch (const Error& e) { error = strf("rank 0: %s", e.what()); }
     if (!error.empty()) {
       try {
-        remove_all(tmp_of(dir_, step));
+        remove_step(tmp_of(dir_, step));
       } catch (const Error&) {}  // the next start removes it
     }
   }
@@ -801,16 +960,30 @@ void Saver::finish() {
 // ----------------------------------------------------------------------------------------------------------- export
 
 namespace {
-std::string tmp_of_export(const std::string& path) { return path + ".tmp"; }
+// Gives a file its name, unless something has that name.
+void rename_new(const std::string& from, const std::string& to) {
+  auto rename = [&] { return ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE); };
+  if (change("rename", to, rename, EINVAL) >= 0) return;
+  // This file system knows no such rename (NFS). Where it knows hard links, one is refused if the name is taken.
+  if (change(
+          "link", to, [&] { return ::link(from.c_str(), to.c_str()); }, EPERM) >= 0) {
+    remove_file(from);
+    return;
+  }
+  if (kind_of(to) != 0) fail("rename", to, EEXIST);
+  rename_to(from, to);
+}
+std::string start_of_export(const std::string& path) { return path + ".tmp-"; }
 }  // namespace
 
 void check_export(const std::string& path) {
   try {
-    struct stat s;
-    if (::stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode)) fail("open", path, EISDIR);
-    const std::string tmp = tmp_of_export(path);
-    File(create(tmp), tmp).flush_and_close();
-    change("unlink", tmp, [&] { return ::unlink(tmp.c_str()); });
+    const mode_t kind = kind_of(path);
+    if (kind == S_IFDIR) fail("open", path, EISDIR);
+    if (kind != 0 && kind != S_IFREG) throw Error(strf("%s is not a regular file; name another file", path.c_str()));
+    if (kind != 0) throw Error(strf("%s is there already; remove it, or name another file", path.c_str()));
+    const std::unique_ptr<File> file = create_unique(start_of_export(path));
+    remove_file(file->path);
   } catch (const Error& e) { throw Error(strf("--export: %s", e.what())); }
 }
 
@@ -818,7 +991,6 @@ void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const
                         const std::vector<Part>& parts) {
   ASSERT(dev.mode == Mode::run && dtype != Dtype::f64);
   TextChannel talk(world);
-  const std::string tmp = tmp_of_export(path);
   // Every rank knows all tensors and so the same header: its length in 8 bytes, JSON padded with blanks to a multiple
   // of 8, then the tensors in the model's order without gaps.
   json header = {{"__metadata__", {{"format", "pt"}}}};
@@ -837,24 +1009,31 @@ void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const
   const uint64_t length = text.size();
   const int64_t start = 8 + int64_t(length);
 
+  std::unique_ptr<File> file;
+  std::string tmp;        // the file's name until it is complete; empty: it is not there yet
+  bool complete = false;  // a model that was trained is not thrown away for want of a name
   auto together = [&](auto f) {
     std::string error;
     try {
       f();
-    } catch (const Error& e) { error = strf("--export: rank %d: %s", world.rank, e.what()); }
+    } catch (const Error& e) {
+      error = strf("--export: rank %d: %s", world.rank, e.what()) + (complete ? "; the model is in " + tmp : "");
+    }
     error = talk.agree(error);
     if (error.empty()) return;
-    if (world.rank == 0) ::unlink(tmp.c_str());
+    if (world.rank == 0 && !tmp.empty() && !complete) ::unlink(tmp.c_str());
     throw Error(error);
   };
-  std::unique_ptr<File> file;
   together([&] {
     if (world.rank != 0) return;
-    file = std::make_unique<File>(create(tmp), tmp);
+    if (kind_of(path) != 0) fail("create", path, EEXIST);
+    file = create_unique(start_of_export(path));
+    tmp = file->path;
     file->write_at(reinterpret_cast<const char*>(&length), 8, 0);
     file->write_at(text.data(), int64_t(length), 8);
     change("truncate", tmp, [&] { return ::ftruncate(file->fd, off_t(start + end)); });
   });
+  tmp = talk.broadcast(tmp);
   together([&] {
     if (world.rank != 0)
       file = std::make_unique<File>(int(change("open", tmp, [&] { return ::open(tmp.c_str(), O_WRONLY | O_CLOEXEC); })),
@@ -879,9 +1058,11 @@ void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const
     }
     file->flush_and_close();
   });
+  complete = true;
   together([&] {
     if (world.rank != 0) return;
-    rename_to(tmp, path);
+    rename_new(tmp, path);
+    tmp = path;
     flush_dir(parent_of(path));
   });
 }

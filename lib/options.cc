@@ -678,6 +678,7 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
     }
     throw UsageError(what + "; see --help");
   }
+  if (app.get_config_ptr()->count() > 0) out->config = app.get_config_ptr()->as<std::string>();
   for (size_t i = 0; i < options.size(); ++i)
     if (options[i]->count() > 0) out->given.push_back(specs()[i].name);
   REQUIRE_USER(!out->nsa_stats || !out->log.empty(), "--nsa-stats needs --log FILE, where they go");
@@ -726,7 +727,9 @@ nlohmann::json to_json(const Options& o) {
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o) {
   for (const Spec& s : specs()) {
     if (o->gives(s.name) || std::count(names.begin(), names.end(), s.name) == 0) continue;
-    std::visit([&](auto member) { settings.at(key_of(s.name)).get_to(o->*member); }, s.member);
+    const auto it = settings.find(key_of(s.name));
+    if (it == settings.end() || it->is_null()) continue;
+    std::visit([&](auto member) { it->get_to(o->*member); }, s.member);
   }
 }
 

@@ -5,7 +5,7 @@
 cd "$(dirname "$0")/.." || exit
 # shellcheck source=../setup.sh disable=SC1091
 . ./setup.sh env 2
-dir=$(mktemp -d)
+dir=$(mktemp -d) || exit # without one the files below would lie in /
 trap 'rm -rf "$dir"' EXIT
 passed=0
 failed=0
@@ -263,6 +263,30 @@ done
 verdict "the plan's peak is the run's" "${wrong#; }"
 mpi -np 2 ./train --plan --device cpu --preset tiny --dim 100 --heads 3 --kv-heads 1
 judge "a plan of what cannot be, under mpirun" "--dim 100" "--heads 3"
+# Nothing that is there is written over, by whatever name it is called.
+mkdir "$dir/mine"
+yes "all work and no play" | head -n 3000 >"$dir/mine/text"
+ln "$dir/mine/text" "$dir/mine/hard"
+ln -s text "$dir/mine/soft"
+mkfifo "$dir/mine/fifo"
+echo 'seed = 3' >"$dir/mine/config"
+tar -C "$dir/mine" -cf "$dir/mine.tar" .
+for file in text hard soft ../mine//text; do
+  bad "a log onto the data, $file" "--log $dir/mine/$file|the file of --data" --data "$dir/mine/text" --log "$dir/mine/$file"
+  bad "an export onto the data, $file" "--export $dir/mine/$file|the file of --data" --data "$dir/mine/text" --export "$dir/mine/$file"
+done
+bad "a log onto the validation data" "--log|the file of --val-data" --val-every 1 --val-data "$dir/mine/text" --log "$dir/mine/hard"
+bad "a log onto the options" "--log|the file of --config" --config "$dir/mine/config" --log "$dir/mine/config"
+bad "a log onto another file" "--log $dir/mine/config|not the log of a run" --log "$dir/mine/config"
+bad "a log onto a FIFO" "--log $dir/mine/fifo|not a regular file" --log "$dir/mine/fifo"
+bad "a log onto a device" "--log /dev/null|not a regular file" --log /dev/null
+bad "log and export in one" "--export $dir/mine/../mine/new|the file of --log" --log "$dir/mine/new" --export "$dir/mine/../mine/new"
+bad "an export onto another file" "--export|$dir/mine/config is there already" --export "$dir/mine/config"
+bad "an export onto a link" "--export|$dir/mine/soft|not a regular file" --export "$dir/mine/soft"
+bad "an export onto a device" "--export|/dev/null|not a regular file" --export /dev/null
+verdict "files of the user's are as they were" "$(tar -C "$dir/mine" -df "$dir/mine.tar" 2>&1; ls "$dir/mine" | grep -x new)"
+[ -c /dev/null ]
+verdict "/dev/null is a device" "$([ -c /dev/null ] || echo "it is not")"
 bad "an export to nowhere" "--export|/nonexistent/model|No such file" --export /nonexistent/model
 bad "an export onto a directory" "--export|Is a directory" --export "$dir"
 verdict "an export that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
@@ -421,6 +445,10 @@ judge "a run that diverges" "the norm of the gradient" "diverged" "$dir/diverged
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
 verdict "a run that diverged leaves what can be loaded" "$(grep -q "going on after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
+bad "a directory that nobody can write to" "--save|/proc/.tmp-probe-" --save /proc
+verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --log "$dir/saved/step-6/rank-0.bin"
+judge "a log into a step" "--log $dir/saved/step-6/rank-0.bin" "part of a checkpoint in $dir/saved"
 # A directory holds one run.
 mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
 judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume latest"

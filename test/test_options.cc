@@ -373,7 +373,8 @@ TEST_CASE("what another run was told is taken over where this one is told nothin
 TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {
   const ConfigFile file(""), said("");
   const char* path = file.path.c_str();
-  const nlohmann::json header = {{"header", std::string(100, 'x')}}, line = {{"line", std::string(50, 'y')}};
+  const nlohmann::json header = {{"command", std::string(100, 'x')}, {"commit", ""}},
+                       line = {{"line", std::string(50, 'y')}};
   rlimit before;
   REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
   const auto action = std::signal(SIGXFSZ, SIG_IGN);
