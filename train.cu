@@ -939,6 +939,7 @@ void run(Options o, const World& world, const std::string& command) {
   SavedState saved;
   if (!o.resume.empty()) {
     saved = load_state(o.resume, o.save, world);
+    saved.state = read_state(saved.state, saved.step_dir + "/manifest.json");
   }
 
   Run r;

@@ -449,6 +449,36 @@ bad "a directory that nobody can write to" "--save|/proc/.tmp-probe-" --save /pr
 verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --log "$dir/saved/step-6/rank-0.bin"
 judge "a log into a step" "--log $dir/saved/step-6/rank-0.bin" "part of a checkpoint in $dir/saved"
+# A checkpoint that the program before this one made goes on, also without options that were not known then. Losses to
+# what other processors round otherwise.
+v1=(--device cpu --save "$dir/v1" --resume latest --log "$dir/v1.jsonl")
+fresh() { rm -rf "$dir/v1" "$dir/v1.jsonl" && cp -a test/checkpoint-v1 "$dir/v1"; }
+as_then() { # NAME: the run that went on from it did so with the losses that were recorded, and says no difference
+  local wrong=""
+  [ "$status" = 0 ] || wrong="exit status $status"
+  grep '"step"' "$dir/v1.jsonl" | sed 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/' |
+    awk '$1 == 3 { d = $2 - 5.580460 } $1 == 4 { d = $2 - 5.630047 } d < -1e-5 || d > 1e-5 || $1 != NR + 2 { bad = 1 }
+      END { exit NR != 2 || bad }' ||
+    wrong="$wrong; the losses are $(grep -o '"loss":[^,]*' "$dir/v1.jsonl" | xargs)"
+  ! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
+  verdict "$1" "${wrong#; }"
+}
+rewrite() { # JSON: what another program would have written into the manifest's state; null takes a key out
+  TEST_MANIFEST=$dir/v1/step-2/manifest.json TEST_PATCH=$1 build/test_ranks "[.rewrite]" >"$dir/out" 2>&1
+}
+for n in 1 2 3; do
+  fresh
+  mpi -np $n ./train "${v1[@]}"
+  as_then "a checkpoint of the program before goes on with $n ranks"
+done
+fresh
+rewrite '{"options": {"rope_base": null, "clip_norm": null, "tie_embeddings": null, "attn": null, "warmup": null, "val_every": null}}'
+mpi -np 2 ./train "${v1[@]}"
+as_then "a checkpoint that does not know an option goes on"
+fresh
+rewrite '{"options": {"rope_base": "large"}}'
+mpi -np 2 ./train "${v1[@]}"
+judge "a checkpoint with an option of another type" "$dir/v1/step-2/manifest.json" '"rope_base"' '"large"'
 # A directory holds one run.
 mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
 judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume latest"

@@ -907,6 +907,14 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   CHECK(list(dir) == "latest step-50 step-60");
 }
 
+// For test/cli.sh: changes options in a manifest, as another version of this program would have written them.
+TEST_CASE("changes a manifest", "[.rewrite]") {
+  const std::string path = std::getenv("TEST_MANIFEST");
+  json manifest = json::parse(read_all(path));
+  manifest["state"].merge_patch(json::parse(std::getenv("TEST_PATCH")));
+  write_all(path, seal(manifest));
+}
+
 TEST_CASE("a rank that unwinds does not wait for a save that others never begin", "[checkpoint]") {
   const World& world = test_world();
   const std::string dir = common_directory();
