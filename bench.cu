@@ -39,11 +39,11 @@
 #include "nlohmann/json.hpp"
 
 #include "build/version.h"
-#include "lib/comm.h"
-#include "lib/device.h"
-#include "lib/estimate.h"
-#include "lib/ops.h"
-#include "lib/telemetry.h"
+#include "lib/comm/comm.h"
+#include "lib/device/device.h"
+#include "lib/program/estimate.h"
+#include "lib/ops/ops.h"
+#include "lib/program/telemetry.h"
 #include "nsa_attention.h"
 
 namespace {

@@ -27,9 +27,9 @@
 #include <utility>
 #include <vector>
 
-#include "lib/comm.h"
-#include "lib/device.h"
-#include "lib/ops.h"
+#include "lib/comm/comm.h"
+#include "lib/device/device.h"
+#include "lib/ops/ops.h"
 
 struct Param {
   std::string name;

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "lib/ops.h"
+#include "lib/ops/ops.h"
 
 void check_nsa(const NsaShape& a) {
   const auto ll = [](int64_t n) { return static_cast<long long>(n); };

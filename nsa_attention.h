@@ -13,7 +13,7 @@
 // float, bf16 and double. Anything else throws Error.
 #pragma once
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 // Which keys j query t sees. Both count from 0.
 enum class Sees {

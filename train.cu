@@ -13,12 +13,12 @@
 #include "nlohmann/json.hpp"
 
 #include "build/version.h"
-#include "lib/checkpoint.h"
-#include "lib/data.h"
-#include "lib/estimate.h"
-#include "lib/options.h"
-#include "lib/outputs.h"
-#include "lib/telemetry.h"
+#include "lib/program/checkpoint.h"
+#include "lib/program/data.h"
+#include "lib/program/estimate.h"
+#include "lib/program/options.h"
+#include "lib/program/outputs.h"
+#include "lib/program/telemetry.h"
 #include "model.h"
 
 #if FSDP_CUDA

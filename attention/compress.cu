@@ -1,7 +1,7 @@
 // Dispatch of what stands around the attention of NSA's branches: as CUDA kernels (gpu::) or as their twins (cpu::), or
 // not at all while planning.
 #include "cpu/nsa.h"
-#include "lib/ops.h"
+#include "lib/ops/ops.h"
 #include "nsa_attention.h"
 
 #if FSDP_CUDA

@@ -10,9 +10,9 @@
 // apart).
 #pragma once
 
-#include "lib/kernels.cuh"
-#include "lib/kernels_sums.cuh"
-#include "lib/ops.h"
+#include "lib/ops/kernels.cuh"
+#include "lib/ops/kernels_sums.cuh"
+#include "lib/ops/ops.h"
 #include "nsa_attention.h"
 
 namespace gpu {

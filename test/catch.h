@@ -12,8 +12,8 @@ using Catch::Approx;
 #include <catch2/catch.hpp>
 #endif
 
-#include "lib/comm.h"
-#include "lib/device.h"
+#include "lib/comm/comm.h"
+#include "lib/device/device.h"
 
 inline int gpus() { return gpu_count(); }
 inline bool have_gpu() { return gpus() > 0; }

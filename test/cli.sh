@@ -285,7 +285,6 @@ bad "an export onto another file" "--export|$dir/mine/config is there already" -
 bad "an export onto a link" "--export|$dir/mine/soft|not a regular file" --export "$dir/mine/soft"
 bad "an export onto a device" "--export|/dev/null|not a regular file" --export /dev/null
 verdict "files of the user's are as they were" "$(tar -C "$dir/mine" -df "$dir/mine.tar" 2>&1; ls "$dir/mine" | grep -x new)"
-[ -c /dev/null ]
 verdict "/dev/null is a device" "$([ -c /dev/null ] || echo "it is not")"
 bad "an export to nowhere" "--export|/nonexistent/model|No such file" --export /nonexistent/model
 bad "an export onto a directory" "--export|Is a directory" --export "$dir"

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "lib/philox.h"
+#include "lib/ops/philox.h"
 #include "nsa_attention.h"
 
 using Doubles = std::vector<double>;

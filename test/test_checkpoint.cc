@@ -1,4 +1,4 @@
-// lib/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that is
+// lib/program/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that is
 // broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through the
 // functions that Saver's thread consists of, so every W meets every W' at each world size.
 #include "test/arrays.h"
@@ -24,7 +24,7 @@
 
 #include "nlohmann/json.hpp"
 
-#include "lib/checkpoint.h"
+#include "lib/program/checkpoint.h"
 #include "model.h"
 
 using nlohmann::json;

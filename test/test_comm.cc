@@ -1,4 +1,4 @@
-// lib/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can compute
+// lib/comm/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can compute
 // what every other rank holds (value() below), so each checks its results by itself. Between two collectives nothing
 // here throws: a rank that left early would leave the others waiting.
 #include "test/catch.h"

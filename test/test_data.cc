@@ -8,7 +8,7 @@
 
 #include <unistd.h>
 
-#include "lib/data.h"
+#include "lib/program/data.h"
 #include "test/catch.h"
 
 namespace {

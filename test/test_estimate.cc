@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "lib/estimate.h"
-#include "lib/ops.h"
+#include "lib/program/estimate.h"
+#include "lib/ops/ops.h"
 #include "model.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"

@@ -8,7 +8,7 @@
 #include <map>
 #include <set>
 
-#include "lib/estimate.h"
+#include "lib/program/estimate.h"
 #include "model.h"
 #include "test/catch.h"
 

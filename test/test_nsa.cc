@@ -15,7 +15,7 @@
 #include <set>
 
 #include "cpu/nsa.h"
-#include "lib/philox.h"
+#include "lib/ops/philox.h"
 #include "nsa_attention.h"
 
 using Doubles = std::vector<double>;

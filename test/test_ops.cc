@@ -1,4 +1,4 @@
-// lib/ops.h: the twins against mathematics (finite differences in double, known answers), then every kernel against its
+// lib/ops/ops.h: the twins against mathematics (finite differences in double, known answers), then every kernel against its
 // twin. GPU cases have the tag [gpu].
 #include "test/catch.h"
 
@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "cpu/ops.h"
-#include "lib/ops.h"
-#include "lib/philox.h"
+#include "lib/ops/ops.h"
+#include "lib/ops/philox.h"
 
 using ops::Norm;
 using Doubles = std::vector<double>;

@@ -11,8 +11,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "lib/options.h"
-#include "lib/telemetry.h"
+#include "lib/program/options.h"
+#include "lib/program/telemetry.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
 

@@ -1,4 +1,4 @@
-// lib/outputs.h: what a run writes is none of the files that it reads, by whatever name it is called.
+// lib/program/outputs.h: what a run writes is none of the files that it reads, by whatever name it is called.
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -6,9 +6,9 @@
 
 #include <unistd.h>
 
-#include "lib/device.h"
-#include "lib/outputs.h"
-#include "lib/telemetry.h"
+#include "lib/device/device.h"
+#include "lib/program/outputs.h"
+#include "lib/program/telemetry.h"
 #include "test/catch.h"
 
 namespace {

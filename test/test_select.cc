@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "attention/select.cuh"
-#include "lib/philox.h"
+#include "lib/ops/philox.h"
 #include "nsa_attention.h"
 
 using Doubles = std::vector<double>;

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "attention/selected.cuh"
-#include "lib/philox.h"
+#include "lib/ops/philox.h"
 
 #define NEEDS_GPU() \
   if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")

@@ -1,4 +1,4 @@
-#include "lib/data.h"
+#include "lib/program/data.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 namespace {
 

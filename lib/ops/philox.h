@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "lib/dtype.h"
+#include "lib/device/dtype.h"
 
 struct Philox4 {
   uint32_t x[4];

@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm. Limits (bf16, M rows of C): forward with a residual moves 8 M C bytes, backward 8 M C.
 #pragma once
 
-#include "lib/kernels.cuh"
-#include "lib/ops.h"
+#include "lib/ops/kernels.cuh"
+#include "lib/ops/ops.h"
 
 namespace gpu {
 

@@ -1,4 +1,4 @@
-#include "lib/comm.h"
+#include "lib/comm/comm.h"
 
 #define OMPI_SKIP_MPICXX 1  // the C++ bindings, long gone from MPI, do not compile cleanly
 #define MPICH_SKIP_MPICXX 1

@@ -1,4 +1,4 @@
-#include "lib/checkpoint.h"
+#include "lib/program/checkpoint.h"
 
 #include <dirent.h>
 #include <fcntl.h>

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/dtype.h"
+#include "lib/device/dtype.h"
 
 // ---------------------------------------------------------------------------------------------------------- errors
 // Every error is one line: what, where, why, what to do. `where` is file:line where the failing call stands.

@@ -1,4 +1,4 @@
-#include "lib/outputs.h"
+#include "lib/program/outputs.h"
 
 #include <sys/stat.h>
 
@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "lib/checkpoint.h"
-#include "lib/device.h"
-#include "lib/telemetry.h"
+#include "lib/program/checkpoint.h"
+#include "lib/device/device.h"
+#include "lib/program/telemetry.h"
 
 namespace {
 

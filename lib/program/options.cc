@@ -1,4 +1,4 @@
-#include "lib/options.h"
+#include "lib/program/options.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -11,7 +11,7 @@
 #include "CLI/CLI.hpp"
 #include "nlohmann/json.hpp"
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 //   ./train --data corpus.txt --log corpus.txt     would write the log over the corpus
 #pragma once
 
-#include "lib/options.h"
+#include "lib/program/options.h"
 
 // Throws UsageError, or Error, that names the option and the file: --log or --export is the file of --data, --val-data
 // or --config, or the other of the two, by whatever path or link; it lies in a step of --save's or --resume's

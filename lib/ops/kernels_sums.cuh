@@ -5,9 +5,9 @@
 
 #include <cfloat>
 
-#include "lib/kernels.cuh"
-#include "lib/kernels_norm.cuh"
-#include "lib/ops.h"
+#include "lib/ops/kernels.cuh"
+#include "lib/ops/kernels_norm.cuh"
+#include "lib/ops/ops.h"
 
 namespace gpu {
 

@@ -33,8 +33,8 @@
 
 #include "nlohmann/json.hpp"
 
-#include "lib/comm.h"
-#include "lib/device.h"
+#include "lib/comm/comm.h"
+#include "lib/device/device.h"
 
 // Elements [first, first + count) of a tensor, at `data`, on the device or the host. A list of parts has one for every
 // tensor of the model and each kind, of no elements where this rank has none: so every rank knows all tensors.

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 struct Chip {  // by the datasheet; bytes/s and FLOP/s
   const char* name;

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 struct World {
   int rank = 0, size = 1;

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "lib/kernels.cuh"
-#include "lib/ops.h"
-#include "lib/philox.h"
+#include "lib/ops/kernels.cuh"
+#include "lib/ops/ops.h"
+#include "lib/ops/philox.h"
 
 namespace gpu {
 

@@ -1,6 +1,6 @@
-#include "lib/device.h"
+#include "lib/device/device.h"
 
-#include "lib/estimate.h"
+#include "lib/program/estimate.h"
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,11 +1,11 @@
-#include "lib/estimate.h"
+#include "lib/program/estimate.h"
 
 #include <algorithm>
 #include <cctype>
 #include <cmath>
 #include <limits>
 
-#include "lib/telemetry.h"
+#include "lib/program/telemetry.h"
 
 namespace {
 

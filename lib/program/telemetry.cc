@@ -1,4 +1,4 @@
-#include "lib/telemetry.h"
+#include "lib/program/telemetry.h"
 
 #include <algorithm>
 #include <cctype>
@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 double peak_bf16_tflops(const std::string& device_name) {
   // The vendor's datasheets, without sparsity. A name is looked for word by word, and the first entry that fits counts:

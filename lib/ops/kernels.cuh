@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "lib/device.h"
+#include "lib/device/device.h"
 
 namespace gpu {
 

@@ -1,11 +1,11 @@
 // Dispatch: an operation runs as a CUDA kernel (gpu::) or as its twin (cpu::), or not at all while planning.
-#include "lib/ops.h"
+#include "lib/ops/ops.h"
 
 #include "cpu/ops.h"
 #if FSDP_CUDA
-#include "lib/kernels_elementwise.cuh"
-#include "lib/kernels_norm.cuh"
-#include "lib/kernels_sums.cuh"
+#include "lib/ops/kernels_elementwise.cuh"
+#include "lib/ops/kernels_norm.cuh"
+#include "lib/ops/kernels_sums.cuh"
 #endif
 
 namespace ops {
