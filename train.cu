@@ -16,6 +16,7 @@
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/estimate.h"
+#include "lib/program/export.h"
 #include "lib/program/options.h"
 #include "lib/program/outputs.h"
 #include "lib/program/telemetry.h"

@@ -272,16 +272,16 @@ mkfifo "$dir/mine/fifo"
 echo 'seed = 3' >"$dir/mine/config"
 tar -C "$dir/mine" -cf "$dir/mine.tar" .
 for file in text hard soft ../mine//text; do
-  bad "a log onto the data, $file" "--log $dir/mine/$file|the file of --data" --data "$dir/mine/text" --log "$dir/mine/$file"
-  bad "an export onto the data, $file" "--export $dir/mine/$file|the file of --data" --data "$dir/mine/text" --export "$dir/mine/$file"
+  bad "a log onto the data, $file" "--log $dir/mine/$file|the same file as --data" --data "$dir/mine/text" --log "$dir/mine/$file"
+  bad "an export onto the data, $file" "--export $dir/mine/$file|the same file as --data" --data "$dir/mine/text" --export "$dir/mine/$file"
 done
-bad "a log onto the validation data" "--log|the file of --val-data" --val-every 1 --val-data "$dir/mine/text" --log "$dir/mine/hard"
-bad "a log onto the options" "--log|the file of --config" --config "$dir/mine/config" --log "$dir/mine/config"
-bad "a log onto another file" "--log $dir/mine/config|not the log of a run" --log "$dir/mine/config"
+bad "a log onto the validation data" "--log|the same file as --val-data" --val-every 1 --val-data "$dir/mine/text" --log "$dir/mine/hard"
+bad "a log onto the options" "--log|the same file as --config" --config "$dir/mine/config" --log "$dir/mine/config"
+bad "a log onto another file" "--log $dir/mine/config|not a training log" --log "$dir/mine/config"
 bad "a log onto a FIFO" "--log $dir/mine/fifo|not a regular file" --log "$dir/mine/fifo"
 bad "a log onto a device" "--log /dev/null|not a regular file" --log /dev/null
-bad "log and export in one" "--export $dir/mine/../mine/new|the file of --log" --log "$dir/mine/new" --export "$dir/mine/../mine/new"
-bad "an export onto another file" "--export|$dir/mine/config is there already" --export "$dir/mine/config"
+bad "log and export in one" "--export $dir/mine/../mine/new|the same file as --log" --log "$dir/mine/new" --export "$dir/mine/../mine/new"
+bad "an export onto another file" "--export|$dir/mine/config exists" --export "$dir/mine/config"
 bad "an export onto a link" "--export|$dir/mine/soft|not a regular file" --export "$dir/mine/soft"
 bad "an export onto a device" "--export|/dev/null|not a regular file" --export /dev/null
 verdict "files of the user's are as they were" "$(tar -C "$dir/mine" -df "$dir/mine.tar" 2>&1; ls "$dir/mine" | grep -x new)"
@@ -447,7 +447,7 @@ bad "save-every without save" "--save-every|--save DIR" --save-every 2
 bad "a directory that nobody can write to" "--save|/proc/.tmp-probe-" --save /proc
 verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --log "$dir/saved/step-6/rank-0.bin"
-judge "a log into a step" "--log $dir/saved/step-6/rank-0.bin" "part of a checkpoint in $dir/saved"
+judge "a log into a step" "--log $dir/saved/step-6/rank-0.bin" "inside a checkpoint in $dir/saved"
 # A checkpoint that the program before this one made goes on, also without options that were not known then. Losses to
 # what other processors round otherwise.
 v1=(--device cpu --save "$dir/v1" --resume latest --log "$dir/v1.jsonl")

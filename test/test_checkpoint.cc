@@ -1,6 +1,6 @@
-// lib/program/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that is
-// broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through the
-// functions that Saver's thread consists of, so every W meets every W' at each world size.
+// lib/program/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that
+// is broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through
+// the functions that Saver's thread consists of, so every W meets every W' at each world size.
 #include "test/arrays.h"
 
 #include <dirent.h>
@@ -25,6 +25,9 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/program/checkpoint.h"
+#include "lib/program/checkpoint_manifest.h"
+#include "lib/program/export.h"
+#include "lib/program/files.h"
 #include "model.h"
 
 using nlohmann::json;
@@ -803,14 +806,14 @@ TEST_CASE("what is the user's stays in a directory that is saved to", "[checkpoi
   // Another's thing under a name of ours is said, and stays.
   struct {
     const char *name, *file, *says;
-  } others[] = {{".tmp-step-30", "photo.jpg", ".tmp-step-30/photo.jpg is no part of a checkpoint"},
-                {".tmp-step-30", "rank-0.binary", ".tmp-step-30/rank-0.binary is no part"},
-                {".tmp-old-step-30", "rank-.bin", ".tmp-old-step-30/rank-.bin is no part"},
-                {".tmp-step-30", nullptr, ".tmp-step-30 is no directory of a checkpoint"},
-                {".tmp-latest", nullptr, ".tmp-latest is no link to a step"},
-                {"step-30", "photo.jpg", "step-30 is no step of a checkpoint: it has no manifest.json"},
-                {"step-30", nullptr, "step-30 is no step of a checkpoint"},
-                {"latest", nullptr, "latest is no link to a step"}};
+  } others[] = {{".tmp-step-30", "photo.jpg", ".tmp-step-30/photo.jpg does not belong to a checkpoint"},
+                {".tmp-step-30", "rank-0.binary", ".tmp-step-30/rank-0.binary does not belong"},
+                {".tmp-old-step-30", "rank-.bin", ".tmp-old-step-30/rank-.bin does not belong"},
+                {".tmp-step-30", nullptr, ".tmp-step-30 is not a directory of a checkpoint"},
+                {".tmp-latest", nullptr, ".tmp-latest is not a link to a checkpoint"},
+                {"step-30", "photo.jpg", "step-30 is not a checkpoint, it has no manifest.json"},
+                {"step-30", nullptr, "step-30 is not a checkpoint"},
+                {"latest", nullptr, "latest is not a link to a checkpoint"}};
   for (const auto& other : others) {
     INFO(other.says);
     const std::string at = dir + "/" + other.name, file = other.file ? at + "/" + other.file : at;
@@ -838,7 +841,8 @@ TEST_CASE("what is the user's stays in a directory that is saved to", "[checkpoi
     saver.begin(30, some_state(30));
     saver.finish();
   }
-  CHECK(has(said, "an old checkpoint could not be deleted: " + dir + "/step-20/notes.txt is no part of a checkpoint"));
+  CHECK(has(said,
+            "an old checkpoint could not be deleted: " + dir + "/step-20/notes.txt does not belong to a checkpoint"));
   CHECK(read_all(dir + "/step-20/notes.txt") == "mine");
   CHECK(found_in(dir + "/step-20") == 20);
   CHECK(found_in(dir) == 30);
@@ -858,7 +862,7 @@ TEST_CASE("a directory that a rank cannot write to is refused at the start", "[c
     });
     const std::string error = refused(dir);
     CHECK(has(error, strf("--save: rank %d: %s/.tmp-probe-", last, dir.c_str())));
-    CHECK(has(error, strf("%s failed: Read-only file system; see who may write there", failing)));
+    CHECK(has(error, strf("%s failed: Read-only file system; check who may write there", failing)));
     barrier();
     if (std::string(failing) != "unlink") CHECK(list(dir) == "");
     barrier();
@@ -880,16 +884,16 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   // Both begin on an empty directory, and the other has ended before this one takes the lock.
   const Steps none = check_save(dir, "");
   save_as(dir, 20, 1, few_tensors(), Grouping::one, 1);
-  CHECK(has(start(none), "--save: another run has saved " + dir + "/step-20 since this one began"));
+  CHECK(has(start(none), "--save: another run saved " + dir + "/step-20 after this one started"));
   CHECK(found_in(dir) == 20);
   // Both go on from step 20; the other saves that step again, or the next.
   const Steps one = check_save(dir, dir);
   CHECK(start(one) == "");
   save_as(dir, 20, 1, few_tensors(), Grouping::one, 2);
-  CHECK(has(start(one), dir + "/step-20 since"));
+  CHECK(has(start(one), dir + "/step-20 after"));
   const Steps again = check_save(dir, dir);
   save_as(dir, 30, 2, few_tensors(), Grouping::one, 1);
-  CHECK(has(start(again), dir + "/step-30 since"));
+  CHECK(has(start(again), dir + "/step-30 after"));
   // Where there are no locks: it appears while this run trains.
   Saver saver(dev, World(), dir, 1, rank.parts(), nullptr, check_save(dir, dir));
   for (int64_t step : {40, 50}) {
@@ -902,7 +906,7 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   rank.fill(70);
   saver.begin(70, some_state(70));
   const std::string error = error_of([&] { saver.finish(); });
-  CHECK(has(error, "saving step 70 failed: rank 0: another run has saved " + dir + "/step-60"));
+  CHECK(has(error, "saving step 70 failed: rank 0: another run saved " + dir + "/step-60"));
   CHECK(found_in(dir) == 60);
   CHECK(list(dir) == "latest step-50 step-60");
 }
@@ -1241,7 +1245,7 @@ TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint
   CHECK(read_all(other + ".tmp") == "mine");
   // A file that is there: known at the start, and when it comes while the model is written. Where the file system
   // cannot rename so that nothing is replaced, too.
-  CHECK(has(error_of([&] { check_export(path); }), "--export: " + path + " is there already"));
+  CHECK(has(error_of([&] { check_export(path); }), "--export: " + path + " exists and is not overwritten"));
   CHECK(has(error_of([&] { export_safetensors(path, Dtype::f32, dev, world, rank.parts()); }),
             "--export: rank 0: " + path + ": create failed: File exists"));
   for (const char* unknown : {"", "rename", "rename link"}) {

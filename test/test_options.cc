@@ -407,15 +407,15 @@ TEST_CASE("a state that an older or another program wrote", "[options]") {
     return text;
   };
   CHECK(refusal({{"options", {{"dim", "64"}}}}) ==
-        "DIR/manifest.json: \"dim\" is \"64\" and not a whole number; resume from another checkpoint");
-  CHECK(refusal({{"options", {{"seed", 1.5}}}}).find("\"seed\" is 1.5 and not a whole number") != std::string::npos);
-  CHECK(refusal({{"options", {{"lr", true}}}}).find("\"lr\" is true and not a number") != std::string::npos);
-  CHECK(refusal({{"options", {{"tf32", 1}}}}).find("\"tf32\" is 1 and not true or false") != std::string::npos);
-  CHECK(refusal({{"options", {{"data", 1}}}}).find("\"data\" is 1 and not a text") != std::string::npos);
-  CHECK(refusal({{"options", 5}}).find("\"options\" is 5 and not an object") != std::string::npos);
-  CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\" and not a number of steps") != std::string::npos);
+        "DIR/manifest.json: \"dim\" is \"64\", not a whole number; resume from another checkpoint");
+  CHECK(refusal({{"options", {{"seed", 1.5}}}}).find("\"seed\" is 1.5, not a whole number") != std::string::npos);
+  CHECK(refusal({{"options", {{"lr", true}}}}).find("\"lr\" is true, not a number") != std::string::npos);
+  CHECK(refusal({{"options", {{"tf32", 1}}}}).find("\"tf32\" is 1, not true or false") != std::string::npos);
+  CHECK(refusal({{"options", {{"data", 1}}}}).find("\"data\" is 1, not a text") != std::string::npos);
+  CHECK(refusal({{"options", 5}}).find("\"options\" is 5, not an object") != std::string::npos);
+  CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\", not a number of steps") != std::string::npos);
   for (const char* key : {"step", "options"})
-    CHECK(refusal({{key, nullptr}}).find(" is null and not ") != std::string::npos);
+    CHECK(refusal({{key, nullptr}}).find(" is null, not ") != std::string::npos);
   CHECK_THROWS_AS(read_state(json(7), "F"), UsageError);
 }
 

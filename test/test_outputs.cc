@@ -56,13 +56,13 @@ TEST_CASE("no output is an input, by whatever path", "[outputs]") {
     Options o;
     o.log = path;
     o.data = data;
-    CHECK(refusal(o) == "--log " + path + ": that is the file of --data; name another file");
+    CHECK(refusal(o) == "--log " + path + " is the same file as --data; choose another");
     o.data = "", o.val_data = data;
-    CHECK(refusal(o) == "--log " + path + ": that is the file of --val-data; name another file");
+    CHECK(refusal(o) == "--log " + path + " is the same file as --val-data; choose another");
     o.val_data = "", o.config = data;
-    CHECK(refusal(o) == "--log " + path + ": that is the file of --config; name another file");
+    CHECK(refusal(o) == "--log " + path + " is the same file as --config; choose another");
     o.log = "", o.export_to = path;
-    CHECK(refusal(o) == "--export " + path + ": that is the file of --config; name another file");
+    CHECK(refusal(o) == "--export " + path + " is the same file as --config; choose another");
   }
   // Two that are not there yet.
   fs::create_symlink("sub/new", dir / "link");
@@ -70,7 +70,7 @@ TEST_CASE("no output is an input, by whatever path", "[outputs]") {
     INFO(path);
     Options o;
     o.log = path, o.export_to = dir / "sub/new";
-    CHECK(has(refusal(o), "that is the file of --log"));
+    CHECK(has(refusal(o), "is the same file as --log"));
     o.export_to = dir / "sub/newer";
     CHECK(refusal(o) == "");
   }
@@ -94,18 +94,18 @@ TEST_CASE("no output is part of a checkpoint", "[outputs]") {
     for (const char* with : {"run", "other", "run/"}) {
       Options o;
       o.log = start + name, o.save = start + with;
-      CHECK(has(refusal(o), "that is part of a checkpoint in " + o.save));
+      CHECK(has(refusal(o), "is inside a checkpoint in " + o.save));
       o.save = "", o.resume = start + with;
-      CHECK(has(refusal(o), "that is part of a checkpoint in"));
+      CHECK(has(refusal(o), "is inside a checkpoint in"));
     }
   }
   fs::create_symlink("run/step-20/rank-0.bin", dir / "link");  // leads nowhere yet
   Options o;
   o.log = dir / "link", o.save = dir / "run";
-  CHECK(has(refusal(o), "that is part of a checkpoint"));
+  CHECK(has(refusal(o), "is inside a checkpoint"));
   o = Options();
   o.log = dir / "run/step-10/more/x", o.resume = dir / "run/step-10";
-  CHECK(has(refusal(o), "that is part of a checkpoint"));
+  CHECK(has(refusal(o), "is inside a checkpoint"));
   // What the user has there beside them.
   for (const char* name : {"run/log", "run/step", "run/step-x", "step-10", "run/.tmp", "latest"}) {
     INFO(name);
@@ -125,8 +125,7 @@ TEST_CASE("a log replaces a log alone", "[telemetry]") {
   CHECK(log(dir.file("empty", "")) == "");
   CHECK(log(dir.file("log", "{\"command\": \"x\", \"commit\": \"y\"}\n{\"step\": 1}\n")) == "");
   CHECK(log(dir.file("half", "{\"command\": \"x\", \"commit\": \"y\"}")) == "");
-  const std::string refused =
-      ": the file is not the log of a run, and is not written over; name another file, or remove it";
+  const std::string refused = ": not a training log, so it is not overwritten; remove it or choose another file";
   for (const char* text : {"text", "\n{\"command\": \"x\", \"commit\": \"y\"}\n", "{\"command\": \"x\"}\n", "{}\n",
                            "[1]\n", "{\"command\": \"x\", \"comm", "\xff\xfe"}) {
     INFO(text);
@@ -137,5 +136,5 @@ TEST_CASE("a log replaces a log alone", "[telemetry]") {
   }
   CHECK(log(dir.file("long", std::string(3 << 20, '{'))) == "--log " + (dir / "long") + refused);
   for (const std::string& path : {dir.path, std::string("/dev/null")})
-    CHECK(log(path) == "--log " + path + ": not a regular file; name another file");
+    CHECK(log(path) == "--log " + path + ": not a regular file; choose another");
 }

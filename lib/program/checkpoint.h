@@ -13,7 +13,7 @@
 // A step is valid if it has its name, and it gets its name last. In order: every rank writes and flushes its file in
 // DIR/.tmp-step-20; rank 0, when all have, the manifest; it flushes the directory, renames it, flushes DIR, moves
 // `latest`, flushes DIR, and only then deletes old steps. So a process that is killed, a machine that goes down, or a
-// disk that fills up, at any moment, leaves the step before it whole. What such a save left in .tmp-step-20, or in
+// disk that fills up, at any moment, leaves the step before it intact. What such a save left in .tmp-step-20, or in
 // .tmp-old-step-10 while that was deleted, is removed at the next start. Nothing else in DIR is touched: it may hold
 // files of the user's. All ranks must see DIR. One run at a time may save to it: a lock on the directory, which goes
 // with the process, keeps others out where its file system has locks, and where it has none a step that appears and is
@@ -23,7 +23,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,13 +34,14 @@
 
 #include "lib/comm/comm.h"
 #include "lib/device/device.h"
+#include "lib/program/checkpoint_directory.h"
 
 // Elements [first, first + count) of a tensor, at `data`, on the device or the host. A list of parts has one for every
 // tensor of the model and each kind, of no elements where this rank has none: so every rank knows all tensors.
 struct Part {
   std::string tensor;
   const char* kind;            // "weight", or AdamW's moments, "m" and "v"
-  std::vector<int64_t> shape;  // of the whole tensor
+  std::vector<int64_t> shape;  // of the tensor, unsharded
   int64_t first, count;
   char* data;
   Dtype dtype;  // f32 or bf16
@@ -79,21 +79,6 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
 }
 
 // ----------------------------------------------------------------------------------------------------------- saving
-
-// The steps in a directory, each with what tells its manifest from any other of that name.
-using Steps = std::map<int64_t, std::string>;
-Steps steps_in(const std::string& dir);
-
-// Holds a directory for as long as it lives. Throws Error if another holds it.
-class DirectoryLock {
- public:
-  explicit DirectoryLock(const std::string& dir);
-  ~DirectoryLock();
-  DirectoryLock(const DirectoryLock&) = delete;
-
- private:
-  int fd_;
-};
 
 // Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
 // 12 bytes for each parameter of the shard), once, when it is made.
@@ -150,17 +135,6 @@ class Saver {
 
 // ---------------------------------------------------------------------------------------------------------- loading
 
-// What --resume says: a step's directory, a directory of steps (its `latest`, without which the newest), or "latest":
-// that of save_dir. Returns the step's directory. Throws UsageError.
-std::string find_checkpoint(const std::string& resume, const std::string& save_dir);
-
-// Throws UsageError if dir holds steps of a run that does not go on: they would be replaced and removed; or something
-// of the user's that has a name which saving gives out. On rank 0. Returns the steps that are there.
-Steps check_save(const std::string& dir, const std::string& resume);
-// Whether a file of that absolute path without links, be it there or not, is part of a checkpoint in dir, or of dir if
-// that is a step's own directory.
-bool in_checkpoint(const std::string& path, const std::string& dir);
-
 // The state that was given to begin(), from a manifest that has been checked with the sizes of all files. Collective.
 struct SavedState {
   std::string step_dir;  // where it is from: what another run saves meanwhile is not what goes on
@@ -177,15 +151,6 @@ SavedState load_state(const std::string& resume, const std::string& save_dir, co
 nlohmann::json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
                                const std::vector<Part>& parts, std::function<void(const std::string&)> note = nullptr);
 
-// Throws Error if something is there, or if rank 0 cannot write there now: so that it is known before a model is
-// trained. Leaves nothing.
-void check_export(const std::string& path);
-// Writes the whole model's weights as one safetensors file: every rank its parts at their places, none more than a
-// few MiB of it at a time. dtype: f32 or bf16. Under a name of its own beside `path` until it is complete, and nothing
-// that has come there meanwhile is replaced. Collective, in Mode::run. Throws Error, the same on all ranks.
-void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const World& world,
-                        const std::vector<Part>& parts);
-
 // -------------------------------------------------------------------------------- what a save is made of (and tests)
 
 // A rank's file, from `bytes`: its parts, one behind the other. Returns its entry in the manifest.
@@ -195,14 +160,3 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
 std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t keep,
                                  const std::vector<std::string>& shards, const std::vector<Part>& parts,
                                  const std::string& state);
-
-// JSON with a checksum of its own text, in which the checksum's digits count as zeros: a manifest's text.
-std::string seal(nlohmann::json j);
-
-// XXH64 (Collet 2012), 16 hexadecimal digits of which stand for a chunk in a manifest.
-uint64_t xxh64(const void* data, int64_t bytes, uint64_t seed = 0);
-constexpr int64_t chunk_bytes = 1 << 20;
-
-// For tests. Called before every system call that changes the disk or flushes it, with the call's name and the path;
-// it may end the process, or return an errno with which the call then fails.
-extern std::function<int(const char* call, const std::string& path)> checkpoint_hook;

@@ -736,7 +736,7 @@ void take_over(const nlohmann::json& settings, const std::vector<std::string>& n
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file) {
   const char* remedy = "resume from another checkpoint";
   auto require = [&](bool holds, const std::string& key, const nlohmann::json& value, const char* wanted) {
-    REQUIRE_USER(holds, "%s: \"%s\" is %s and not %s; %s", file.c_str(), key.c_str(), value.dump().c_str(), wanted,
+    REQUIRE_USER(holds, "%s: \"%s\" is %s, not %s; %s", file.c_str(), key.c_str(), value.dump().c_str(), wanted,
                  remedy);
   };
   auto member = [](const nlohmann::json& of, const char* key) {

@@ -7,8 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "lib/program/checkpoint.h"
+#include "lib/program/checkpoint_directory.h"
 #include "lib/device/device.h"
+#include "lib/program/export.h"
 #include "lib/program/telemetry.h"
 
 namespace {
@@ -46,14 +47,14 @@ void check_outputs(const Options& o) {
     if (path.empty()) continue;
     for (const auto& [by, other] : taken)
       REQUIRE_USER(other.empty() || identity_of(other) != identity_of(path),
-                   "%s %s: that is the file of %s; name another file", option, path.c_str(), by);
+                   "%s %s is the same file as %s; choose another", option, path.c_str(), by);
     taken.push_back({option, path});
     std::vector<std::string> directories;
     if (!o.save.empty()) directories.push_back(o.save);
     if (!o.resume.empty() && o.resume != "latest") directories.push_back(o.resume);
     if (!o.resume.empty()) directories.push_back(find_checkpoint(o.resume, o.save));
     for (const std::string& dir : directories)
-      REQUIRE_USER(!in_checkpoint(resolved(path), dir), "%s %s: that is part of a checkpoint in %s; name another file",
+      REQUIRE_USER(!in_checkpoint(resolved(path), dir), "%s %s is inside a checkpoint in %s; choose another file",
                    option, path.c_str(), dir.c_str());
   }
   if (!o.log.empty()) check_log(o.log);

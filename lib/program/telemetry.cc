@@ -151,7 +151,7 @@ nlohmann::json step_json(const StepRecord& r) {
 void check_log(const std::string& path) {
   struct stat s;
   if (::stat(path.c_str(), &s) != 0) return;
-  REQUIRE_USER(S_ISREG(s.st_mode), "--log %s: not a regular file; name another file", path.c_str());
+  REQUIRE_USER(S_ISREG(s.st_mode), "--log %s: not a regular file; choose another", path.c_str());
   if (s.st_size == 0) return;
   // A header has some thousand bytes. What has more before its first line ends is not read to its end.
   std::FILE* file = std::fopen(path.c_str(), "r");
@@ -162,7 +162,7 @@ void check_log(const std::string& path) {
   line.resize(std::min(line.find('\n'), line.size()));
   const nlohmann::json header = nlohmann::json::parse(line, nullptr, false);
   REQUIRE_USER(header.is_object() && header.contains("command") && header.contains("commit"),
-               "--log %s: the file is not the log of a run, and is not written over; name another file, or remove it",
+               "--log %s: not a training log, so it is not overwritten; remove it or choose another file",
                path.c_str());
 }
 
