@@ -16,7 +16,9 @@
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/estimate.h"
+#include "lib/program/export.h"
 #include "lib/program/options.h"
+#include "lib/program/outputs.h"
 #include "lib/program/telemetry.h"
 #include "model.h"
 
@@ -425,8 +427,9 @@ struct Context {
   Transport transport;
   int gpus_used;
   Corpus *data, *val_data;
-  Telemetry* telemetry;  // rank 0's
-  const json& state;     // of the checkpoint that the run goes on from; null: none
+  Telemetry* telemetry;     // rank 0's
+  const SavedState& saved;  // of the checkpoint that the run goes on from; null: none
+  const Steps& found;       // in --save's directory, rank 0's
 };
 
 // The programs whose memory is planned: one step, and one batch of a validation. The host's pointers are not read
@@ -502,7 +505,9 @@ void take_up(const json& state, Options* o) {
 void compare(const json& state, Run* r) {
   if (state.is_null()) return;
   const json now = settings(*r), &was = state.at("options");
-  auto differs = [&](const std::string& name) { return now.at(key_of(name)) != was.at(key_of(name)); };
+  auto differs = [&](const std::string& name) {
+    return !was.at(key_of(name)).is_null() && now.at(key_of(name)) != was.at(key_of(name));
+  };
   auto here = [&](const std::string& name) { return "--" + name + " " + now.at(key_of(name)).dump(); };
   auto there = [&](const std::string& name) { return was.at(key_of(name)).dump(); };
   for (const char* name : {"seed", "heads", "kv-heads"})
@@ -562,9 +567,11 @@ std::string train(const Context& c, const Run& r) {
   int64_t done_before = 0, saved = 0;
   try {
     auto note = [&](const std::string& line) { c.telemetry->note(line); };
-    if (!c.state.is_null())
-      load_checkpoint(r.o.resume, r.o.save, dev, world, parts, note).at("step").get_to(done_before);
-    if (!r.o.save.empty()) saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, own_parts, note);
+    if (!c.saved.state.is_null()) {
+      load_checkpoint(c.saved.step_dir, r.o.save, dev, world, parts, note);
+      c.saved.state.at("step").get_to(done_before);
+    }
+    if (!r.o.save.empty()) saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, own_parts, note, c.found);
   } catch (const UsageError& e) { return e.what(); }
   if (speaks && done_before > 0)
     c.telemetry->note(strf("going on after step %lld of %s", ll(done_before), r.o.resume.c_str()));
@@ -930,20 +937,24 @@ void run(Options o, const World& world, const std::string& command) {
   std::replace(text.begin(), text.end(), '\n', ';');
   require_same(text, "the configuration");
 
-  json state;
-  if (!o.resume.empty()) state = load_state(o.resume, o.save, world);
+  SavedState saved;
+  if (!o.resume.empty()) {
+    saved = load_state(o.resume, o.save, world);
+    saved.state = read_state(saved.state, saved.step_dir + "/manifest.json");
+  }
 
   Run r;
   std::unique_ptr<Corpus> data, val_data;
   std::unique_ptr<Device> dev;
   Transport transport = Transport::none;
   std::string error, sharing;
+  Steps found;
   try {
-    take_up(state, &o);
+    take_up(saved.state, &o);
     r = resolve(o, world.size, gpus);
-    compare(state, &r);
-    if (world.rank == 0 && !o.save.empty()) check_save(o.save, o.resume);
-    if (world.rank == 0 && !o.export_to.empty()) check_export(o.export_to);
+    compare(saved.state, &r);
+    if (world.rank == 0 && !o.save.empty()) found = check_save(o.save, o.resume);
+    if (world.rank == 0) check_outputs(o);
     const bool splits = o.val_every > 0 && o.val_data.empty();
     data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
     if (o.val_every > 0)
@@ -1013,7 +1024,7 @@ void run(Options o, const World& world, const std::string& command) {
   error = agree(error);
   if (!error.empty()) throw Error(error);
 
-  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get(), state};
+  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get(), saved, found};
   or_abort([&] { with_types(r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(context, r); }); });
   if (!error.empty()) throw UsageError(error);
 }

@@ -5,7 +5,7 @@
 cd "$(dirname "$0")/.." || exit
 # shellcheck source=../setup.sh disable=SC1091
 . ./setup.sh env 2
-dir=$(mktemp -d)
+dir=$(mktemp -d) || exit # without one the files below would lie in /
 trap 'rm -rf "$dir"' EXIT
 passed=0
 failed=0
@@ -263,6 +263,29 @@ done
 verdict "the plan's peak is the run's" "${wrong#; }"
 mpi -np 2 ./train --plan --device cpu --preset tiny --dim 100 --heads 3 --kv-heads 1
 judge "a plan of what cannot be, under mpirun" "--dim 100" "--heads 3"
+# Nothing that is there is written over, by whatever name it is called.
+mkdir "$dir/mine"
+yes "all work and no play" | head -n 3000 >"$dir/mine/text"
+ln "$dir/mine/text" "$dir/mine/hard"
+ln -s text "$dir/mine/soft"
+mkfifo "$dir/mine/fifo"
+echo 'seed = 3' >"$dir/mine/config"
+tar -C "$dir/mine" -cf "$dir/mine.tar" .
+for file in text hard soft ../mine//text; do
+  bad "a log onto the data, $file" "--log $dir/mine/$file|the same file as --data" --data "$dir/mine/text" --log "$dir/mine/$file"
+  bad "an export onto the data, $file" "--export $dir/mine/$file|the same file as --data" --data "$dir/mine/text" --export "$dir/mine/$file"
+done
+bad "a log onto the validation data" "--log|the same file as --val-data" --val-every 1 --val-data "$dir/mine/text" --log "$dir/mine/hard"
+bad "a log onto the options" "--log|the same file as --config" --config "$dir/mine/config" --log "$dir/mine/config"
+bad "a log onto another file" "--log $dir/mine/config|not a training log" --log "$dir/mine/config"
+bad "a log onto a FIFO" "--log $dir/mine/fifo|not a regular file" --log "$dir/mine/fifo"
+bad "a log onto a device" "--log /dev/null|not a regular file" --log /dev/null
+bad "log and export in one" "--export $dir/mine/../mine/new|the same file as --log" --log "$dir/mine/new" --export "$dir/mine/../mine/new"
+bad "an export onto another file" "--export|$dir/mine/config exists" --export "$dir/mine/config"
+bad "an export onto a link" "--export|$dir/mine/soft|not a regular file" --export "$dir/mine/soft"
+bad "an export onto a device" "--export|/dev/null|not a regular file" --export /dev/null
+verdict "files of the user's are as they were" "$(tar -C "$dir/mine" -df "$dir/mine.tar" 2>&1; ls "$dir/mine" | grep -x new)"
+verdict "/dev/null is a device" "$([ -c /dev/null ] || echo "it is not")"
 bad "an export to nowhere" "--export|/nonexistent/model|No such file" --export /nonexistent/model
 bad "an export onto a directory" "--export|Is a directory" --export "$dir"
 verdict "an export that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
@@ -421,6 +444,40 @@ judge "a run that diverges" "the norm of the gradient" "diverged" "$dir/diverged
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
 verdict "a run that diverged leaves what can be loaded" "$(grep -q "going on after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
+bad "a directory that nobody can write to" "--save|/proc/.tmp-probe-" --save /proc
+verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --log "$dir/saved/step-6/rank-0.bin"
+judge "a log into a step" "--log $dir/saved/step-6/rank-0.bin" "inside a checkpoint in $dir/saved"
+# A checkpoint that the program before this one made goes on, also without options that were not known then. Losses to
+# what other processors round otherwise.
+v1=(--device cpu --save "$dir/v1" --resume latest --log "$dir/v1.jsonl")
+fresh() { rm -rf "$dir/v1" "$dir/v1.jsonl" && cp -a test/checkpoint-v1 "$dir/v1"; }
+as_then() { # NAME: the run that went on from it did so with the losses that were recorded, and says no difference
+  local wrong=""
+  [ "$status" = 0 ] || wrong="exit status $status"
+  grep '"step"' "$dir/v1.jsonl" | sed 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/' |
+    awk '$1 == 3 { d = $2 - 5.580460 } $1 == 4 { d = $2 - 5.630047 } d < -1e-5 || d > 1e-5 || $1 != NR + 2 { bad = 1 }
+      END { exit NR != 2 || bad }' ||
+    wrong="$wrong; the losses are $(grep -o '"loss":[^,]*' "$dir/v1.jsonl" | xargs)"
+  ! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
+  verdict "$1" "${wrong#; }"
+}
+rewrite() { # JSON: what another program would have written into the manifest's state; null takes a key out
+  TEST_MANIFEST=$dir/v1/step-2/manifest.json TEST_PATCH=$1 build/test_ranks "[.rewrite]" >"$dir/out" 2>&1
+}
+for n in 1 2 3; do
+  fresh
+  mpi -np $n ./train "${v1[@]}"
+  as_then "a checkpoint of the program before goes on with $n ranks"
+done
+fresh
+rewrite '{"options": {"rope_base": null, "clip_norm": null, "tie_embeddings": null, "attn": null, "warmup": null, "val_every": null}}'
+mpi -np 2 ./train "${v1[@]}"
+as_then "a checkpoint that does not know an option goes on"
+fresh
+rewrite '{"options": {"rope_base": "large"}}'
+mpi -np 2 ./train "${v1[@]}"
+judge "a checkpoint with an option of another type" "$dir/v1/step-2/manifest.json" '"rope_base"' '"large"'
 # A directory holds one run.
 mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
 judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume latest"

@@ -1,6 +1,6 @@
-// lib/program/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that is
-// broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through the
-// functions that Saver's thread consists of, so every W meets every W' at each world size.
+// lib/program/checkpoint.h: what is saved comes back, at any number of ranks; what is damaged does not; and a save that
+// is broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through
+// the functions that Saver's thread consists of, so every W meets every W' at each world size.
 #include "test/arrays.h"
 
 #include <dirent.h>
@@ -25,6 +25,9 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/program/checkpoint.h"
+#include "lib/program/checkpoint_manifest.h"
+#include "lib/program/export.h"
+#include "lib/program/files.h"
 #include "model.h"
 
 using nlohmann::json;
@@ -591,7 +594,8 @@ void check_overlap(Backend backend) {
     rank.fill(step);
     CHECK(std::string(host.get(), size_t(bytes)) == rank.bytes());
   }
-  CHECK(load_state("latest", dir, world) == some_state(20));
+  CHECK(load_state("latest", dir, world).state == some_state(20));
+  CHECK(load_state("latest", dir, world).step_dir == dir + "/step-20");
 }
 }  // namespace
 
@@ -622,7 +626,7 @@ TEST_CASE("weights that are not finite are not saved", "[checkpoint]") {
     barrier();
     CHECK(exists(dir + "/step-10"));
     CHECK(!exists(dir + "/step-20"));
-    CHECK(load_state("latest", dir, world) == some_state(10));
+    CHECK(load_state("latest", dir, world).state == some_state(10));
     if (world.rank > 0) continue;
     CHECK(has(error, "saving step 20 failed: rank 0: tensor '"));
     CHECK(has(error, "the run has diverged"));
@@ -759,13 +763,160 @@ TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
   // Two runs in one directory: the second is refused, and takes nothing of the first's away.
   {
     Saver first(test_device(Backend::cpu), World(), dir, 2, {});
-    write_all(dir + "/.tmp-step-11", "being written");
+    REQUIRE(::mkdir((dir + "/.tmp-step-11").c_str(), 0777) == 0);
+    write_all(dir + "/.tmp-step-11/rank-0.bin", "being written");
     CHECK(has(error_of([&] { Saver(test_device(Backend::cpu), World(), dir, 2, {}); }),
               "--save: another run is saving to " + dir));
     CHECK(exists(dir + "/.tmp-step-11"));
   }
   { Saver(test_device(Backend::cpu), World(), dir, 2, {}); }
   CHECK(!exists(dir + "/.tmp-step-11"));
+}
+
+TEST_CASE("what is the user's stays in a directory that is saved to", "[checkpoint]") {
+  if (test_world().rank != 0) return;
+  const std::string dir = my_directory();
+  auto save_all = [&] {
+    { Saver(test_device(Backend::cpu), World(), dir, 1, {}); }
+    for (int64_t step : {10, 20}) save_as(dir, step, 1, few_tensors(), Grouping::one, 2);
+  };
+  // What only looks like ours.
+  std::vector<std::string> mine = {".tmp-",          ".tmp-step-",           ".tmp-step-07",       ".tmp-step-7a",
+                                   ".tmp-old-step-", ".tmp-oldstep-7",       ".tmp-latest-of-all", ".tmp-probe-",
+                                   ".tmp-photos",    ".tmp-probe-123456789", "step-007",           "step-",
+                                   "model.tmp-1234"};
+  for (const std::string& name : mine) write_all(dir + "/" + name, "mine");
+  REQUIRE(::mkdir((dir + "/.tmp-directory").c_str(), 0777) == 0);
+  write_all(dir + "/.tmp-directory/rank-0.bin", "mine");
+  // What is ours, of a save that was killed.
+  for (const char* name : {"/.tmp-step-7", "/.tmp-old-step-5"}) {
+    REQUIRE(::mkdir((dir + name).c_str(), 0777) == 0);
+    for (const char* file : {"/rank-0.bin", "/rank-12.bin", "/manifest.json"}) write_all(dir + name + file, "x");
+  }
+  REQUIRE(::symlink("step-5", (dir + "/.tmp-latest").c_str()) == 0);
+  write_all(dir + "/.tmp-probe-1234abcd", ".");
+  save_all();
+  for (const std::string& name : mine) CHECK(read_all(dir + "/" + name) == "mine");
+  CHECK(read_all(dir + "/.tmp-directory/rank-0.bin") == "mine");
+  std::vector<std::string> all = mine;
+  all.insert(all.end(), {".tmp-directory", "latest", "step-20"});
+  std::sort(all.begin(), all.end());
+  CHECK(names_in(dir) == all);
+
+  // Another's thing under a name of ours is said, and stays.
+  struct {
+    const char *name, *file, *says;
+  } others[] = {{".tmp-step-30", "photo.jpg", ".tmp-step-30/photo.jpg does not belong to a checkpoint"},
+                {".tmp-step-30", "rank-0.binary", ".tmp-step-30/rank-0.binary does not belong"},
+                {".tmp-old-step-30", "rank-.bin", ".tmp-old-step-30/rank-.bin does not belong"},
+                {".tmp-step-30", nullptr, ".tmp-step-30 is not a directory of a checkpoint"},
+                {".tmp-latest", nullptr, ".tmp-latest is not a link to a checkpoint"},
+                {"step-30", "photo.jpg", "step-30 is not a checkpoint, it has no manifest.json"},
+                {"step-30", nullptr, "step-30 is not a checkpoint"},
+                {"latest", nullptr, "latest is not a link to a checkpoint"}};
+  for (const auto& other : others) {
+    INFO(other.says);
+    const std::string at = dir + "/" + other.name, file = other.file ? at + "/" + other.file : at;
+    const bool was_latest = std::string(other.name) == "latest";
+    if (was_latest) ::unlink(at.c_str());
+    if (other.file) REQUIRE(::mkdir(at.c_str(), 0777) == 0);
+    write_all(file, "mine");
+    const std::string error = error_of([&] {
+      check_save(dir, dir);
+      save_all();
+    });
+    CHECK(has(error, "--save"));
+    CHECK(has(error, dir + "/" + other.says));
+    CHECK(read_all(file) == "mine");
+    Directories::remove(at);
+    if (was_latest) REQUIRE(::symlink("step-20", at.c_str()) == 0);
+  }
+  // In an old step: the step stays, and that is said.
+  write_all(dir + "/step-20/notes.txt", "mine");
+  FakeRank rank(few_tensors(), Grouping::one, 1, 0);
+  std::string said;
+  {
+    Saver saver(test_device(Backend::cpu), World(), dir, 1, rank.parts(), [&](const std::string& n) { said += n; });
+    rank.fill(30);
+    saver.begin(30, some_state(30));
+    saver.finish();
+  }
+  CHECK(has(said,
+            "an old checkpoint could not be deleted: " + dir + "/step-20/notes.txt does not belong to a checkpoint"));
+  CHECK(read_all(dir + "/step-20/notes.txt") == "mine");
+  CHECK(found_in(dir + "/step-20") == 20);
+  CHECK(found_in(dir) == 30);
+}
+
+TEST_CASE("a directory that a rank cannot write to is refused at the start", "[checkpoint]") {
+  const World& world = test_world();
+  const std::string dir = common_directory();
+  const int last = world.size - 1;
+  auto refused = [&](const std::string& where) {
+    return error_of([&] { Saver(test_device(Backend::cpu), world, where, 1, {}); });
+  };
+  for (const char* failing : {"open", "write", "unlink"}) {
+    INFO(failing);
+    Hook hook([&](const char* call, const std::string& path) {
+      return world.rank == last && std::string(call) == failing && has(path, "/.tmp-probe-") ? EROFS : 0;
+    });
+    const std::string error = refused(dir);
+    CHECK(has(error, strf("--save: rank %d: %s/.tmp-probe-", last, dir.c_str())));
+    CHECK(has(error, strf("%s failed: Read-only file system; check who may write there", failing)));
+    barrier();
+    if (std::string(failing) != "unlink") CHECK(list(dir) == "");
+    barrier();
+  }
+  CHECK(refused(dir) == "");
+  barrier();
+  CHECK(list(dir) == "");
+  CHECK(has(refused("/proc"), "--save: rank 0: /proc/.tmp-probe-"));  // where not even root can
+}
+
+TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint]") {
+  if (test_world().rank != 0) return;
+  const std::string dir = my_directory();
+  Device& dev = test_device(Backend::cpu);
+  FakeRank rank(few_tensors(), Grouping::one, 1, 0);
+  auto start = [&](const Steps& found) {
+    return error_of([&] { Saver(dev, World(), dir, 1, rank.parts(), nullptr, found); });
+  };
+  // Both begin on an empty directory, and the other has ended before this one takes the lock.
+  const Steps none = check_save(dir, "");
+  save_as(dir, 20, 1, few_tensors(), Grouping::one, 1);
+  CHECK(has(start(none), "--save: another run saved " + dir + "/step-20 after this one started"));
+  CHECK(found_in(dir) == 20);
+  // Both go on from step 20; the other saves that step again, or the next.
+  const Steps one = check_save(dir, dir);
+  CHECK(start(one) == "");
+  save_as(dir, 20, 1, few_tensors(), Grouping::one, 2);
+  CHECK(has(start(one), dir + "/step-20 after"));
+  const Steps again = check_save(dir, dir);
+  save_as(dir, 30, 2, few_tensors(), Grouping::one, 1);
+  CHECK(has(start(again), dir + "/step-30 after"));
+  // Where there are no locks: it appears while this run trains.
+  Saver saver(dev, World(), dir, 1, rank.parts(), nullptr, check_save(dir, dir));
+  for (int64_t step : {40, 50}) {
+    rank.fill(step);
+    saver.begin(step, some_state(step));
+    saver.finish();
+    CHECK(list(dir) == strf("latest step-%d", int(step)));  // its own are its own
+  }
+  save_as(dir, 60, 0, few_tensors(), Grouping::one, 1);
+  rank.fill(70);
+  saver.begin(70, some_state(70));
+  const std::string error = error_of([&] { saver.finish(); });
+  CHECK(has(error, "saving step 70 failed: rank 0: another run saved " + dir + "/step-60"));
+  CHECK(found_in(dir) == 60);
+  CHECK(list(dir) == "latest step-50 step-60");
+}
+
+// For test/cli.sh: changes options in a manifest, as another version of this program would have written them.
+TEST_CASE("changes a manifest", "[.rewrite]") {
+  const std::string path = std::getenv("TEST_MANIFEST");
+  json manifest = json::parse(read_all(path));
+  manifest["state"].merge_patch(json::parse(std::getenv("TEST_PATCH")));
+  write_all(path, seal(manifest));
 }
 
 TEST_CASE("a rank that unwinds does not wait for a save that others never begin", "[checkpoint]") {
@@ -1040,6 +1191,7 @@ TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint
     for (Dtype dtype : {Dtype::f32, Dtype::bf16}) {
       FakeRank rank(tensors(), wrap, world.size, world.rank);
       rank.fill(20);
+      if (world.rank == 0) ::unlink(path.c_str());
       export_safetensors(path, dtype, dev, world, rank.parts());
       if (world.rank == 0) {
         CHECK(list(dir) == "model.safetensors");
@@ -1073,21 +1225,51 @@ TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint
       }
       barrier();
     }
-  // A disk that is full on one rank: the file that was there stays, and nothing else.
+  // A disk that is full on one rank: the files that were there stay, and nothing else.
   FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
-  const std::string was = read_all(path);
+  const std::string was = read_all(path), other = dir + "/other.safetensors";
+  if (world.rank == 0) write_all(other + ".tmp", "mine");
   barrier();
   std::string error;
   {
     Hook hook([&](const char* call, const std::string&) {
       return world.rank == world.size - 1 && std::string(call) == "fsync" ? ENOSPC : 0;
     });
-    error = error_of([&] { export_safetensors(path, Dtype::f32, dev, world, rank.parts()); });
+    error = error_of([&] { export_safetensors(other, Dtype::f32, dev, world, rank.parts()); });
   }
-  CHECK(has(error, strf("--export: rank %d: %s.tmp: fsync failed: No space left", world.size - 1, path.c_str())));
+  CHECK(has(error, strf("--export: rank %d: %s.tmp-", world.size - 1, other.c_str())));
+  CHECK(has(error, ": fsync failed: No space left"));
   barrier();
-  CHECK(list(dir) == "model.safetensors");
+  CHECK(list(dir) == "model.safetensors other.safetensors.tmp");
   CHECK(read_all(path) == was);
+  CHECK(read_all(other + ".tmp") == "mine");
+  // A file that is there: known at the start, and when it comes while the model is written. Where the file system
+  // cannot rename so that nothing is replaced, too.
+  CHECK(has(error_of([&] { check_export(path); }), "--export: " + path + " exists and is not overwritten"));
+  CHECK(has(error_of([&] { export_safetensors(path, Dtype::f32, dev, world, rank.parts()); }),
+            "--export: rank 0: " + path + ": create failed: File exists"));
+  for (const char* unknown : {"", "rename", "rename link"}) {
+    INFO(unknown);
+    {
+      Hook hook([&](const char* call, const std::string& to) {
+        if (std::string(call) == "truncate") write_all(other, "mine");  // on rank 0
+        if (to != other || !has(unknown, call)) return 0;
+        return std::string(call) == "link" ? EPERM : EINVAL;
+      });
+      error = error_of([&] { export_safetensors(other, Dtype::f32, dev, world, rank.parts()); });
+    }
+    CHECK(has(error, other + ": "));
+    CHECK(has(error, "failed: File exists; the model is in " + other + ".tmp-"));
+    barrier();
+    if (world.rank == 0) {
+      CHECK(read_all(other) == "mine");
+      const std::string model = error.substr(error.rfind(' ') + 1);
+      CHECK(read_all(model).size() > 1000);
+      ::unlink(model.c_str()), ::unlink(other.c_str());
+      CHECK(list(dir) == "model.safetensors other.safetensors.tmp");
+    }
+    barrier();
+  }
   CHECK(has(error_of([&] { export_safetensors(dir + "/none/x", Dtype::f32, dev, world, rank.parts()); }),
-            "--export: rank 0: " + dir + "/none/x.tmp: open failed: No such file or directory"));
+            "--export: rank 0: " + dir + "/none/x.tmp-"));
 }

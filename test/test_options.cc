@@ -370,10 +370,60 @@ TEST_CASE("what another run was told is taken over where this one is told nothin
   CHECK(o.seed == 0);  // not asked for
 }
 
+TEST_CASE("a state that an older or another program wrote", "[options]") {
+  using nlohmann::json;
+  const json full = to_json(parsed({"--dim", "64", "--lr", "0.1", "--data", "x", "--tf32", "--seed", "9"}));
+  const json state = {{"step", 3}, {"sequences", 12}, {"options", full}};
+  CHECK(read_state(state, "F") == state);
+  // What it does not name has its default; null, where that is not one value.
+  for (const auto& item : full.items()) {
+    INFO(item.key());
+    json less = state;
+    less["options"].erase(item.key());
+    const json read = read_state(less, "F"), &value = read["options"][item.key()];
+    CHECK((value.is_null() || value == to_json(Options())[item.key()]));
+    Options o;
+    take_over(read["options"], {"dim", "lr", "data", "tf32", "seed"}, &o);
+    json expected = to_json(Options());
+    for (const char* key : {"dim", "lr", "data", "tf32", "seed"})
+      if (item.key() != key) expected[key] = full[key];
+    CHECK(to_json(o) == expected);
+  }
+  json less = state;
+  for (const char* key : {"dim", "seed", "rope_base", "heads"}) less["options"].erase(key);
+  const json read = read_state(less, "F")["options"];
+  CHECK(read["seed"] == 0);
+  CHECK(read["rope_base"] == 500000);
+  CHECK(read["dim"].is_null());
+  CHECK(read["heads"].is_null());
+  // A value of another type, or none where there must be one: the file and the key in one line.
+  auto refusal = [&](const json& patch) {
+    json wrong = state;
+    wrong.merge_patch(patch);
+    std::string text;
+    try {
+      read_state(wrong, "DIR/manifest.json");
+    } catch (const UsageError& e) { text = e.what(); }
+    return text;
+  };
+  CHECK(refusal({{"options", {{"dim", "64"}}}}) ==
+        "DIR/manifest.json: \"dim\" is \"64\", not a whole number; resume from another checkpoint");
+  CHECK(refusal({{"options", {{"seed", 1.5}}}}).find("\"seed\" is 1.5, not a whole number") != std::string::npos);
+  CHECK(refusal({{"options", {{"lr", true}}}}).find("\"lr\" is true, not a number") != std::string::npos);
+  CHECK(refusal({{"options", {{"tf32", 1}}}}).find("\"tf32\" is 1, not true or false") != std::string::npos);
+  CHECK(refusal({{"options", {{"data", 1}}}}).find("\"data\" is 1, not a text") != std::string::npos);
+  CHECK(refusal({{"options", 5}}).find("\"options\" is 5, not an object") != std::string::npos);
+  CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\", not a number of steps") != std::string::npos);
+  for (const char* key : {"step", "options"})
+    CHECK(refusal({{key, nullptr}}).find(" is null, not ") != std::string::npos);
+  CHECK_THROWS_AS(read_state(json(7), "F"), UsageError);
+}
+
 TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {
   const ConfigFile file(""), said("");
   const char* path = file.path.c_str();
-  const nlohmann::json header = {{"header", std::string(100, 'x')}}, line = {{"line", std::string(50, 'y')}};
+  const nlohmann::json header = {{"command", std::string(100, 'x')}, {"commit", ""}},
+                       line = {{"line", std::string(50, 'y')}};
   rlimit before;
   REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
   const auto action = std::signal(SIGXFSZ, SIG_IGN);

@@ -13,31 +13,35 @@
 // A step is valid if it has its name, and it gets its name last. In order: every rank writes and flushes its file in
 // DIR/.tmp-step-20; rank 0, when all have, the manifest; it flushes the directory, renames it, flushes DIR, moves
 // `latest`, flushes DIR, and only then deletes old steps. So a process that is killed, a machine that goes down, or a
-// disk that fills up, at any moment, leaves the step before it whole. What lies about in .tmp-* is removed at the next
-// start. All ranks must see DIR. One run at a time may save to it: a lock on the directory, which goes with the
-// process, keeps others out where its file system has locks.
+// disk that fills up, at any moment, leaves the step before it intact. What such a save left in .tmp-step-20, or in
+// .tmp-old-step-10 while that was deleted, is removed at the next start. Nothing else in DIR is touched: it may hold
+// files of the user's. All ranks must see DIR. One run at a time may save to it: a lock on the directory, which goes
+// with the process, keeps others out where its file system has locks, and where it has none a step that appears and is
+// not this run's ends the save.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "nlohmann/json_fwd.hpp"
+#include "nlohmann/json.hpp"
 
 #include "lib/comm/comm.h"
 #include "lib/device/device.h"
+#include "lib/program/checkpoint_directory.h"
 
 // Elements [first, first + count) of a tensor, at `data`, on the device or the host. A list of parts has one for every
 // tensor of the model and each kind, of no elements where this rank has none: so every rank knows all tensors.
 struct Part {
   std::string tensor;
   const char* kind;            // "weight", or AdamW's moments, "m" and "v"
-  std::vector<int64_t> shape;  // of the whole tensor
+  std::vector<int64_t> shape;  // of the tensor, unsharded
   int64_t first, count;
   char* data;
   Dtype dtype;  // f32 or bf16
@@ -76,26 +80,17 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
 
 // ----------------------------------------------------------------------------------------------------------- saving
 
-// Holds a directory for as long as it lives. Throws Error if another holds it.
-class DirectoryLock {
- public:
-  explicit DirectoryLock(const std::string& dir);
-  ~DirectoryLock();
-  DirectoryLock(const DirectoryLock&) = delete;
-
- private:
-  int fd_;
-};
-
 // Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
 // 12 bytes for each parameter of the shard), once, when it is made.
 class Saver {
  public:
-  // Collective; makes DIR, locks it and removes what a killed run left in it. keep: how many steps stay, 0: all. note:
-  // says something to the user; called on rank 0, from begin(), check() and finish(). Throws UsageError, the same on
-  // all ranks, if another run has DIR too. Parts stay where they are for the Saver's life.
+  // Collective; makes DIR, locks it, removes what a killed run left in it, and writes and removes a file there from
+  // every rank. keep: how many steps stay, 0: all. note: says something to the user; called on rank 0, from begin(),
+  // check() and finish(). found: what check_save returned on rank 0 when the run began; by itself what is there now.
+  // Throws UsageError, the same on all ranks: another run has DIR too, or has saved to it since `found`; a rank cannot
+  // write there. Parts stay where they are for the Saver's life.
   Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
-        std::function<void(const std::string&)> note = nullptr);
+        std::function<void(const std::string&)> note = nullptr, std::optional<Steps> found = std::nullopt);
   // Waits for the save that is being written. While an exception unwinds it gives the save up instead, because the
   // other ranks may never come to its end.
   ~Saver();
@@ -128,6 +123,7 @@ class Saver {
   TextChannel ask_;
   std::unique_ptr<HostBuffer<char>> copy_;
   std::unique_ptr<DirectoryLock> lock_;  // rank 0's
+  Steps known_;                          // rank 0's: found, and this run's own
   Event copied_;
   std::thread writer_;
   // The writer's until busy_ is false again.
@@ -139,15 +135,12 @@ class Saver {
 
 // ---------------------------------------------------------------------------------------------------------- loading
 
-// What --resume says: a step's directory, a directory of steps (its `latest`, without which the newest), or "latest":
-// that of save_dir. Returns the step's directory. Throws UsageError.
-std::string find_checkpoint(const std::string& resume, const std::string& save_dir);
-
-// Throws UsageError if dir holds steps of a run that does not go on: they would be replaced and removed. On rank 0.
-void check_save(const std::string& dir, const std::string& resume);
-
 // The state that was given to begin(), from a manifest that has been checked with the sizes of all files. Collective.
-nlohmann::json load_state(const std::string& resume, const std::string& save_dir, const World& world);
+struct SavedState {
+  std::string step_dir;  // where it is from: what another run saves meanwhile is not what goes on
+  nlohmann::json state;
+};
+SavedState load_state(const std::string& resume, const std::string& save_dir, const World& world);
 
 // Fills in the parts and returns the state. Reads what the parts need and checks it against its checksums, chunk by
 // chunk. Collective, in Mode::run; waits for the compute stream. Padding in the shards is left alone (init_weights
@@ -158,14 +151,6 @@ nlohmann::json load_state(const std::string& resume, const std::string& save_dir
 nlohmann::json load_checkpoint(const std::string& resume, const std::string& save_dir, Device& dev, const World& world,
                                const std::vector<Part>& parts, std::function<void(const std::string&)> note = nullptr);
 
-// Throws Error if rank 0 cannot write there now: so that it is known before a model is trained. Leaves nothing.
-void check_export(const std::string& path);
-// Writes the whole model's weights as one safetensors file: every rank its parts at their places, none more than a
-// few MiB of it at a time. dtype: f32 or bf16. Under a temporary name until it is whole. Collective, in Mode::run.
-// Throws Error, the same on all ranks.
-void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const World& world,
-                        const std::vector<Part>& parts);
-
 // -------------------------------------------------------------------------------- what a save is made of (and tests)
 
 // A rank's file, from `bytes`: its parts, one behind the other. Returns its entry in the manifest.
@@ -175,11 +160,3 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
 std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t keep,
                                  const std::vector<std::string>& shards, const std::vector<Part>& parts,
                                  const std::string& state);
-
-// XXH64 (Collet 2012), 16 hexadecimal digits of which stand for a chunk in a manifest.
-uint64_t xxh64(const void* data, int64_t bytes, uint64_t seed = 0);
-constexpr int64_t chunk_bytes = 1 << 20;
-
-// For tests. Called before every system call that changes the disk or flushes it, with the call's name and the path;
-// it may end the process, or return an errno with which the call then fails.
-extern std::function<int(const char* call, const std::string& path)> checkpoint_hook;

@@ -678,6 +678,7 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
     }
     throw UsageError(what + "; see --help");
   }
+  if (app.get_config_ptr()->count() > 0) out->config = app.get_config_ptr()->as<std::string>();
   for (size_t i = 0; i < options.size(); ++i)
     if (options[i]->count() > 0) out->given.push_back(specs()[i].name);
   REQUIRE_USER(!out->nsa_stats || !out->log.empty(), "--nsa-stats needs --log FILE, where they go");
@@ -726,8 +727,39 @@ nlohmann::json to_json(const Options& o) {
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o) {
   for (const Spec& s : specs()) {
     if (o->gives(s.name) || std::count(names.begin(), names.end(), s.name) == 0) continue;
-    std::visit([&](auto member) { settings.at(key_of(s.name)).get_to(o->*member); }, s.member);
+    const auto it = settings.find(key_of(s.name));
+    if (it == settings.end() || it->is_null()) continue;
+    std::visit([&](auto member) { it->get_to(o->*member); }, s.member);
   }
+}
+
+nlohmann::json read_state(const nlohmann::json& state, const std::string& file) {
+  const char* remedy = "resume from another checkpoint";
+  auto require = [&](bool holds, const std::string& key, const nlohmann::json& value, const char* wanted) {
+    REQUIRE_USER(holds, "%s: \"%s\" is %s, not %s; %s", file.c_str(), key.c_str(), value.dump().c_str(), wanted,
+                 remedy);
+  };
+  auto member = [](const nlohmann::json& of, const char* key) {
+    return of.is_object() && of.contains(key) ? of[key] : nlohmann::json();
+  };
+  nlohmann::json read = state, options = member(state, "options");
+  const nlohmann::json step = member(state, "step");
+  require(step.is_number_integer() && step >= 0, "step", step, "a number of steps");
+  require(options.is_object(), "options", options, "an object");
+  for (const Spec& s : specs()) {
+    const std::string key = key_of(s.name);
+    if (!options.contains(key)) {
+      options[key] = s.by_itself ? nlohmann::json() : get(s, Options());
+      continue;
+    }
+    const nlohmann::json& value = options[key];
+    if (is_flag(s)) require(value.is_boolean(), key, value, "true or false");
+    else if (std::holds_alternative<double Options::*>(s.member)) require(value.is_number(), key, value, "a number");
+    else if (is_number(s)) require(value.is_number_integer(), key, value, "a whole number");
+    else require(value.is_string(), key, value, "a text");
+  }
+  read["options"] = options;
+  return read;
 }
 
 std::string to_config(const Options& o) {

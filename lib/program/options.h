@@ -80,6 +80,7 @@ struct Options {
   int64_t world = 0;  // --plan: pretend this many ranks
   std::string gpu;    // --plan: estimate this chip's time; empty: the one here, without one h200
 
+  std::string config;              // the file that --config named
   std::vector<std::string> given;  // what the command line, or its file, names
   bool gives(const std::string& name) const;
 };
@@ -90,7 +91,12 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
 std::string key_of(std::string name);  // there, of an option
-// Sets the options of these names, but those that are given, to what to_json said of another run.
+// The state of a checkpoint, {"step": N, "options": {...}}, as this program takes it: with a value for every option
+// that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
+// by the machine or the preset. Throws UsageError that names `file` and the key of a value of another type.
+nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
+// Sets the options of these names, but those that are given, to what to_json said of another run. What is not there, or
+// null, leaves the option as it is.
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // What --config reads: a line for every option that is not at its default.
 std::string to_config(const Options& o);

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "lib/device/device.h"
@@ -147,10 +148,29 @@ nlohmann::json step_json(const StepRecord& r) {
   return j;
 }
 
+void check_log(const std::string& path) {
+  struct stat s;
+  if (::stat(path.c_str(), &s) != 0) return;
+  REQUIRE_USER(S_ISREG(s.st_mode), "--log %s: not a regular file; choose another", path.c_str());
+  if (s.st_size == 0) return;
+  // A header has some thousand bytes. What has more before its first line ends is not read to its end.
+  std::FILE* file = std::fopen(path.c_str(), "r");
+  REQUIRE_USER(file, "--log %s cannot be read: %s", path.c_str(), std::strerror(errno));
+  std::string line(1 << 20, 0);
+  line.resize(std::fread(&line[0], 1, line.size(), file));
+  std::fclose(file);
+  line.resize(std::min(line.find('\n'), line.size()));
+  const nlohmann::json header = nlohmann::json::parse(line, nullptr, false);
+  REQUIRE_USER(header.is_object() && header.contains("command") && header.contains("commit"),
+               "--log %s: not a training log, so it is not overwritten; remove it or choose another file",
+               path.c_str());
+}
+
 Telemetry::Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps,
                      int64_t log_every)
     : terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
   if (path.empty()) return;
+  check_log(path);
   file_ = std::fopen(path.c_str(), append ? "a+" : "w");
   REQUIRE_USER(file_, "--log %s cannot be written: %s", path.c_str(), std::strerror(errno));
   // A run that was killed, or whose disk was full, may have left half a line.

@@ -20,12 +20,16 @@ struct StepRecord {
   nlohmann::json more = {};                     // an object: what else goes into the log
 };
 
+// Throws UsageError if --log may not write to that path: anything but a regular file; a file that is neither empty nor
+// the log of a run, which begins with a header. Nothing is changed.
+void check_log(const std::string& path);
+
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON
 // file gets the header first, then an object a step, flushed each time; what cannot be written later is said once.
 class Telemetry {
  public:
-  // path empty: no file. append: behind what an earlier part of the run wrote. Throws UsageError if it cannot be
-  // written (before training starts).
+  // path empty: no file. append: behind what an earlier part of the run wrote; otherwise a log that is there is
+  // replaced. Throws UsageError, before training starts, if it cannot be written and for what check_log refuses.
   Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps, int64_t log_every);
   ~Telemetry();
   void step(const StepRecord& r);

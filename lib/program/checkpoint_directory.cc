@@ -1,0 +1,217 @@
+#include "lib/program/checkpoint_directory.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+
+#include "lib/device/device.h"
+#include "lib/program/files.h"
+
+using ll = long long;
+
+// --------------------------------------------------------------------------------------------------------------- names
+
+const std::string manifest_name = "manifest.json", latest_name = "latest", tmp_latest_name = ".tmp-latest";
+
+namespace {
+
+const std::string tmp_start = ".tmp-", old_start = ".tmp-old-", probe_start = ".tmp-probe-";
+
+bool starts_with(const std::string& text, const std::string& start) {
+  return text.compare(0, start.size(), start) == 0;
+}
+bool all_digits(const std::string& text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+}
+
+bool is_tmp_step(const std::string& name) {
+  for (const std::string& start : {old_start, tmp_start})
+    if (starts_with(name, start) && step_of(name.substr(start.size())) >= 0) return true;
+  return false;
+}
+bool is_file_of_step(const std::string& name) {
+  const size_t digits = name.size() < 10 ? 0 : name.size() - 9;
+  return name == manifest_name || (digits > 0 && starts_with(name, "rank-") && all_digits(name.substr(5, digits)) &&
+                                   name.substr(5 + digits) == ".bin");
+}
+
+}  // namespace
+
+std::string name_of_step(int64_t step) { return strf("step-%lld", ll(step)); }
+
+int64_t step_of(const std::string& name) {
+  if (!starts_with(name, "step-") || name.size() > 23 || !all_digits(name.substr(5))) return -1;
+  const int64_t step = std::atoll(name.c_str() + 5);
+  return name == name_of_step(step) ? step : -1;
+}
+
+std::string tmp_of(const std::string& dir, int64_t step) { return dir + "/" + tmp_start + name_of_step(step); }
+std::string old_of(const std::string& dir, int64_t step) { return dir + "/" + old_start + name_of_step(step); }
+
+bool in_checkpoint(const std::string& path, const std::string& dir) {
+  namespace fs = std::filesystem;
+  std::error_code none;
+  const bool is_step = fs::exists(dir + "/" + manifest_name, none);
+  for (fs::path at = path; at.has_relative_path(); at = at.parent_path()) {
+    const std::string name = at.filename();
+    if (is_step && fs::equivalent(at, dir, none)) return true;
+    if ((name == latest_name || name == tmp_latest_name || step_of(name) >= 0 || is_tmp_step(name)) &&
+        fs::equivalent(at.parent_path(), dir, none))
+      return true;
+  }
+  return false;
+}
+
+// --------------------------------------------------------------------------------------------------------------- steps
+
+std::string find_checkpoint(const std::string& resume, const std::string& save_dir) {
+  auto has = [](const std::string& path) {
+    struct stat s;
+    return ::stat(path.c_str(), &s) == 0;
+  };
+  REQUIRE_USER(resume != "latest" || !save_dir.empty(),
+               "--resume latest: of which directory? Give --save DIR, or "
+               "--resume DIR");
+  const std::string path = files::without_slash(resume == "latest" ? save_dir : resume);
+  REQUIRE_USER(has(path), "--resume %s: %s: %s", resume.c_str(), path.c_str(), std::strerror(errno));
+  if (has(path + "/manifest.json")) return path;
+  if (has(path + "/latest")) {
+    char target[4096];
+    const ssize_t n = ::readlink((path + "/latest").c_str(), target, sizeof target);
+    // By the step's own name, for whoever reads it in a message.
+    const std::string name = n > 0 ? std::string(target, size_t(n)) : "latest";
+    return name[0] == '/' ? name : path + "/" + name;
+  }
+  int64_t newest = -1;
+  for (const std::string& name : files::names_in(path))
+    if (has(path + "/" + name + "/manifest.json")) newest = std::max(newest, step_of(name));
+  REQUIRE_USER(newest >= 0, "--resume %s: no checkpoint in %s: it has neither manifest.json nor latest nor a step",
+               resume.c_str(), path.c_str());
+  return path + "/" + name_of_step(newest);
+}
+
+Steps steps_in(const std::string& dir) {
+  Steps steps;
+  struct stat s;
+  if (::stat(dir.c_str(), &s) != 0) return steps;
+  for (const std::string& name : files::names_in(dir)) {
+    const std::string manifest = dir + "/" + name + "/" + manifest_name;
+    if (step_of(name) >= 0 && ::stat(manifest.c_str(), &s) == 0)
+      steps[step_of(name)] =
+          strf("%llu %lld %ld", static_cast<unsigned long long>(s.st_ino), ll(s.st_mtim.tv_sec), s.st_mtim.tv_nsec);
+  }
+  return steps;
+}
+
+Steps check_save(const std::string& dir, const std::string& resume) {
+  const std::string to = files::without_slash(dir);
+  Steps steps;
+  std::string there;
+  struct stat s;
+  if (::stat(to.c_str(), &s) == 0) {
+    try {
+      steps = steps_in(to);
+      require_link_to_step(to + "/" + latest_name);
+      for (const std::string& name : files::names_in(to))
+        if (step_of(name) >= 0 && !steps.count(step_of(name)))
+          throw Error(strf("%s/%s is not a checkpoint, it has no %s; move it away or choose another directory",
+                           to.c_str(), name.c_str(), manifest_name.c_str()));
+    } catch (const Error& e) { throw UsageError(strf("--save %s: %s", dir.c_str(), e.what())); }
+  }
+  try {
+    there = find_checkpoint(to, to);
+  } catch (const UsageError&) { return steps; }  // none
+  struct stat a, b;
+  const bool goes_on = !resume.empty() && ::stat(to.c_str(), &a) == 0 &&
+                       ::stat(files::parent_of(find_checkpoint(resume, to)).c_str(), &b) == 0 && a.st_dev == b.st_dev &&
+                       a.st_ino == b.st_ino;
+  REQUIRE_USER(
+      goes_on,
+      "--save %s: %s is there, of another run; --resume latest goes on from it, and another directory keeps it",
+      dir.c_str(), there.c_str());
+  return steps;
+}
+
+void require_known(const std::string& dir, const Steps& known) {
+  for (const auto& [step, identity] : steps_in(dir)) {
+    const auto it = known.find(step);
+    if (it == known.end() || it->second != identity)
+      throw Error(
+          strf("another run saved %s/%s after this one started, and it is kept; give each run a directory "
+               "of its own",
+               dir.c_str(), name_of_step(step).c_str()));
+  }
+}
+
+void require_step_files(const std::string& path) {
+  const char* what = "; move it away or choose another directory";
+  if (files::kind_of(path) != S_IFDIR) throw Error(strf("%s is not a directory of a checkpoint%s", path.c_str(), what));
+  for (const std::string& name : files::names_in(path))
+    if (!is_file_of_step(name) || files::kind_of(path + "/" + name) != S_IFREG)
+      throw Error(strf("%s does not belong to a checkpoint%s", (path + "/" + name).c_str(), what));
+}
+
+void require_link_to_step(const std::string& path) {
+  char target[4096];
+  const ssize_t n = ::readlink(path.c_str(), target, sizeof target);
+  if (n < 0 && errno == ENOENT) return;
+  const std::string name(target, n < 0 ? 0 : size_t(n));
+  if (step_of(name.substr(name.rfind('/') + 1)) < 0)
+    throw Error(strf("%s is not a link to a checkpoint; move it away or choose another directory", path.c_str()));
+}
+
+void remove_step(const std::string& path) {
+  if (files::kind_of(path) == 0) return;
+  require_step_files(path);
+  for (const std::string& name : files::names_in(path)) files::remove(path + "/" + name);
+  files::change(
+      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+}
+
+void remove_leftovers(const std::string& dir) {
+  for (const std::string& name : files::names_in(dir)) {
+    const std::string path = dir + "/" + name;
+    struct stat s;
+    if (is_tmp_step(name)) {
+      remove_step(path);
+    } else if (name == tmp_latest_name) {
+      require_link_to_step(path);
+      files::remove(path);
+    } else if (starts_with(name, probe_start) && ::lstat(path.c_str(), &s) == 0 && S_ISREG(s.st_mode) &&
+               s.st_size <= 1 && name.size() == probe_start.size() + files::unique_digits) {
+      files::remove(path);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- this run's
+
+DirectoryLock::DirectoryLock(const std::string& dir) : fd_(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  if (fd_ < 0 || flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;  // else: no locks here
+  close(fd_);
+  throw Error(strf("another run is saving to %s; give each run a directory of its own", dir.c_str()));
+}
+DirectoryLock::~DirectoryLock() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void probe(const std::string& dir) {
+  std::string path;
+  try {
+    const std::unique_ptr<files::File> file = files::create_unique(dir + "/" + probe_start);
+    path = file->path;
+    file->write(".", 1);
+  } catch (const Error&) {
+    if (!path.empty()) ::unlink(path.c_str());
+    throw;
+  }
+  files::remove(path);
+}

@@ -1,0 +1,70 @@
+// The directory that a run saves to: which names in it are a checkpoint's, which steps it holds, and that it is this
+// run's. Nothing in it that a user may have put there is written over or removed: a name counts as a save's only if it
+// is exactly one that a save gives, and what it names is of the kind that a save makes.
+//
+//   step-20                            a step: manifest.json and rank-N.bin, nothing else
+//   latest, .tmp-latest                links to a step
+//   .tmp-step-20, .tmp-old-step-10     a step that is being written, or deleted
+//   .tmp-probe-1a2b3c4d                a file of a byte at most, by which a rank finds out whether it can write
+//
+// These are called on rank 0 unless they say otherwise. dir has no slash at its end.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+// ------------------------------------------------------------------------------------------------------------ names
+
+extern const std::string manifest_name, latest_name, tmp_latest_name;
+
+std::string name_of_step(int64_t step);
+int64_t step_of(const std::string& name);  // -1: the name is not a step's
+std::string tmp_of(const std::string& dir, int64_t step);
+std::string old_of(const std::string& dir, int64_t step);
+
+// Whether a file of that absolute path without links, be it there or not, is part of a checkpoint in dir, or of dir if
+// that is a step's own directory.
+bool in_checkpoint(const std::string& path, const std::string& dir);
+
+// ------------------------------------------------------------------------------------------------------------ steps
+
+// What --resume says: a step's directory, a directory of steps (its `latest`, without which the newest), or "latest":
+// that of save_dir. Returns the step's directory. Throws UsageError.
+std::string find_checkpoint(const std::string& resume, const std::string& save_dir);
+
+// The steps in a directory, each with what tells its manifest from any other of that name.
+using Steps = std::map<int64_t, std::string>;
+Steps steps_in(const std::string& dir);
+
+// Throws UsageError if dir holds steps of a run that does not go on: they would be replaced and removed; or something
+// of the user's that has a name which saving gives out. On rank 0. Returns the steps that are there.
+Steps check_save(const std::string& dir, const std::string& resume);
+// Throws Error if another run has saved to dir: a step is there that is not one of `known`.
+void require_known(const std::string& dir, const Steps& known);
+
+// Throw Error unless path is a directory of files that a save puts into a step's, and of nothing else; unless path is
+// a link to a step, or nothing.
+void require_step_files(const std::string& path);
+void require_link_to_step(const std::string& path);
+
+// A step, or what is left of one, if it is there. Throws Error if there is anything else in it.
+void remove_step(const std::string& path);
+// What a save that was broken off left in dir.
+void remove_leftovers(const std::string& dir);
+
+// ------------------------------------------------------------------------------------------------------ this run's
+
+// Holds a directory for as long as it lives. Throws Error if another holds it.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const std::string& dir);
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+
+ private:
+  int fd_;
+};
+
+// Throws Error if files cannot be created, written and removed in dir now. On every rank.
+void probe(const std::string& dir);

@@ -1,0 +1,282 @@
+// Saving: what a rank writes, what rank 0 does after that, and the thread that does both beside the training.
+#include "lib/program/checkpoint.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "lib/program/checkpoint_manifest.h"
+#include "lib/program/files.h"
+
+using nlohmann::json;
+using ll = long long;
+
+std::string write_shard(const std::string& dir, int64_t step, int rank, const std::vector<Part>& parts,
+                        const char* bytes) {
+  const std::string tmp = tmp_of(dir, step), name = strf("rank-%d.bin", rank);
+  files::make_dir(tmp);
+  const std::unique_ptr<files::File> file = files::create(tmp + "/" + name);
+  json entries = json::array();
+  int64_t offset = 0;
+  for (const Part& p : parts) {
+    if (p.count == 0) continue;
+    std::string checksums;
+    for (int64_t at = 0; at < p.bytes(); at += chunk_bytes) {
+      const int64_t n = std::min(chunk_bytes, p.bytes() - at);
+      checksums += digits_of(xxh64(bytes + offset + at, n));
+      file->write(bytes + offset + at, n);
+    }
+    entries.push_back({{"tensor", p.tensor},
+                       {"kind", p.kind},
+                       {"first", p.first},
+                       {"count", p.count},
+                       {"offset", offset},
+                       {"dtype", name_of(p.dtype)},
+                       {"xxh64", checksums}});
+    offset += p.bytes();
+  }
+  file->flush_and_close();
+  files::flush_dir(tmp);
+  return json({{"file", name}, {"bytes", offset}, {"parts", entries}}).dump();
+}
+
+namespace {
+// The new step is safe. What goes loses its name first, so that no half step ever has one. Steps above this one are
+// another run's: not counted, not touched.
+std::vector<std::string> remove_old_steps(const std::string& dir, int64_t step, int64_t keep) {
+  std::vector<std::string> notes;
+  try {
+    std::vector<int64_t> steps;
+    for (const auto& [there, identity] : steps_in(dir))
+      if (there <= step) steps.push_back(there);
+    std::sort(steps.rbegin(), steps.rend());
+    for (size_t i = size_t(keep); keep > 0 && i < steps.size(); i++) {
+      const std::string old = old_of(dir, steps[i]), now = dir + "/" + name_of_step(steps[i]);
+      require_step_files(now);
+      remove_step(old);
+      files::rename(now, old);
+    }
+    remove_leftovers(dir);
+  } catch (const Error& e) { notes.push_back(strf("an old checkpoint could not be deleted: %s", e.what())); }
+  return notes;
+}
+}  // namespace
+
+std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t keep,
+                                 const std::vector<std::string>& shards, const std::vector<Part>& parts,
+                                 const std::string& state) {
+  const std::string tmp = tmp_of(dir, step), name = name_of_step(step), path = dir + "/" + name;
+  json manifest = {{"format", "fsdp.cu checkpoint"}, {"version", checkpoint_version}, {"step", step},
+                   {"ranks", shards.size()},         {"chunk_bytes", chunk_bytes},    {"state", json::parse(state)}};
+  for (const std::string& shard : shards) {
+    manifest["files"].push_back(json::parse(shard));
+    // Written on another host's disk of the same name it would be lost without anyone noticing.
+    const json& f = manifest["files"].back();
+    const std::string file = tmp + "/" + f["file"].get<std::string>();
+    struct stat s;
+    if (::stat(file.c_str(), &s) != 0) files::fail("stat", file, errno);
+    if (int64_t(s.st_size) != f["bytes"])
+      throw Error(strf("%s: %lld bytes and not %lld; all ranks must see the same directory", file.c_str(),
+                       ll(s.st_size), f["bytes"].get<ll>()));
+  }
+  manifest["tensors"] = json::array();
+  std::map<std::string, bool> named;
+  for (const Part& p : parts)
+    if (!std::exchange(named[p.tensor], true)) manifest["tensors"].push_back({{"name", p.tensor}, {"shape", p.shape}});
+
+  const std::string text = seal(manifest);
+  const std::unique_ptr<files::File> file = files::create(tmp + "/" + manifest_name);
+  file->write(text.data(), int64_t(text.size()));
+  file->flush_and_close();
+  files::flush_dir(tmp);
+
+  // A step of that name is there if a run was resumed from before it. They change places in one go; where the file
+  // system cannot do that, a kill between two renames leaves the steps before it.
+  struct stat s;
+  if (::lstat(path.c_str(), &s) == 0) {
+    require_step_files(path);
+    auto exchange = [&] { return ::renameat2(AT_FDCWD, tmp.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE); };
+    if (files::change("exchange", path, exchange, EINVAL) < 0) {
+      const std::string old = old_of(dir, step);
+      remove_step(old);
+      files::rename(path, old);
+      files::rename(tmp, path);
+    }
+  } else {
+    files::rename(tmp, path);
+  }
+  files::flush_dir(dir);
+  const std::string link = dir + "/" + tmp_latest_name;
+  require_link_to_step(dir + "/" + latest_name);
+  files::change("symlink", link, [&] { return ::symlink(name.c_str(), link.c_str()); });
+  files::rename(link, dir + "/" + latest_name);
+  files::flush_dir(dir);
+
+  return remove_old_steps(dir, step, keep);
+}
+
+namespace {
+// A run that has diverged must not push out the last good step.
+void require_finite(const std::vector<Part>& parts, const char* bytes) {
+  for (const Part& p : parts) {
+    for (int64_t i = 0; std::strcmp(p.kind, "weight") == 0 && i < p.count; i++) {
+      float x;
+      std::memcpy(&x, bytes + i * 4, 4);
+      if (!std::isfinite(x))
+        throw Error(strf("tensor '%s' has %g at place %lld: the run has diverged", p.tensor.c_str(), double(x),
+                         ll(p.first + i)));
+    }
+    bytes += p.bytes();
+  }
+}
+}  // namespace
+
+Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
+             std::function<void(const std::string&)> note, std::optional<Steps> found)
+    : dev_(dev),
+      world_(world),
+      dir_(files::without_slash(dir)),
+      keep_(keep),
+      parts_(std::move(parts)),
+      note_(std::move(note)),
+      talk_(world),
+      ask_(world),
+      copied_(dev) {
+  std::string error;
+  int64_t bytes = 0;
+  for (const Part& p : parts_) bytes += p.bytes();
+  try {
+    copy_ = std::make_unique<HostBuffer<char>>(dev, bytes);
+  } catch (const Error& e) {
+    error = strf("--save: no host memory for a copy of rank %d's shard, %.0f MiB: %s", world.rank,
+                 double(bytes) / 1048576.0, e.what());
+  }
+  if (world.rank == 0 && error.empty()) {
+    try {
+      files::make_dirs(dir_);
+      lock_ = std::make_unique<DirectoryLock>(dir_);
+      known_ = found ? *found : steps_in(dir_);
+      require_known(dir_, known_);  // another run may have saved and ended before the lock was taken
+      remove_leftovers(dir_);
+    } catch (const Error& e) { error = strf("--save: %s", e.what()); }
+  }
+  error = talk_.agree(error);
+  if (error.empty()) {
+    try {
+      probe(dir_);
+    } catch (const Error& e) { error = strf("--save: rank %d: %s", world.rank, e.what()); }
+    error = talk_.agree(error);
+  }
+  if (!error.empty()) throw UsageError(error);
+}
+
+Saver::~Saver() {
+  if (std::uncaught_exceptions() > 0) talk_.abandon();
+  if (writer_.joinable()) writer_.join();
+}
+
+void Saver::begin(int64_t step, const json& state) {
+  ASSERT(dev_.mode == Mode::run);
+  if (busy_ && world_.rank == 0 && note_)
+    note_(
+        strf("step %lld: the checkpoint of step %lld is still being written; training waits for it (a larger "
+             "--save-every would not, nor a faster disk)",
+             ll(step), ll(step_)));
+  finish();
+  if (!error_.empty()) return;
+  Stream& s = dev_.compute();
+  char* to = copy_->get();
+  for (size_t i = 0; i < parts_.size();) {
+    const char* from = parts_[i].data;
+    int64_t n = 0;
+    for (; i < parts_.size(); i++) {
+      if (parts_[i].count == 0) continue;
+      if (n > 0 && parts_[i].data != from + n) break;
+      if (n == 0) from = parts_[i].data;
+      n += parts_[i].bytes();
+    }
+    if (n > 0) s.copy(to, from, n);
+    to += n;
+  }
+  s.record(copied_);
+  step_ = step;
+  busy_ = true;
+  // Outside of what it catches there is nothing that the others could know of.
+  writer_ = std::thread([this, step, text = state.dump()] {
+    or_abort([&] {
+      try {
+        write(step, text);
+      } catch (const TextChannel::Abandoned&) {}
+      busy_ = false;
+    });
+  });
+}
+
+bool Saver::idle(int64_t step) {
+  if (ask_.agree(busy_ ? "busy" : "").empty()) return true;
+  if (world_.rank == 0 && note_ && std::exchange(told_, step_) != step_)
+    note_(
+        strf("step %lld is not saved: the checkpoint of step %lld is still being written (a larger --save-every would "
+             "do, or a faster disk)",
+             ll(step), ll(step_)));
+  return false;
+}
+
+void Saver::write(int64_t step, const std::string& state) {
+  std::string error, shard;
+  try {
+#if FSDP_CUDA
+    if (dev_.backend == Backend::gpu) CUDA_CHECK(cudaSetDevice(dev_.ordinal));  // a thread starts on device 0
+#endif
+    synchronize(copied_);
+    require_finite(parts_, copy_->get());
+    shard = write_shard(dir_, step, world_.rank, parts_, copy_->get());
+  } catch (const Error& e) { error = strf("rank %d: %s", world_.rank, e.what()); }
+  error = talk_.agree(error);
+  const std::vector<std::string> shards = talk_.gather(shard);
+  if (world_.rank == 0) {
+    try {
+      if (error.empty()) {
+        require_known(dir_, known_);  // there may be no locks here
+        notes_ = publish(dir_, step, keep_, shards, parts_, state);
+        known_[step] = steps_in(dir_)[step];
+      }
+    } catch (const Error& e) { error = strf("rank 0: %s", e.what()); }
+    if (!error.empty()) {
+      try {
+        remove_step(tmp_of(dir_, step));
+      } catch (const Error&) {}  // the next start removes it
+    }
+  }
+  error = talk_.broadcast(error);
+  if (error.empty()) return;
+  std::string before;
+  try {
+    before = "; resume from " + find_checkpoint(dir_, dir_);
+  } catch (const Error&) { before = "; there is no earlier one to resume from"; }
+  error_ = strf("saving step %lld failed: %s%s", ll(step), error.c_str(), before.c_str());
+}
+
+void Saver::report() {
+  for (const std::string& note : std::exchange(notes_, {}))
+    if (note_) note_(note);
+  if (!error_.empty() && world_.rank == 0) throw Error(error_);
+}
+
+void Saver::check() {
+  if (!busy_) report();
+}
+
+void Saver::finish() {
+  if (writer_.joinable()) writer_.join();
+  report();
+}

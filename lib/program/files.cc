@@ -1,0 +1,149 @@
+#include "lib/program/files.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "lib/device/device.h"
+
+std::function<int(const char* call, const std::string& path)> checkpoint_hook;
+
+namespace files {
+
+void fail(const char* call, const std::string& path, int code) {
+  const char* remedy = "";
+  if (code == ENOSPC || code == EDQUOT || code == EFBIG) remedy = "; make room there, or choose another place";
+  if (code == EACCES || code == EPERM || code == EROFS) remedy = "; check who may write there, or choose another place";
+  if (code == ENOENT) remedy = "; the directory must be there, and all ranks must see it";
+  if (code == EIO) remedy = "; see what the system's log says about this disk";
+  throw Error(strf("%s: %s failed: %s%s", path.c_str(), call, std::strerror(code), remedy));
+}
+
+File::~File() {
+  if (fd >= 0) ::close(fd);
+}
+
+void File::write(const char* p, int64_t n) {
+  while (n > 0) {
+    const int64_t done = change("write", path, [&] { return ::write(fd, p, size_t(n)); });
+    p += done, n -= done;
+  }
+}
+
+void File::write_at(const char* p, int64_t n, int64_t offset) {
+  while (n > 0) {
+    const int64_t done = change("write", path, [&] { return ::pwrite(fd, p, size_t(n), off_t(offset)); });
+    p += done, n -= done, offset += done;
+  }
+}
+
+void File::flush_and_close() {
+  change("fsync", path, [&] { return ::fsync(fd); });
+  const int closing = std::exchange(fd, -1);
+  // Network file systems report here what they could not write. EINTR: closed all the same.
+  if (::close(closing) < 0 && errno != EINTR) fail("close", path, errno);
+}
+
+namespace {
+constexpr int new_file = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;  // follows no link either
+}
+
+std::unique_ptr<File> create(const std::string& path) {
+  return std::make_unique<File>(int(change("open", path, [&] { return ::open(path.c_str(), new_file, 0666); })), path);
+}
+
+std::unique_ptr<File> create_unique(const std::string& start) {
+  std::random_device random;
+  for (;;) {
+    const std::string path = start + strf("%08x", random());
+    const int64_t fd = change(
+        "open", path, [&] { return ::open(path.c_str(), new_file, 0666); }, EEXIST);
+    if (fd >= 0) return std::make_unique<File>(int(fd), path);
+  }
+}
+
+void make_dir(const std::string& path) {
+  change(
+      "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);
+}
+
+void make_dirs(const std::string& path) {
+  for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1)) {
+    struct stat s;
+    const std::string above = path.substr(0, at);
+    if (::stat(above.c_str(), &s) == 0) continue;
+    make_dir(above);
+    flush_dir(parent_of(above));
+  }
+  make_dir(path);
+  flush_dir(parent_of(path));
+  struct stat s;
+  if (::stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) fail("mkdir", path, ENOTDIR);
+}
+
+void flush_dir(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) fail("open", path, errno);
+  File dir(fd, path);
+  // Some file systems know no such thing: EINVAL.
+  change(
+      "fsync", path, [&] { return ::fsync(fd); }, EINVAL);
+}
+
+void rename(const std::string& from, const std::string& to) {
+  change("rename", to, [&] { return ::rename(from.c_str(), to.c_str()); });
+}
+
+void rename_new(const std::string& from, const std::string& to) {
+  auto without_replacing = [&] { return ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE); };
+  if (change("rename", to, without_replacing, EINVAL) >= 0) return;
+  // This file system knows no such rename (NFS). Where it knows hard links, one is refused if the name is taken.
+  if (change(
+          "link", to, [&] { return ::link(from.c_str(), to.c_str()); }, EPERM) >= 0) {
+    remove(from);
+    return;
+  }
+  if (kind_of(to) != 0) fail("rename", to, EEXIST);
+  rename(from, to);
+}
+
+void remove(const std::string& path) {
+  change(
+      "unlink", path, [&] { return ::unlink(path.c_str()); }, ENOENT);
+}
+
+std::vector<std::string> names_in(const std::string& path) {
+  std::vector<std::string> names;
+  DIR* dir = ::opendir(path.c_str());
+  if (!dir) fail("opendir", path, errno);
+  while (const dirent* entry = ::readdir(dir)) {
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  ::closedir(dir);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+mode_t kind_of(const std::string& path) {
+  struct stat s;
+  return ::lstat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
+}
+
+std::string parent_of(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string without_slash(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+}  // namespace files

@@ -1,0 +1,75 @@
+// Files and directories for what must not be lost: each call is checked, and an error names the call, the path and the
+// remedy. What is written survives a machine that goes down once the file, and then its directory, is flushed.
+//
+//   const std::unique_ptr<files::File> file = files::create_unique("DIR/model.tmp-");
+//   file->write(bytes, n);
+//   file->flush_and_close();
+//   files::rename_new(file->path, "DIR/model");
+//   files::flush_dir("DIR");
+//
+// All functions throw Error. None follows a link that it creates, renames or removes.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+// For tests. Called before every system call that changes the disk or flushes it, with the call's name and the path;
+// it may end the process, or return an errno with which the call then fails.
+extern std::function<int(const char* call, const std::string& path)> checkpoint_hook;
+
+namespace files {
+
+[[noreturn]] void fail(const char* call, const std::string& path, int code);
+
+// Makes a system call that changes the disk; all of them pass here. Returns what f returns. `allowed` is an errno that
+// is no error: then -1.
+template <class F>
+int64_t change(const char* call, const std::string& path, F f, int allowed = 0) {
+  int64_t result = -1;
+  int code = checkpoint_hook ? checkpoint_hook(call, path) : 0;
+  while (code == 0) {
+    result = int64_t(f());
+    if (result >= 0) return result;
+    if (errno != EINTR) code = errno;
+  }
+  if (code != allowed) fail(call, path, code);
+  return -1;
+}
+
+// Owns a descriptor. What is written is only safe after flush_and_close().
+struct File {
+  int fd;
+  std::string path;
+  File(int fd, const std::string& path) : fd(fd), path(path) {}
+  ~File();
+  File(const File&) = delete;
+  void write(const char* p, int64_t n);
+  void write_at(const char* p, int64_t n, int64_t offset);
+  void flush_and_close();
+};
+
+// A file that was not there before: nobody's is written over. Unique: under a name that begins with `start` and that
+// nothing had; the caller renames or removes it.
+std::unique_ptr<File> create(const std::string& path);
+std::unique_ptr<File> create_unique(const std::string& start);
+constexpr size_t unique_digits = 8;  // at the end of such a name
+
+void make_dir(const std::string& path);   // may be there
+void make_dirs(const std::string& path);  // with those above it
+void flush_dir(const std::string& path);  // makes what was created, renamed and removed there last
+void rename(const std::string& from, const std::string& to);
+void rename_new(const std::string& from, const std::string& to);  // unless something has the name: an Error
+void remove(const std::string& path);                             // a file or a link, if it is there
+std::vector<std::string> names_in(const std::string& dir);        // sorted, without . and ..
+mode_t kind_of(const std::string& path);                          // S_IFREG, S_IFLNK...; 0: nothing is there
+
+std::string parent_of(const std::string& path);
+std::string without_slash(std::string path);  // at its end
+
+}  // namespace files

@@ -1,0 +1,62 @@
+#include "lib/program/outputs.h"
+
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "lib/program/checkpoint_directory.h"
+#include "lib/device/device.h"
+#include "lib/program/export.h"
+#include "lib/program/telemetry.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// Where a file would be made that is opened by this path: links are followed, one that leads nowhere yet too.
+fs::path resolved(const std::string& path) {
+  std::error_code none;
+  fs::path at = fs::absolute(path, none);
+  constexpr int most_links = 40;  // the system's own limit
+  for (int i = 0; i < most_links && fs::is_symlink(fs::symlink_status(at, none)); i++)
+    at = at.parent_path() / fs::read_symlink(at, none);
+  return fs::weakly_canonical(at, none);
+}
+
+// The same for two paths if they lead to the same file: one that is there is known by its inode, one that is not yet by
+// its directory's and its name.
+using Identity = std::tuple<dev_t, ino_t, std::string>;
+Identity identity_of(const std::string& path) {
+  struct stat s;
+  if (::stat(path.c_str(), &s) == 0) return {s.st_dev, s.st_ino, ""};
+  const fs::path full = resolved(path);
+  if (::stat(full.parent_path().c_str(), &s) == 0) return {s.st_dev, s.st_ino, full.filename()};
+  return {0, 0, full};
+}
+
+}  // namespace
+
+void check_outputs(const Options& o) {
+  const std::vector<std::pair<const char*, std::string>> outputs = {{"--log", o.log}, {"--export", o.export_to}};
+  std::vector<std::pair<const char*, std::string>> taken = {
+      {"--data", o.data == "random" ? "" : o.data}, {"--val-data", o.val_data}, {"--config", o.config}};
+  for (const auto& [option, path] : outputs) {
+    if (path.empty()) continue;
+    for (const auto& [by, other] : taken)
+      REQUIRE_USER(other.empty() || identity_of(other) != identity_of(path),
+                   "%s %s is the same file as %s; choose another", option, path.c_str(), by);
+    taken.push_back({option, path});
+    std::vector<std::string> directories;
+    if (!o.save.empty()) directories.push_back(o.save);
+    if (!o.resume.empty() && o.resume != "latest") directories.push_back(o.resume);
+    if (!o.resume.empty()) directories.push_back(find_checkpoint(o.resume, o.save));
+    for (const std::string& dir : directories)
+      REQUIRE_USER(!in_checkpoint(resolved(path), dir), "%s %s is inside a checkpoint in %s; choose another file",
+                   option, path.c_str(), dir.c_str());
+  }
+  if (!o.log.empty()) check_log(o.log);
+  if (!o.export_to.empty()) check_export(o.export_to);
+}

@@ -1,0 +1,11 @@
+// The files that a run writes: none of them may be one that it reads, another that it writes, or somebody else's.
+//
+//   ./train --data corpus.txt --log corpus.txt     would write the log over the corpus
+#pragma once
+
+#include "lib/program/options.h"
+
+// Throws UsageError, or Error, that names the option and the file: --log or --export is the file of --data, --val-data
+// or --config, or the other of the two, by whatever path or link; it lies in a step of --save's or --resume's
+// directory; check_log or check_export refuses it. On rank 0, which writes them, before anything is written.
+void check_outputs(const Options& o);

@@ -1,0 +1,140 @@
+// lib/program/outputs.h: what a run writes is none of the files that it reads, by whatever name it is called.
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include <unistd.h>
+
+#include "lib/device/device.h"
+#include "lib/program/outputs.h"
+#include "lib/program/telemetry.h"
+#include "test/catch.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Directory {
+  std::string path = "/tmp/fsdp-test-XXXXXX";
+  Directory() { REQUIRE(::mkdtemp(&path[0]) != nullptr); }
+  ~Directory() {
+    std::error_code none;
+    fs::remove_all(path, none);
+  }
+  std::string operator/(const std::string& name) const { return path + "/" + name; }
+  std::string file(const std::string& name, const std::string& text) const {
+    std::ofstream(*this / name) << text;
+    return *this / name;
+  }
+};
+
+template <class F>
+std::string error_of(F f) {
+  try {
+    f();
+  } catch (const Error& e) { return e.what(); }
+  return "";
+}
+std::string refusal(const Options& o) {
+  return error_of([&] { check_outputs(o); });
+}
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+TEST_CASE("no output is an input, by whatever path", "[outputs]") {
+  const Directory dir;
+  fs::create_hard_link(dir.file("data", "text"), dir / "hard");
+  fs::create_symlink("data", dir / "soft");
+  fs::create_directory(dir / "sub");
+  fs::create_directory_symlink("sub", dir / "other");
+  const std::string data = dir / "data";
+  for (const std::string& path :
+       {data, dir / "hard", dir / "soft", dir / "./data", dir / "sub/../data", dir / "other/../data"}) {
+    INFO(path);
+    Options o;
+    o.log = path;
+    o.data = data;
+    CHECK(refusal(o) == "--log " + path + " is the same file as --data; choose another");
+    o.data = "", o.val_data = data;
+    CHECK(refusal(o) == "--log " + path + " is the same file as --val-data; choose another");
+    o.val_data = "", o.config = data;
+    CHECK(refusal(o) == "--log " + path + " is the same file as --config; choose another");
+    o.log = "", o.export_to = path;
+    CHECK(refusal(o) == "--export " + path + " is the same file as --config; choose another");
+  }
+  // Two that are not there yet.
+  fs::create_symlink("sub/new", dir / "link");
+  for (const std::string& path : {dir / "sub/new", dir / "other/new", dir / "sub/./new", dir / "link"}) {
+    INFO(path);
+    Options o;
+    o.log = path, o.export_to = dir / "sub/new";
+    CHECK(has(refusal(o), "is the same file as --log"));
+    o.export_to = dir / "sub/newer";
+    CHECK(refusal(o) == "");
+  }
+  CHECK(!fs::exists(dir / "sub/new"));
+  Options o;
+  o.data = "random", o.log = dir / "random";
+  CHECK(refusal(o) == "");
+}
+
+TEST_CASE("no output is part of a checkpoint", "[outputs]") {
+  const Directory dir;
+  fs::create_directories(dir / "run/step-10/more");
+  std::ofstream(dir / "run/step-10/manifest.json") << "{}";
+  fs::create_directory_symlink("step-10", dir / "run/latest");
+  fs::create_directory_symlink("run", dir / "other");
+  const std::string start = dir / "";
+  for (const char* name :
+       {"run/latest", "run/latest/x", "run/step-10/x", "run/step-20", "run/.tmp-step-20/x", "run/.tmp-old-step-1/x",
+        "run/.tmp-latest", "other/step-10/more/x", "run/../run/step-20/x"}) {
+    INFO(name);
+    for (const char* with : {"run", "other", "run/"}) {
+      Options o;
+      o.log = start + name, o.save = start + with;
+      CHECK(has(refusal(o), "is inside a checkpoint in " + o.save));
+      o.save = "", o.resume = start + with;
+      CHECK(has(refusal(o), "is inside a checkpoint in"));
+    }
+  }
+  fs::create_symlink("run/step-20/rank-0.bin", dir / "link");  // leads nowhere yet
+  Options o;
+  o.log = dir / "link", o.save = dir / "run";
+  CHECK(has(refusal(o), "is inside a checkpoint"));
+  o = Options();
+  o.log = dir / "run/step-10/more/x", o.resume = dir / "run/step-10";
+  CHECK(has(refusal(o), "is inside a checkpoint"));
+  // What the user has there beside them.
+  for (const char* name : {"run/log", "run/step", "run/step-x", "step-10", "run/.tmp", "latest"}) {
+    INFO(name);
+    Options o;
+    o.log = start + name, o.save = dir / "run", o.resume = "latest", o.export_to = o.log + ".model";
+    CHECK(refusal(o) == "");
+  }
+  o = Options();
+  o.save = dir / "none", o.log = dir / "log";
+  CHECK(refusal(o) == "");
+}
+
+TEST_CASE("a log replaces a log alone", "[telemetry]") {
+  const Directory dir;
+  auto log = [](const std::string& path) { return error_of([&] { check_log(path); }); };
+  CHECK(log(dir / "none") == "");
+  CHECK(log(dir.file("empty", "")) == "");
+  CHECK(log(dir.file("log", "{\"command\": \"x\", \"commit\": \"y\"}\n{\"step\": 1}\n")) == "");
+  CHECK(log(dir.file("half", "{\"command\": \"x\", \"commit\": \"y\"}")) == "");
+  const std::string refused = ": not a training log, so it is not overwritten; remove it or choose another file";
+  for (const char* text : {"text", "\n{\"command\": \"x\", \"commit\": \"y\"}\n", "{\"command\": \"x\"}\n", "{}\n",
+                           "[1]\n", "{\"command\": \"x\", \"comm", "\xff\xfe"}) {
+    INFO(text);
+    const std::string path = dir.file("text", text);
+    CHECK(log(path) == "--log " + path + refused);
+    for (bool append : {false, true})
+      CHECK(error_of([&] { Telemetry(path, append, {}, 1, 1); }) == "--log " + path + refused);
+  }
+  CHECK(log(dir.file("long", std::string(3 << 20, '{'))) == "--log " + (dir / "long") + refused);
+  for (const std::string& path : {dir.path, std::string("/dev/null")})
+    CHECK(log(path) == "--log " + path + ": not a regular file; choose another");
+}
