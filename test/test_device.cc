@@ -1,4 +1,4 @@
-// lib/device/device.h: error texts, streams and events, the packing of buffers, planned memory. What holds on both backends is
+// lib/device: error texts, streams and events, the packing of buffers, planned memory. What holds on both backends is
 // a function of the backend, which a CPU case and a GPU case ([gpu]) call; CPU streams are also held by gates, so that
 // what must not depend on time is tested without it.
 #include "test/catch.h"

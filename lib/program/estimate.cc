@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "lib/device/error.h"
 #include "lib/program/telemetry.h"
 
 namespace {

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/device/device.h"
+#include "lib/device/timeline.h"
 
 struct Chip {  // by the datasheet; bytes/s and FLOP/s
   const char* name;
