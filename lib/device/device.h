@@ -28,8 +28,6 @@
 #include "lib/device/stream.h"
 #include "lib/device/timeline.h"
 
-class Estimate;  // lib/program/estimate.h
-
 enum class Backend { cpu, gpu };
 
 enum class Mode {
@@ -79,7 +77,7 @@ struct Device {
   Stream& gather() { return *gather_; }
   Stream& reduce() { return reduce_ ? *reduce_ : *gather_; }
   Memory mem{*this};
-  Estimate* estimate = nullptr;  // keeps the time of a dry run; null: nobody asks
+  Timeline* timeline = nullptr;  // what a dry run reports to; null: nobody asks
   // cuBLASLt's workspace: planned, one for the compute stream. Set by ops::keep_workspace.
   void* blas_workspace = nullptr;
   int64_t blas_workspace_bytes = 0;

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "lib/device/device.h"
-#include "lib/program/estimate.h"
 
 namespace {
 using Clock = std::chrono::steady_clock;
@@ -34,8 +33,7 @@ struct Flag {
 
 struct Event::State {
   Device* dev;
-  double clock = 0;  // in an estimate; and the stream that recorded it
-  int recorder = 0;
+  Timeline::Point point;  // in a dry run
   std::shared_ptr<Flag> flag;
 #if FSDP_CUDA
   cudaEvent_t cuda = nullptr;
@@ -190,9 +188,7 @@ void Stream::host(std::function<void()> work) {
 
 void Stream::record(Event& e) {
   if (off()) {
-    if (!dev_.estimate) return;
-    dev_.estimate->host_call();
-    e.s_->recorder = place(), e.s_->clock = dev_.estimate->clock(place());
+    if (dev_.timeline) e.s_->point = dev_.timeline->record(number());
     return;
   }
 #if FSDP_CUDA
@@ -208,9 +204,7 @@ void Stream::record(Event& e) {
 
 void Stream::wait(const Event& e) {
   if (off()) {
-    if (!dev_.estimate) return;
-    dev_.estimate->host_call();
-    dev_.estimate->wait(place(), e.s_->recorder, e.s_->clock);
+    if (dev_.timeline) dev_.timeline->wait(number(), e.s_->point);
     return;
   }
 #if FSDP_CUDA
@@ -271,12 +265,12 @@ void Stream::sleep(double ms) {
   enqueue([=] { std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms)); });
 }
 
-int Stream::place() const { return this == dev_.compute_.get() ? 0 : this == dev_.gather_.get() ? 1 : 2; }
+int Stream::number() const { return this == dev_.compute_.get() ? 0 : this == dev_.gather_.get() ? 1 : 2; }
 void Stream::spend(const Cost& cost) {
-  if (dev_.estimate) dev_.estimate->spend(place(), cost);
+  if (dev_.timeline) dev_.timeline->operation(number(), cost);
 }
-void Stream::spend(Collective kind, double bytes, int ranks, int local, bool engines) {
-  if (dev_.estimate) dev_.estimate->spend(place(), kind, bytes, ranks, local, engines);
+void Stream::spend(Collective kind, double bytes, int ranks, int local, Via via) {
+  if (dev_.timeline) dev_.timeline->collective(number(), kind, bytes, ranks, local, via);
 }
 
 void Stream::synchronize() {

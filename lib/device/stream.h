@@ -56,15 +56,14 @@ class Stream {
   void copy(void* to, const void* from, int64_t bytes);  // device or pinned host memory, any direction
   void zero(void* p, int64_t bytes);
   void sleep(double ms);  // for tests: holds this stream up, not the host
-  // In a dry run that estimates time (Device::estimate): an operation stands here, or a collective of a group of ranks,
-  // `local` of them in a node. Otherwise nothing.
+  // In a dry run with a timeline: an operation stands here, or a collective; see Timeline. Otherwise nothing.
   void spend(const Cost& cost);
-  void spend(Collective kind, double bytes, int ranks, int local, bool engines = false);
+  void spend(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels);
   void synchronize();  // the host waits; rethrows what a CPU stream's work has thrown
 
  private:
   struct Worker;
-  int place() const;  // compute 0, gather 1, reduce 2
+  int number() const;  // as Timeline counts them
   Device& dev_;
   std::unique_ptr<Worker> worker_;
 #if FSDP_CUDA
