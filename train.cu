@@ -548,7 +548,7 @@ std::string train(const Context& c, const Run& r) {
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     graphs.emplace_back(dev);
     copied.emplace_back(dev), val_done.emplace_back(dev);
-    started.emplace_back(dev, true), done.emplace_back(dev, true);
+    started.emplace_back(dev, Event::timed), done.emplace_back(dev, Event::timed);
   }
   HostBuffer<int32_t> val_batch(dev, ints);
   Event val_copied(dev);
@@ -975,7 +975,7 @@ void run(Options o, const World& world, const std::string& command) {
   bool engines = false;
   try {
     dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
-                                   gpu && transport == Transport::mpi);
+                                   comm_streams(r.backend, transport));
     engines = copy_engines_pay(*dev);
     with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
   } catch (const Error& e) { error = e.what(); }

@@ -183,7 +183,7 @@ void streams_in_order(Backend backend) {
 
 void streams_side_by_side(Backend backend) {
   Bench t(backend, 1, 1);
-  Event a_done(t.dev, true), b_done(t.dev, true);
+  Event a_done(t.dev, Event::timed), b_done(t.dev, Event::timed);
   t.a.sleep(1);  // what a first use costs
   t.copy_through(t.b, 0);
   t.a.synchronize();
@@ -233,7 +233,7 @@ void events_order_streams(Backend backend) {
 // wait() means the latest record() at the time of the call; never recorded holds nobody; a later record is not meant.
 void events_mean_the_latest_record(Backend backend) {
   Bench t(backend, 3, 3);
-  Event e(t.dev), a_done(t.dev, true), b_done(t.dev, true);
+  Event e(t.dev), a_done(t.dev, Event::timed), b_done(t.dev, Event::timed);
   t.b.wait(e);  // never recorded
   t.copy_through(t.b, 0);
   t.a.record(e);
@@ -275,14 +275,14 @@ void events_mean_the_latest_record(Backend backend) {
 void elapsed_time(Backend backend) {
   Device& dev = test_device(backend);
   Stream& a = dev.compute();
-  Event from(dev, true), to(dev, true);
+  Event from(dev, Event::timed), to(dev, Event::timed);
   a.record(from);
   a.sleep(25);
   a.record(to);
   const float ms = elapsed_ms(from, to);  // waits by itself
   CHECK(ms >= 24.9f);
   CHECK(ms < 500);
-  Event never(dev, true);
+  Event never(dev, Event::timed);
   CHECK_THROWS_AS(elapsed_ms(never, to), Error);
 #if FSDP_CUDA
   cudaGetLastError();

@@ -51,7 +51,7 @@ std::string value_in_file(const char* path, const std::string& key) {
 }
 }  // namespace
 
-Device::Device(Backend backend, int ordinal, int sharers, bool one_comm_stream)
+Device::Device(Backend backend, int ordinal, int sharers, CommStreams comm)
     : backend(backend), ordinal(ordinal), sharers(sharers), failure_(std::make_shared<Failure>()) {
   if (backend == Backend::cpu) {
     name = value_in_file("/proc/cpuinfo", "model name");
@@ -76,9 +76,9 @@ Device::Device(Backend backend, int ordinal, int sharers, bool one_comm_stream)
     throw UsageError("this build has no GPU backend: rebuild with CUDA, or run with --device cpu");
 #endif
   }
-  compute_ = std::make_unique<Stream>(*this, "compute", false);
-  gather_ = std::make_unique<Stream>(*this, "gather", true);
-  if (!one_comm_stream) reduce_ = std::make_unique<Stream>(*this, "reduce", true);
+  compute_ = std::make_unique<Stream>(*this, Stream::normal);
+  gather_ = std::make_unique<Stream>(*this, Stream::high);
+  if (comm == CommStreams::two) reduce_ = std::make_unique<Stream>(*this, Stream::high);
 }
 
 Device::~Device() {
@@ -89,7 +89,7 @@ Device::~Device() {
 // --------------------------------------------------------------------------------------------------------- profile
 
 void Device::add_mark(const char* name) {
-  marks_.emplace_back(name, Event(*this, true));
+  marks_.emplace_back(name, Event(*this, Event::timed));
   compute().record(marks_.back().second);
 }
 

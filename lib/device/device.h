@@ -29,6 +29,7 @@
 #include "lib/device/timeline.h"
 
 enum class Backend { cpu, gpu };
+enum class CommStreams { two, one };  // for gathers and reductions
 
 enum class Mode {
   plan,  // kernels and collectives off, memory is being recorded
@@ -40,10 +41,10 @@ int gpu_count();  // CUDA devices that this process can use; 0 without a driver 
 
 struct Device {
   // ordinal: CUDA device (ignored on a CPU); plan_only makes a GPU to plan for without a GPU. sharers: ranks that live
-  // on this device, or on this host's memory. one_comm_stream: gathers and reductions share a stream, for collectives
-  // through host memory, which would otherwise wait for each other in different orders on different ranks.
+  // on this device, or on this host's memory. comm: whether gathers and reductions share a stream; see comm_streams()
+  // of lib/comm.
   static constexpr int plan_only = -1;
-  Device(Backend backend, int ordinal, int sharers = 1, bool one_comm_stream = false);
+  Device(Backend backend, int ordinal, int sharers = 1, CommStreams comm = CommStreams::two);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;

@@ -45,12 +45,12 @@ struct Event::State {
 #endif
 };
 
-Event::Event(Device& dev, bool timing) : s_(std::make_unique<State>()) {
+Event::Event(Device& dev, Kind kind) : s_(std::make_unique<State>()) {
   s_->dev = &dev;
-  (void)timing;
+  (void)kind;
 #if FSDP_CUDA
   if (dev.backend == Backend::gpu && dev.ordinal != Device::plan_only)
-    CUDA_CHECK(cudaEventCreateWithFlags(&s_->cuda, timing ? cudaEventDefault : cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&s_->cuda, kind == timed ? cudaEventDefault : cudaEventDisableTiming));
 #endif
 }
 Event::~Event() = default;
@@ -134,8 +134,8 @@ struct Stream::Worker {
   }
 };
 
-Stream::Stream(Device& dev, const char* name, bool high_priority) : dev_(dev) {
-  (void)name, (void)high_priority;
+Stream::Stream(Device& dev, Priority priority) : dev_(dev) {
+  (void)priority;
   if (dev.backend == Backend::gpu && dev.ordinal == Device::plan_only) return;  // always off
   if (dev.backend == Backend::cpu) {
     worker_ = std::make_unique<Worker>(dev);
@@ -144,7 +144,7 @@ Stream::Stream(Device& dev, const char* name, bool high_priority) : dev_(dev) {
 #if FSDP_CUDA
   int least = 0, greatest = 0;
   CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  CUDA_CHECK(cudaStreamCreateWithPriority(&cuda_, cudaStreamNonBlocking, high_priority ? greatest : least));
+  CUDA_CHECK(cudaStreamCreateWithPriority(&cuda_, cudaStreamNonBlocking, priority == high ? greatest : least));
 #endif
 }
 Stream::~Stream() {

@@ -21,7 +21,8 @@ struct Device;
 // holds nobody up.
 class Event {
  public:
-  explicit Event(Device& dev, bool timing = false);
+  enum Kind { ordering, timed };
+  explicit Event(Device& dev, Kind kind = ordering);
   ~Event();
   Event(Event&&) noexcept;
   Event& operator=(Event&&) = delete;
@@ -33,12 +34,13 @@ class Event {
   friend void synchronize(Event&);
   std::unique_ptr<State> s_;
 };
-float elapsed_ms(Event& from, Event& to);  // both recorded, with timing; waits for `to`
+float elapsed_ms(Event& from, Event& to);  // both timed and recorded; waits for `to`
 void synchronize(Event& e);                // the host waits
 
 class Stream {
  public:
-  Stream(Device& dev, const char* name, bool high_priority);
+  enum Priority { normal, high };
+  Stream(Device& dev, Priority priority);
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
