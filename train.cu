@@ -966,6 +966,11 @@ void run(Options o, const World& world, const std::string& command) {
   if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
   choose_gathers(&r, world.size, transport, one_host, false);  // what cannot be is said before a device is opened
+  if (!one_host && r.fsdp.shard_ranks > 1)
+    r.notices.push_back(
+        strf("--shard hybrid:%d: some groups of %d ranks lie on several hosts and gather over the network; "
+             "a number that divides the ranks of every host keeps each group on one",
+             r.fsdp.shard_ranks, r.fsdp.shard_ranks));
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
   const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;

@@ -42,15 +42,20 @@ MPI_Comm meeting;  // apart from what the tests send
 FILE* quiet = nullptr;
 int real_stdout = -1;
 
-// TEST_HOSTS: this machine plays so many hosts, each with its share of the ranks. To NCCL they are hosts, with sockets
-// between them and GPUs of their own, so two GPUs do for four ranks on two.
+// TEST_HOSTS: this machine plays so many hosts, each with its share of the ranks, dealt out in turn (TEST_MAP=node) or
+// in runs. To NCCL they are hosts, with sockets between them and GPUs of their own, so two GPUs do for four ranks on
+// two.
 void play_hosts() {
   const char* text = std::getenv("TEST_HOSTS");
   if (!text) return;
   const int hosts = std::atoi(text);
   ASSERT(hosts >= 1 && world.size % hosts == 0);
-  world.local_size = world.size / hosts, world.local_rank = world.rank % world.local_size;
-  setenv("NCCL_HOSTID", ("host" + std::to_string(world.rank / world.local_size)).c_str(), 1);
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  const char* map = std::getenv("TEST_MAP");
+  const int host = map && map == std::string("node") ? rank % hosts : rank / (world.size / hosts);
+  world = number_by_host(host);
+  setenv("NCCL_HOSTID", ("host" + std::to_string(host)).c_str(), 1);
 }
 
 // Ranks other than 0 write into a file that nobody sees unless something fails.

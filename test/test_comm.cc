@@ -555,6 +555,36 @@ TEST_CASE("a group is on one host or it is not", "[comm][hosts]") {
   CHECK(on_one_host(test_world(), test_world().size) == (test_world().local_size == test_world().size));
 }
 
+TEST_CASE("ranks are numbered host by host", "[comm][hosts]") {
+  using Numbers = std::vector<int>;
+  CHECK(by_host({}) == Numbers{});
+  CHECK(by_host({5}) == Numbers{0});
+  CHECK(by_host({0, 0, 1, 1}) == Numbers{0, 1, 2, 3});              // in runs: as they are
+  CHECK(by_host({0, 1, 0, 1}) == Numbers{0, 2, 1, 3});              // in turn
+  CHECK(by_host({9, 3, 7, 9, 3, 7}) == Numbers{0, 2, 4, 1, 3, 5});  // a host's number says nothing of its order
+  CHECK(by_host({1, 0, 0, 1, 0}) == Numbers{0, 2, 3, 1, 4});        // hosts of two and three
+  // And it is what collectives go by.
+  const World& w = test_world();
+  const std::vector<std::string> at = gather_texts(strf("%d of %d", w.local_rank, w.local_size));
+  for (int r = 0; r < w.size; ++r) CHECK(at[size_t(r)] == strf("%d of %d", r % w.local_size, w.local_size));
+  CHECK(on_one_host(w, w.local_size));
+  // Neighbours know each other by the host that they play, and others do not.
+  const char* id = std::getenv("NCCL_HOSTID");
+  const std::vector<std::string> hosts = gather_texts(id ? id : "this");
+  for (int r = 0; r < w.size; ++r) {
+    const bool mate = r / w.local_size == w.rank / w.local_size;
+    CHECK((hosts[size_t(r)] == hosts[size_t(w.rank)]) == mate);
+  }
+}
+
+TEST_CASE("every rank's text is on all ranks, in order", "[comm]") {
+  const World& w = test_world();
+  const auto text = [](int rank) { return std::string(size_t(rank * 1000 % 3001), char('a' + rank)); };
+  const std::vector<std::string> all = gather_texts(text(w.rank));
+  CHECK(int(all.size()) == w.size);
+  for (int r = 0; r < w.size; ++r) CHECK(all[size_t(r)] == text(r));
+}
+
 TEST_CASE("ranks know who they are", "[comm]") {
   const World& w = test_world();
   CHECK(w.size >= 1);

@@ -142,7 +142,7 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
   if (links == Links::planned || transport == Transport::none) return;
-  MPI_CHECK(MPI_Comm_split(MPI_COMM_WORLD, world.group, world.rank, &impl_->mpi));
+  MPI_CHECK(MPI_Comm_split(all_ranks(), world.group, world.rank, &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
   if (transport == Transport::nccl) {
 #if FSDP_NCCL

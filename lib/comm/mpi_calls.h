@@ -5,6 +5,8 @@
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 
+MPI_Comm all_ranks();  // numbered host by host, as World is; not MPI_COMM_WORLD
+
 void check_mpi(int code, const char* call, const char* file, int line);  // throws MpiError
 #define MPI_CHECK(call) check_mpi((call), #call, __FILE__, __LINE__)
 

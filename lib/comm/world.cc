@@ -7,9 +7,15 @@
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <thread>
 
 #include "lib/comm/mpi_calls.h"
+
+namespace {
+MPI_Comm numbered = MPI_COMM_NULL;
+}
+MPI_Comm all_ranks() { return numbered; }
 
 void check_mpi(int code, const char* call, const char* file, int line) {
   if (code == MPI_SUCCESS) return;
@@ -39,22 +45,53 @@ World init_mpi(int* argc, char*** argv) {
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   int provided = 0;
   MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
-  World w;
   MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &w.rank));
-  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &w.size));
-  set_this_rank(w.rank);
+  int rank = 0, host = 0;
+  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+  set_this_rank(rank);
   if (provided < MPI_THREAD_MULTIPLE)
     throw MpiError("MPI: this library was built without MPI_THREAD_MULTIPLE, which the streams need; use Open MPI");
-  MPI_Comm host;
-  MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
-  MPI_CHECK(MPI_Comm_rank(host, &w.local_rank));
-  MPI_CHECK(MPI_Comm_size(host, &w.local_size));
-  MPI_CHECK(MPI_Comm_free(&host));
+  MPI_Comm mates;
+  MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &mates));
+  MPI_CHECK(MPI_Allreduce(&rank, &host, 1, MPI_INT, MPI_MIN, mates));
+  MPI_CHECK(MPI_Comm_free(&mates));
+  return number_by_host(host);
+}
+
+std::vector<int> by_host(const std::vector<int>& hosts) {
+  std::vector<int> number(hosts.size(), -1);
+  int next = 0;
+  for (size_t first = 0; first < hosts.size(); first++) {
+    if (number[first] >= 0) continue;  // of a host that an earlier rank is on
+    for (size_t r = first; r < hosts.size(); r++)
+      if (hosts[r] == hosts[first]) number[r] = next++;
+  }
+  return number;
+}
+
+World number_by_host(int host) {
+  World w;
+  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &w.rank));
+  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &w.size));
+  std::vector<int> hosts(size_t(w.size));
+  MPI_CHECK(MPI_Allgather(&host, 1, MPI_INT, hosts.data(), 1, MPI_INT, MPI_COMM_WORLD));
+  const std::vector<int> number = by_host(hosts);
+  const int mine = number[size_t(w.rank)];
+  for (size_t r = 0; r < hosts.size(); r++)
+    if (hosts[r] == host && number[r] < mine) w.local_rank++;
+  w.local_size = int(std::count(hosts.begin(), hosts.end(), host));
+  w.rank = mine;
+  if (numbered != MPI_COMM_NULL) MPI_CHECK(MPI_Comm_free(&numbered));
+  MPI_CHECK(MPI_Comm_split(MPI_COMM_WORLD, 0, mine, &numbered));
+  MPI_Comm_set_errhandler(numbered, MPI_ERRORS_RETURN);
+  set_this_rank(mine);
   return w;
 }
 
-void finish_mpi() { MPI_Finalize(); }
+void finish_mpi() {
+  if (numbered != MPI_COMM_NULL) MPI_Comm_free(&numbered);
+  MPI_Finalize();
+}
 
 World shard_group(const World& world, int ranks) {
   ASSERT(ranks >= 1 && world.size % ranks == 0);
@@ -96,25 +133,38 @@ void or_abort(const std::function<void()>& f) {
 
 void barrier() {
   MPI_Request request;
-  MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));
+  MPI_CHECK(MPI_Ibarrier(all_ranks(), &request));
   finish(&request);
 }
 
 std::string broadcast_text(const std::string& text, int root) {
   int64_t n = int64_t(text.size());
-  MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, MPI_COMM_WORLD));
+  MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, all_ranks()));
   std::string out = text;
   out.resize(size_t(n));
-  MPI_CHECK(MPI_Bcast(&out[0], int(n), MPI_CHAR, root, MPI_COMM_WORLD));
+  MPI_CHECK(MPI_Bcast(&out[0], int(n), MPI_CHAR, root, all_ranks()));
   return out;
+}
+
+std::vector<std::string> gather_texts(const std::string& text) {
+  int ranks = 0, mine = int(text.size());
+  MPI_CHECK(MPI_Comm_size(all_ranks(), &ranks));
+  std::vector<int> sizes(size_t(ranks), 0), at(size_t(ranks), 0);
+  MPI_CHECK(MPI_Allgather(&mine, 1, MPI_INT, sizes.data(), 1, MPI_INT, all_ranks()));
+  std::partial_sum(sizes.begin(), sizes.end() - 1, at.begin() + 1);
+  std::string all(size_t(at.back() + sizes.back()), '\0');
+  MPI_CHECK(MPI_Allgatherv(text.data(), mine, MPI_CHAR, &all[0], sizes.data(), at.data(), MPI_CHAR, all_ranks()));
+  std::vector<std::string> texts;
+  for (size_t r = 0; r < sizes.size(); r++) texts.push_back(all.substr(size_t(at[r]), size_t(sizes[r])));
+  return texts;
 }
 
 std::string agree(const std::string& error) {
   int rank, size;
-  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
-  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &size));
+  MPI_CHECK(MPI_Comm_rank(all_ranks(), &rank));
+  MPI_CHECK(MPI_Comm_size(all_ranks(), &size));
   int mine = error.empty() ? size : rank, lowest = size;
-  MPI_CHECK(MPI_Allreduce(&mine, &lowest, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
+  MPI_CHECK(MPI_Allreduce(&mine, &lowest, 1, MPI_INT, MPI_MIN, all_ranks()));
   return lowest == size ? "" : broadcast_text(error, lowest);
 }
 
@@ -150,7 +200,7 @@ struct TextChannel::Impl {
 
 TextChannel::TextChannel(const World& world) : world_(world), impl_(std::make_unique<Impl>()) {
   if (world.size == 1) return;
-  MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &impl_->mpi));
+  MPI_CHECK(MPI_Comm_dup(all_ranks(), &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
 }
 TextChannel::~TextChannel() {

@@ -23,6 +23,9 @@
 
 #include "lib/device/error.h"
 
+// Ranks are numbered host by host, however the launcher dealt them out (mpirun --map-by node): neighbours share a host
+// where hosts have room for them, and the ranks of a host are the run [rank - local_rank, rank - local_rank +
+// local_size).
 struct World {
   int rank = 0, size = 1;
   int local_rank = 0, local_size = 1;  // among the ranks of this host, by a shared-memory split
@@ -35,8 +38,14 @@ World replica_group(const World& world, int ranks);
 // Whether this rank's group of `ranks` neighbours is on one host, if hosts have runs of neighbours. Ranks may differ.
 bool on_one_host(const World& world, int ranks);
 
-// Starts MPI (once a process) and tells who we are. Errors: MpiError.
+// Starts MPI (once a process) and tells who we are. Errors: MpiError. MPI's own numbers are seen by nobody else.
 World init_mpi(int* argc, char*** argv);
+// The number that each rank gets: hosts in the order of their lowest ranks, and a host's ranks in the order that they
+// have. hosts[r]: anything that rank r's host, and no other, is known by.
+std::vector<int> by_host(const std::vector<int>& hosts);
+// What init_mpi does with the hosts that there are: from here on all of lib/comm goes by the new numbers. For tests,
+// which play hosts. Collective, outside everything that is open.
+World number_by_host(int host);
 void finish_mpi();
 // Kills all ranks, with `text` as the one line said. For errors that other ranks cannot know of.
 [[noreturn]] void abort_all_ranks(const std::string& text, int status);
@@ -47,6 +56,7 @@ void or_abort(const std::function<void()>& f);
 // Host-side collectives on all ranks, for set-up and between steps; never inside one.
 void barrier();
 std::string broadcast_text(const std::string& text, int root = 0);
+std::vector<std::string> gather_texts(const std::string& text);  // every rank's, in order, on all of them
 // All ranks pass their error, empty if none. Returns the lowest rank's error, the same on all ranks, or empty.
 std::string agree(const std::string& error);
 // Throws UsageError on every rank if `text` is not the same on all; `what` names it.
