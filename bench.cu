@@ -664,8 +664,10 @@ template <class T>
 void time_collectives(const Settings& s, const World& world) {
   const bool gpu = gpu_count() > 0;
   const Transport transport = gpu ? Transport::nccl : Transport::mpi;
-  Device dev(gpu ? Backend::gpu : Backend::cpu, gpu ? world.local_rank : 0, gpu ? 1 : world.local_size);
-  const bool engines = agree(copy_engines_pay(dev) && on_one_host(world, world.size) ? "" : "no").empty();
+  const Backend backend = gpu ? Backend::gpu : Backend::cpu;
+  const DeviceAssignment taken = assign_device(backend, world);
+  Device dev(backend, taken.ordinal, taken.sharers);
+  const bool engines = agree(copy_engines_pay(dev, world) && on_one_host(world, world.size) ? "" : "no").empty();
   // Parts of whole vectors.
   auto bytes_of = [&](int64_t mib) { return (mib << 20) / (256 * world.size) * 256 * world.size; };
   const int64_t largest = bytes_of(*std::max_element(s.values.begin(), s.values.end()));
@@ -770,13 +772,12 @@ void time_collectives(const Settings& s, const World& world) {
 
 int collectives_rank(const Settings& s, int argc, char** argv) {
   const World world = init_mpi(&argc, &argv);
-  const int gpus = gpu_count();
-  const std::string error =
-      agree(world.size < 2 ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
-            : gpus > 0 && gpus < world.local_size
-                ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each", world.local_size,
-                       gpus, gpus == 1 ? "" : "s")
-                : "");
+  const int gpus = gpu_count(), cards = gpus > 0 ? assign_device(Backend::gpu, world).host_cards : world.local_size;
+  const std::string error = agree(
+      world.size < 2             ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
+      : cards < world.local_size ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each",
+                                        world.local_size, cards, cards == 1 ? "" : "s")
+                                 : "");
   if (error.empty()) or_abort([&] { gpus > 0 ? time_collectives<bf16>(s, world) : time_collectives<float>(s, world); });
   else if (world.rank == 0) std::fprintf(stderr, "error: %s\n", error.c_str());
   finish_mpi();

@@ -949,10 +949,6 @@ void run(Options o, const World& world, const std::string& command) {
     if (o.val_every > 0)
       val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, 2)
                         : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, 0);
-    const bool gpu = r.backend == Backend::gpu;
-    if (world.size > 1 && gpu && (world.local_size > gpus || !FSDP_NCCL))
-      sharing = world.local_size > gpus ? strf("%d ranks share %d GPU%s", world.local_size, gpus, gpus > 1 ? "s" : "")
-                                        : "this build has no NCCL";
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw UsageError(error);
@@ -961,8 +957,12 @@ void run(Options o, const World& world, const std::string& command) {
                "what the machine holds");
 
   // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
-  sharing = agree(sharing);
   const bool gpu = r.backend == Backend::gpu;
+  const DeviceAssignment taken = assign_device(r.backend, world);
+  if (world.size > 1 && gpu && taken.host_cards < world.local_size)
+    sharing = strf("%d ranks share %d GPU%s", world.local_size, taken.host_cards, taken.host_cards > 1 ? "s" : "");
+  else if (world.size > 1 && gpu && !FSDP_NCCL) sharing = "this build has no NCCL";
+  sharing = agree(sharing);
   if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
   choose_gathers(&r, world.size, transport, one_host, false);  // what cannot be is said before a device is opened
@@ -972,16 +972,13 @@ void run(Options o, const World& world, const std::string& command) {
              "a number that divides the ranks of every host keeps each group on one",
              r.fsdp.shard_ranks, r.fsdp.shard_ranks));
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
-  const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
-  const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
   if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
   ops::set_allow_tf32(o.tf32);
 
   bool engines = false;
   try {
-    dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
-                                   comm_streams(r.backend, transport));
-    engines = copy_engines_pay(*dev);
+    dev = std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, transport));
+    engines = copy_engines_pay(*dev, world);
     with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
@@ -1011,14 +1008,14 @@ void run(Options o, const World& world, const std::string& command) {
     if (r.fsdp.gather_by_copy_engine && transport == Transport::nccl) use_nccl_memory(*dev);
     dev->mem.commit();
     if (world.rank == 0)
-      telemetry = std::make_unique<Telemetry>(o.log, !o.resume.empty(),
-                                              header(r, *dev, world, transport, gpus_used, estimated_ms, command),
-                                              r.last_step, o.log_every);
+      telemetry = std::make_unique<Telemetry>(
+          o.log, !o.resume.empty(), header(r, *dev, world, transport, taken.world_gpus, estimated_ms, command),
+          r.last_step, o.log_every);
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
 
-  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get(), state};
+  const Context context{*dev, world, transport, taken.world_gpus, data.get(), val_data.get(), telemetry.get(), state};
   or_abort([&] { with_types(r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(context, r); }); });
   if (!error.empty()) throw UsageError(error);
 }

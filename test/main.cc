@@ -31,6 +31,7 @@ int passed = 0, failed = 0, skipped = 0;
 bool skip_now = false;
 std::string case_name;
 std::unique_ptr<Device> devices[2];
+bool one_gpu_each = false;
 
 void print_result() {
   std::printf("RESULT %d %d %d\n", passed, failed, skipped);
@@ -127,6 +128,7 @@ CATCH_REGISTER_LISTENER(Counter)
 }  // namespace
 
 const World& test_world() { return world; }
+bool one_gpu_a_rank() { return one_gpu_each; }
 
 void skip_test(const char* why) {
   skip_now = true;
@@ -148,7 +150,10 @@ int main(int argc, char** argv) {
   world = init_mpi(&argc, &argv);
   play_hosts();
   MPI_Comm_dup(MPI_COMM_WORLD, &meeting);
+  one_gpu_each = have_gpu() && assign_device(Backend::gpu, world).host_cards == world.local_size;
   if (world.rank != 0) hush();
+#else
+  one_gpu_each = have_gpu();
 #endif
   // All ranks need the same order, and the same random numbers.
   std::vector<const char*> arguments(argv, argv + argc);

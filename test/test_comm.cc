@@ -577,6 +577,69 @@ TEST_CASE("ranks are numbered host by host", "[comm][hosts]") {
   }
 }
 
+TEST_CASE("ranks share a GPU where the GPU says so, whatever number it has", "[comm]") {
+  // Each rank's host, GPU and card.
+  using Ranks = std::vector<RankGpu>;
+  struct Counts {
+    int sharers, host_cards, world_gpus;
+    bool operator==(const Counts& o) const {
+      return sharers == o.sharers && host_cards == o.host_cards && world_gpus == o.world_gpus;
+    }
+  };
+  const auto count = [](const Ranks& ranks, int rank) {
+    const DeviceAssignment a = count_gpus(ranks, rank);
+    return Counts{a.sharers, a.host_cards, a.world_gpus};
+  };
+  const auto on = [](int host, const char* uuid, const char* card) { return RankGpu{host, {uuid, card}}; };
+  // One GPU a process: all are number 0, and nobody shares.
+  const Ranks own = {on(0, "a", "1"), on(0, "b", "2"), on(0, "c", "3")};
+  for (int r = 0; r < 3; ++r) CHECK(count(own, r) == Counts{1, 3, 3});
+  // Four ranks on two GPUs, and three.
+  const Ranks four = {on(0, "a", "1"), on(0, "b", "2"), on(0, "a", "1"), on(0, "b", "2")};
+  for (int r = 0; r < 4; ++r) CHECK(count(four, r) == Counts{2, 2, 2});
+  const Ranks three = {on(0, "a", "1"), on(0, "b", "2"), on(0, "a", "1")};
+  CHECK(count(three, 0) == Counts{2, 2, 2});
+  CHECK(count(three, 1) == Counts{1, 2, 2});
+  // Two hosts: one full, one shared.
+  const Ranks hosts = {on(0, "a", "1"), on(0, "b", "2"), on(2, "c", "1"), on(2, "c", "1")};
+  CHECK(count(hosts, 1) == Counts{1, 2, 3});
+  CHECK(count(hosts, 3) == Counts{2, 1, 3});
+  // Hosts that are played on one machine have GPUs of their own.
+  const Ranks played = {on(0, "a", "1"), on(0, "b", "2"), on(2, "a", "1"), on(2, "b", "2")};
+  for (int r = 0; r < 4; ++r) CHECK(count(played, r) == Counts{1, 2, 4});
+  // Two parts of one card: each rank has its own memory, but NCCL wants a card for each.
+  const Ranks parts = {on(0, "part-1", "1"), on(0, "part-2", "1")};
+  for (int r = 0; r < 2; ++r) CHECK(count(parts, r) == Counts{1, 1, 2});
+}
+
+TEST_CASE("CPU ranks share their host's memory", "[comm]") {
+  const DeviceAssignment a = assign_device(Backend::cpu, test_world());
+  CHECK(a.ordinal == 0);
+  CHECK(a.sharers == test_world().local_size);
+  CHECK(a.world_gpus == 0);
+}
+
+TEST_CASE("GPU: each rank takes one, and all know who shares", "[comm][gpu][hosts]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  const World& w = test_world();
+  const DeviceAssignment a = assign_device(Backend::gpu, w);
+  CHECK(a.ordinal == w.local_rank % gpus());
+  const GpuName mine = name_gpu(a.ordinal);
+  CHECK(mine.uuid.size() == 32);
+  CHECK(mine.uuid.find_first_not_of("0123456789abcdef") == std::string::npos);
+  CHECK(std::count(mine.card.begin(), mine.card.end(), ':') == 2);
+  for (int other = 0; other < gpus(); ++other) CHECK((name_gpu(other).uuid == mine.uuid) == (other == a.ordinal));
+  // What they tell each other is what each sees of its own.
+  int sharers = 0;
+  const std::vector<std::string> uuids = gather_texts(mine.uuid);
+  for (int r = w.rank - w.local_rank; r < w.rank - w.local_rank + w.local_size; ++r)
+    sharers += uuids[size_t(r)] == mine.uuid;
+  CHECK(a.sharers == sharers);
+  CHECK(a.host_cards <= w.local_size);
+  CHECK(a.world_gpus <= w.size);
+  if (gpus() > 1) CHECK(a.host_cards == std::min(gpus(), w.local_size));  // all see all
+}
+
 TEST_CASE("every rank's text is on all ranks, in order", "[comm]") {
   const World& w = test_world();
   const auto text = [](int rank) { return std::string(size_t(rank * 1000 % 3001), char('a' + rank)); };

@@ -99,11 +99,11 @@ void use_nccl_memory(Device& dev) {
 #endif
 }
 
-bool copy_engines_pay(const Device& dev) {
+bool copy_engines_pay(const Device& dev, const World& world) {
 #if COPY_ENGINES
   int version = 0;
   if (ncclGetVersion(&version) != ncclSuccess || version < NCCL_VERSION(2, 28, 3)) return false;
-  bool all = dev.backend == Backend::gpu && dev.compute_capability >= 90;
+  bool all = dev.backend == Backend::gpu && dev.compute_capability >= 90 && gpu_count() >= world.local_size;
   for (int other = 0; all && other < gpu_count(); other++) {
     int reached = other == dev.ordinal;
     if (!reached) CUDA_CHECK(cudaDeviceCanAccessPeer(&reached, dev.ordinal, other));
@@ -111,7 +111,7 @@ bool copy_engines_pay(const Device& dev) {
   }
   return all;
 #else
-  (void)dev;
+  (void)dev, (void)world;
   return false;
 #endif
 }

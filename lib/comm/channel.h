@@ -30,8 +30,9 @@ CommStreams comm_streams(Backend backend, Transport transport);
 // in a build without NCCL 2.28.
 void use_nccl_memory(Device& dev);
 // Whether copy engines are what gathers should go by on this device, if its ranks are on one host: where they were
-// measured to be faster (Hopper and later), the library can, and all GPUs reach each other.
-bool copy_engines_pay(const Device& dev);
+// measured to be faster (Hopper and later), the library can, and all GPUs reach each other. A rank that does not see
+// the others' GPUs cannot ask: false.
+bool copy_engines_pay(const Device& dev, const World& world);
 
 // planned: memory is recorded and nobody is talked to, as in a world that is not here (--plan --world N).
 enum class Links { planned, open };

@@ -7,6 +7,10 @@
 #include <fstream>
 #include <mutex>
 
+#if FSDP_CUDA
+#include "lib/device/driver.h"
+#endif
+
 struct Device::Failure {
   std::mutex mutex;
   std::exception_ptr first;
@@ -36,6 +40,27 @@ int gpu_count() {
 #else
   return 0;
 #endif
+}
+
+GpuName name_gpu(int ordinal) {
+  GpuName name;
+#if FSDP_CUDA
+  char card[32] = "";
+  CUDA_CHECK(cudaDeviceGetPCIBusId(card, sizeof card, ordinal));
+  name.card = card;
+  CUuuid uuid = {};
+  CUdevice device = 0;
+  CUresult (*device_of)(CUdevice*, int) = nullptr;
+  CUresult (*uuid_of)(CUuuid*, CUdevice) = nullptr;
+  // As of CUDA 11.4 it tells the parts of one GPU apart.
+  if (!driver_function("cuDeviceGet", 11040, &device_of) || !driver_function("cuDeviceGetUuid", 11040, &uuid_of) ||
+      device_of(&device, ordinal) != CUDA_SUCCESS || uuid_of(&uuid, device) != CUDA_SUCCESS)
+    throw CudaError(strf("CUDA: the driver does not tell the UUID of GPU %d on rank %d; it may be older than CUDA 11.4",
+                         ordinal, this_rank()));
+  for (char c : uuid.bytes) name.uuid += strf("%02x", unsigned(static_cast<unsigned char>(c)));
+#endif
+  (void)ordinal;
+  return name;
 }
 
 namespace {

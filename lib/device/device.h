@@ -38,6 +38,12 @@ enum class Mode {
 };
 
 int gpu_count();  // CUDA devices that this process can use; 0 without a driver or in a build without CUDA
+// What GPU `ordinal` of this process is, whatever other processes call it. Empty in a build without CUDA.
+struct GpuName {
+  std::string uuid;  // of the GPU, or of the part of one (MIG) that is given to this process
+  std::string card;  // its PCI address; the parts of a GPU have one
+};
+GpuName name_gpu(int ordinal);
 
 struct Device {
   // ordinal: CUDA device (ignored on a CPU); plan_only makes a GPU to plan for without a GPU. sharers: ranks that live

@@ -7,7 +7,7 @@
 #include "lib/device/device.h"
 
 #if FSDP_CUDA
-#include <cuda.h>
+#include "lib/device/driver.h"
 #endif
 
 Graph::~Graph() {
@@ -20,24 +20,14 @@ Graph::~Graph() {
 namespace {
 // The runtime knows neither the kernels of libraries that launch through the driver nor all kinds of nodes.
 Graph::Nodes count_nodes(cudaGraph_t graph) {
-  auto driver = [](const char* name, auto** function) {
-    void* p = nullptr;
-    cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-    CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &p, 12030, cudaEnableDefault, &found));
-#else
-    CUDA_CHECK(cudaGetDriverEntryPoint(name, &p, cudaEnableDefault, &found));
-#endif
-    *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(p);
-    return found == cudaDriverEntryPointSuccess;
-  };
   CUresult (*type_of)(CUgraphNode, CUgraphNodeType*) = nullptr;
   CUresult (*params_of)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*) = nullptr;
   CUresult (*name_of)(const char**, CUfunction) = nullptr;
   CUresult (*name_of_kernel)(const char**, CUkernel) = nullptr;
   Graph::Nodes count;
-  if (!driver("cuGraphNodeGetType", &type_of) || !driver("cuGraphKernelNodeGetParams", &params_of) ||
-      !driver("cuFuncGetName", &name_of) || !driver("cuKernelGetName", &name_of_kernel))
+  if (!driver_function("cuGraphNodeGetType", 12030, &type_of) ||
+      !driver_function("cuGraphKernelNodeGetParams", 12030, &params_of) ||
+      !driver_function("cuFuncGetName", 12030, &name_of) || !driver_function("cuKernelGetName", 12030, &name_of_kernel))
     return count;
   size_t n = 0;
   CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
