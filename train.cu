@@ -773,8 +773,10 @@ Price price(Run r, int ranks, const Chip& chip) {
   return price(r, world, chip);
 }
 
-// CUDA and NCCL keep something for themselves.
-bool fits(double bytes, const Chip& chip) { return bytes + 1.5e9 <= chip.memory; }
+// CUDA, NCCL and cuBLAS keep something for themselves.
+bool fits(double bytes, const Chip& chip) {
+  return bytes + double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)) <= chip.memory;
+}
 
 // What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s.
 std::string advice(const Options& o, int ranks, const Chip& chip) {
@@ -1006,7 +1008,7 @@ void run(Options o, const World& world, const std::string& command) {
   std::unique_ptr<Telemetry> telemetry;
   try {
     if (r.fsdp.gather_by_copy_engine && transport == Transport::nccl) use_nccl_memory(*dev);
-    dev->mem.commit();
+    dev->mem.commit(library_bytes(r.backend, transport));
     if (world.rank == 0)
       telemetry = std::make_unique<Telemetry>(
           o.log, !o.resume.empty(), header(r, *dev, world, transport, taken.world_gpus, estimated_ms, command),

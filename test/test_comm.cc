@@ -612,6 +612,13 @@ TEST_CASE("ranks share a GPU where the GPU says so, whatever number it has", "[c
   for (int r = 0; r < 2; ++r) CHECK(count(parts, r) == Counts{1, 1, 2});
 }
 
+TEST_CASE("what libraries take beside the arena", "[comm]") {
+  CHECK(library_bytes(Backend::cpu, Transport::mpi) == 0);
+  CHECK(library_bytes(Backend::gpu, Transport::none) > 0);
+  CHECK(library_bytes(Backend::gpu, Transport::mpi) == library_bytes(Backend::gpu, Transport::none));
+  CHECK(library_bytes(Backend::gpu, Transport::nccl) > library_bytes(Backend::gpu, Transport::none));
+}
+
 TEST_CASE("CPU ranks share their host's memory", "[comm]") {
   const DeviceAssignment a = assign_device(Backend::cpu, test_world());
   CHECK(a.ordinal == 0);

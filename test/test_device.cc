@@ -903,6 +903,28 @@ TEST_CASE("GPU: planned memory", "[device][gpu]") {
   no_room_is_said(Backend::gpu);
 }
 
+TEST_CASE("a plan fits beside what libraries take later", "[device]") {
+  const auto fits = [](int64_t arena, int64_t reserve, int64_t at_start, int64_t now, int sharers) {
+    return Room{arena, reserve, at_start, now, sharers}.fits();
+  };
+  CHECK(fits(100, 0, 100, 100, 1));
+  CHECK_FALSE(fits(101, 0, 100, 100, 1));
+  CHECK(fits(90, 10, 100, 100, 1));
+  CHECK_FALSE(fits(91, 10, 100, 100, 1));  // passed before, and died in NCCL's start
+  CHECK(fits(40, 10, 100, 50, 2));         // the other has taken its arena
+  CHECK_FALSE(fits(40, 10, 100, 49, 2));
+  CHECK_FALSE(fits(41, 10, 100, 100, 2));  // both want that
+  CHECK_FALSE(fits(30, 5, 100, 100, 3));
+  // What commit() says of it.
+  Device dev(Backend::cpu, 0);
+  dev.mem.keep<char>(1 << 20, "kept", Purpose::master);
+  const std::string text = text_of<OutOfMemory>([&] { dev.mem.commit(dev.free_bytes); });
+  CHECK(has(text, strf("and %.0f MiB for CUDA's libraries", double(dev.free_bytes) / 1048576)));
+  CHECK(has(text, "nothing was allocated"));
+  CHECK_FALSE(dev.mem.committed());
+  CHECK_NOTHROW(dev.mem.commit(1 << 20));
+}
+
 TEST_CASE("the arena is all that the device is asked for", "[device]") {
   Device dev(Backend::cpu, 0);
   Memory& mem = dev.mem;

@@ -75,6 +75,11 @@ std::string nccl_version() {
   return "none";
 }
 
+int64_t library_bytes(Backend backend, Transport transport) {
+  if (backend == Backend::cpu) return 0;
+  return int64_t(transport == Transport::nccl ? 1024 : 256) << 20;
+}
+
 CommStreams comm_streams(Backend backend, Transport transport) {
   return backend == Backend::gpu && transport == Transport::mpi ? CommStreams::one : CommStreams::two;
 }

@@ -26,6 +26,13 @@ std::string nccl_version();  // "2.28.9", or "none" in a build without NCCL
 // different ranks: they share a stream.
 CommStreams comm_streams(Backend backend, Transport transport);
 
+// What a GPU needs beside the arena. context_bytes: CUDA's context, which is there before a run asks what is free; a
+// plan for a GPU that is not here counts it too. library_bytes: what comes after the arena, kernels' code that is
+// loaded at its first use, cuBLASLt, graphs; and over NCCL the buffers and code of up to three communicators, several
+// hundred MiB.
+constexpr int64_t context_bytes = int64_t(448) << 20;
+int64_t library_bytes(Backend backend, Transport transport);
+
 // From now on the arena is memory that other ranks' copy engines can reach. Before Memory::commit(). Throws UsageError
 // in a build without NCCL 2.28.
 void use_nccl_memory(Device& dev);

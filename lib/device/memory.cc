@@ -239,28 +239,29 @@ MemoryReport Memory::report() const {
   return r;
 }
 
-void Memory::commit() {
-  ASSERT(!committed() && current_ < 0);
-  int64_t want = arena_bytes();
+void Memory::commit(int64_t reserve) {
+  ASSERT(!committed() && current_ < 0 && reserve >= 0);
+  const int64_t want = arena_bytes();
   ASSERT(dev_.backend == Backend::cpu || dev_.ordinal != Device::plan_only);
-  // All sharers' arenas against what was free at the start: by now some may have taken theirs.
-  int64_t free = dev_.free_bytes;
-  bool fits = want * dev_.sharers <= free;
+  Room room{want, reserve, dev_.free_bytes, dev_.free_bytes, dev_.sharers};
 #if FSDP_CUDA
   if (dev_.backend == Backend::gpu) {
     size_t f = 0, t = 0;
     CUDA_CHECK(cudaMemGetInfo(&f, &t));
-    if (want > int64_t(f)) fits = false, free = int64_t(f);
+    room.free_now = int64_t(f);
   }
 #endif
-  if (!fits) {
-    MemoryReport r = report();
-    std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
+  if (!room.fits()) {
+    const double mib = 1048576.0;
+    const MemoryReport r = report();
+    const int64_t free = want + reserve > room.free_now ? room.free_now : room.free_at_start;
+    const std::string kept = reserve > 0 ? strf(" and %.0f MiB for CUDA's libraries", double(reserve) / mib) : "";
+    const std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
     throw OutOfMemory(
-        strf("no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s, and %s has "
+        strf("no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s%s, and %s has "
              "%.0f MiB free of %.0f; nothing was allocated; lower --batch or --seq, or use more ranks",
-             double(want) / 1048576.0, r.peak_phase.c_str(), r.largest.c_str(), shared.c_str(), dev_.name.c_str(),
-             double(free) / 1048576.0, double(dev_.total_bytes) / 1048576.0));
+             double(want) / mib, r.peak_phase.c_str(), r.largest.c_str(), kept.c_str(), shared.c_str(),
+             dev_.name.c_str(), double(free) / mib, double(dev_.total_bytes) / mib));
   }
   if (dev_.backend == Backend::cpu) {
     void* p = mmap(nullptr, size_t(want), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -46,6 +46,15 @@ struct MemoryReport {
   std::string peak_phase, largest;                                // where the peak falls; the largest buffer in it
 };
 
+// Whether an arena fits: what it asks for, what must stay free beside it for the libraries that take memory later
+// (library_bytes() of lib/comm), and what is free. Bytes.
+struct Room {
+  int64_t arena, reserve = 0;
+  int64_t free_at_start, free_now;  // of the device; by now some that share it may have taken theirs
+  int sharers = 1;                  // each with an arena and a reserve like this
+  bool fits() const { return (arena + reserve) * sharers <= free_at_start && arena + reserve <= free_now; }
+};
+
 class Memory;
 
 // Owns one planned buffer; gives it back when it goes out of scope.
@@ -92,7 +101,9 @@ class Memory {
   void phase(const std::string& name);  // names what follows, for the report and for errors
 
   void poison();  // for tests: fills all that is not kept with NaN patterns
-  void commit();  // packs, checks against the free memory of the device (OutOfMemory), allocates the arena
+  // Packs, checks against the free memory of the device, `reserve` bytes of which stay free (OutOfMemory), and
+  // allocates the arena.
+  void commit(int64_t reserve = 0);
   void rewind();  // keep() starts again from its first buffer
   bool committed() const { return base_ != nullptr; }
   char* base() const { return base_; }
