@@ -617,7 +617,7 @@ int sweep(Settings s) {
 template <class F>
 std::vector<double> time_calls(Device& dev, Stream& s, F call) {
   std::vector<Event> ends;
-  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, true);
+  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, Event::timed);
   for (int i = 0; i < 3; ++i) call();
   for (Event& end : ends) {
     if (&end != &ends[0]) call();
@@ -647,7 +647,7 @@ struct Product {
 // Milliseconds of one of `calls` calls on stream s while `other` does `others` of its own, which must last longer.
 template <class F, class G>
 double time_beside(Device& dev, Stream& s, int64_t calls, F call, Stream& other, int64_t others, G other_call) {
-  Event begun(dev), start(dev, true), end(dev, true);
+  Event begun(dev), start(dev, Event::timed), end(dev, Event::timed);
   other_call();
   other.record(begun);
   for (int64_t i = 1; i < others; ++i) other_call();
@@ -664,8 +664,10 @@ template <class T>
 void time_collectives(const Settings& s, const World& world) {
   const bool gpu = gpu_count() > 0;
   const Transport transport = gpu ? Transport::nccl : Transport::mpi;
-  Device dev(gpu ? Backend::gpu : Backend::cpu, gpu ? world.local_rank : 0, gpu ? 1 : world.local_size);
-  const bool engines = agree(copy_engines_pay(dev) && on_one_host(world, world.size) ? "" : "no").empty();
+  const Backend backend = gpu ? Backend::gpu : Backend::cpu;
+  const DeviceAssignment taken = assign_device(backend, world);
+  Device dev(backend, taken.ordinal, taken.sharers);
+  const bool engines = agree(copy_engines_pay(dev, world) && on_one_host(world, world.size) ? "" : "no").empty();
   // Parts of whole vectors.
   auto bytes_of = [&](int64_t mib) { return (mib << 20) / (256 * world.size) * 256 * world.size; };
   const int64_t largest = bytes_of(*std::max_element(s.values.begin(), s.values.end()));
@@ -673,19 +675,20 @@ void time_collectives(const Settings& s, const World& world) {
   T* buf = nullptr;
   Product<T> product(gpu);
   std::unique_ptr<Channel> ring, engine;
-  auto open = [&](bool open) {
+  auto open = [&](Links links) {
     buf = dev.mem.keep<T>(largest / int64_t(sizeof(T)), "buffer", Purpose::gather_slots);
     product.keep(dev.mem);
-    ring = std::make_unique<Channel>(dev, dev.gather(), world, transport, "ring", largest, open);
+    ring = std::make_unique<Channel>(dev, dev.gather(), world, transport, "ring", largest, links);
     if (engines)
-      engine = std::make_unique<Channel>(dev, dev.gather(), world, transport, "copy engines", largest, open, true);
+      engine = std::make_unique<Channel>(dev, dev.gather(), world, transport, "copy engines", largest, links,
+                                         Via::copy_engines);
   };
-  open(false);
+  open(Links::planned);
   if (engines) use_nccl_memory(dev);
   dev.mem.commit();
   dev.mem.rewind();
   dev.mode = Mode::run;
-  open(true);
+  open(Links::open);
   Stream &compute = dev.compute(), &talk = dev.gather();
   // Normal numbers, made in fp32 where y will be, a piece at a time.
   int64_t made = 0;
@@ -743,8 +746,9 @@ void time_collectives(const Settings& s, const World& world) {
                      {"product_beside_ms", product_beside}};
       if (chip) {
         result["of_link"] = 1e9 * gb_s / chip->link;
-        result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size,
-                                                               k.channel == engine.get());
+        result["estimated_ms"] =
+            1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size,
+                                          k.channel == engine.get() ? Via::copy_engines : Via::kernels);
       }
       auto cell = [&](const char* key) { return chip ? strf("%.3f", result[key].get<double>()) : std::string("-"); };
       table.push_back({k.name, k.by, std::to_string(mib), strf("%.3f", ms), strf("%.1f", gb_s), cell("of_link"),
@@ -768,13 +772,12 @@ void time_collectives(const Settings& s, const World& world) {
 
 int collectives_rank(const Settings& s, int argc, char** argv) {
   const World world = init_mpi(&argc, &argv);
-  const int gpus = gpu_count();
-  const std::string error =
-      agree(world.size < 2 ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
-            : gpus > 0 && gpus < world.local_size
-                ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each", world.local_size,
-                       gpus, gpus == 1 ? "" : "s")
-                : "");
+  const int gpus = gpu_count(), cards = gpus > 0 ? assign_device(Backend::gpu, world).host_cards : world.local_size;
+  const std::string error = agree(
+      world.size < 2             ? "--sweep collectives: one rank has nobody to talk to: --ranks 2"
+      : cards < world.local_size ? strf("--sweep collectives: %d ranks on a host of %d GPU%s: NCCL needs one for each",
+                                        world.local_size, cards, cards == 1 ? "" : "s")
+                                 : "");
   if (error.empty()) or_abort([&] { gpus > 0 ? time_collectives<bf16>(s, world) : time_collectives<float>(s, world); });
   else if (world.rank == 0) std::fprintf(stderr, "error: %s\n", error.c_str());
   finish_mpi();
@@ -1010,7 +1013,7 @@ json time_layer(Backend backend, bool sparse, const NsaShape& n, int reps) {
     dev.mem.end();
   };
   arrays();
-  Event unused(dev, true);
+  Event unused(dev, Event::timed);
   layer(unused, unused, unused);
   dev.mem.commit();
   dev.mem.rewind();
@@ -1029,7 +1032,7 @@ json time_layer(Backend backend, bool sparse, const NsaShape& n, int reps) {
   };
   fill(x, rows * row, 1), fill(d_o, rows * width, 2);
   std::vector<Event> events;
-  for (int i = 0; i < 3 * (reps + 2); ++i) events.emplace_back(dev, true);
+  for (int i = 0; i < 3 * (reps + 2); ++i) events.emplace_back(dev, Event::timed);
   for (int i = 0; i < reps + 2; ++i) {
     if (i == reps + 1) dev.start_profile();
     layer(events[size_t(3 * i)], events[size_t(3 * i + 1)], events[size_t(3 * i + 2)]);

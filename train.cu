@@ -460,14 +460,14 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
   ops::keep_workspace(dev);
   Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
   Event copied(dev);
-  Estimate* const estimate = std::exchange(dev.estimate, nullptr);  // of the step alone
+  Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
-  dev.estimate = estimate;
+  dev.timeline = timeline;
   model.fsdp.begin_trace();
   step_program(dev, model, r, nullptr, nullptr, copied);
   std::vector<Issued> issued = model.fsdp.trace();
-  if (dev.estimate && r.o.graph == 0) {  // one graph begins when the one before has ended
-    dev.estimate->next_step();
+  if (dev.timeline && r.o.graph == 0) {  // one graph begins when the one before has ended
+    dev.timeline->next_step();
     step_program(dev, model, r, nullptr, nullptr, copied);
   }
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
@@ -553,7 +553,7 @@ std::string train(const Context& c, const Run& r) {
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     graphs.emplace_back(dev);
     copied.emplace_back(dev), val_done.emplace_back(dev);
-    started.emplace_back(dev, true), done.emplace_back(dev, true);
+    started.emplace_back(dev, Event::timed), done.emplace_back(dev, Event::timed);
   }
   HostBuffer<int32_t> val_batch(dev, ints);
   Event val_copied(dev);
@@ -768,7 +768,7 @@ struct Price {
 Price price(Run r, const World& world, const Chip& chip) {
   Estimate estimate(chip, r.o.graph == 1);
   Device dev(Backend::gpu, Device::plan_only);
-  dev.estimate = &estimate;
+  dev.timeline = &estimate;
   r.o.val_every = 0;  // a step alone
   const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
   with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
@@ -780,8 +780,10 @@ Price price(Run r, int ranks, const Chip& chip) {
   return price(r, world, chip);
 }
 
-// CUDA and NCCL keep something for themselves.
-bool fits(double bytes, const Chip& chip) { return bytes + 1.5e9 <= chip.memory; }
+// CUDA, NCCL and cuBLAS keep something for themselves.
+bool fits(double bytes, const Chip& chip) {
+  return bytes + double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)) <= chip.memory;
+}
 
 // What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s.
 std::string advice(const Options& o, int ranks, const Chip& chip) {
@@ -960,10 +962,6 @@ void run(Options o, const World& world, const std::string& command) {
     if (o.val_every > 0)
       val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, 2)
                         : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, 0);
-    const bool gpu = r.backend == Backend::gpu;
-    if (world.size > 1 && gpu && (world.local_size > gpus || !FSDP_NCCL))
-      sharing = world.local_size > gpus ? strf("%d ranks share %d GPU%s", world.local_size, gpus, gpus > 1 ? "s" : "")
-                                        : "this build has no NCCL";
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw UsageError(error);
@@ -972,22 +970,28 @@ void run(Options o, const World& world, const std::string& command) {
                "what the machine holds");
 
   // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
-  sharing = agree(sharing);
   const bool gpu = r.backend == Backend::gpu;
+  const DeviceAssignment taken = assign_device(r.backend, world);
+  if (world.size > 1 && gpu && taken.host_cards < world.local_size)
+    sharing = strf("%d ranks share %d GPU%s", world.local_size, taken.host_cards, taken.host_cards > 1 ? "s" : "");
+  else if (world.size > 1 && gpu && !FSDP_NCCL) sharing = "this build has no NCCL";
+  sharing = agree(sharing);
   if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
   choose_gathers(&r, world.size, transport, one_host, false);  // what cannot be is said before a device is opened
+  if (!one_host && r.fsdp.shard_ranks > 1)
+    r.notices.push_back(
+        strf("--shard hybrid:%d: some groups of %d ranks lie on several hosts and gather over the network; "
+             "a number that divides the ranks of every host keeps each group on one",
+             r.fsdp.shard_ranks, r.fsdp.shard_ranks));
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
-  const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
-  const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
   if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
   ops::set_allow_tf32(o.tf32);
 
   bool engines = false;
   try {
-    dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
-                                   gpu && transport == Transport::mpi);
-    engines = copy_engines_pay(*dev);
+    dev = std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, transport));
+    engines = copy_engines_pay(*dev, world);
     with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
@@ -1015,16 +1019,16 @@ void run(Options o, const World& world, const std::string& command) {
   std::unique_ptr<Telemetry> telemetry;
   try {
     if (r.fsdp.gather_by_copy_engine && transport == Transport::nccl) use_nccl_memory(*dev);
-    dev->mem.commit();
+    dev->mem.commit(library_bytes(r.backend, transport));
     if (world.rank == 0)
-      telemetry = std::make_unique<Telemetry>(o.log, !o.resume.empty(),
-                                              header(r, *dev, world, transport, gpus_used, estimated_ms, command),
-                                              r.last_step, o.log_every);
+      telemetry = std::make_unique<Telemetry>(
+          o.log, !o.resume.empty(), header(r, *dev, world, transport, taken.world_gpus, estimated_ms, command),
+          r.last_step, o.log_every);
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
 
-  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get(), saved, found};
+  const Context context{*dev, world, transport, taken.world_gpus, data.get(), val_data.get(), telemetry.get(), saved, found};
   or_abort([&] { with_types(r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(context, r); }); });
   if (!error.empty()) throw UsageError(error);
 }

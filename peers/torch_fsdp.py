@@ -31,7 +31,7 @@ Notes
 import os
 import sys
 
-# NVLink multicast stays off, as in fsdp.cu (lib/comm/comm.cu says why): set before NCCL or torch start.
+# NVLink multicast stays off, as in fsdp.cu (lib/comm/world.cc says why): set before NCCL or torch start.
 for _k, _v in (
     ("NCCL_NVLS_ENABLE", "0"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),

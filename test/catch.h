@@ -22,7 +22,7 @@ inline bool have_gpu() { return gpus() > 0; }
 const World& test_world();
 
 // Whether NCCL can connect the ranks: it wants a GPU for each rank of a host.
-inline bool one_gpu_a_rank() { return gpus() >= test_world().local_size; }
+bool one_gpu_a_rank();
 
 // This process's device of that kind, in Mode::run; made at first use and kept. GPU: number local rank mod gpus().
 Device& test_device(Backend backend);

@@ -31,6 +31,7 @@ int passed = 0, failed = 0, skipped = 0;
 bool skip_now = false;
 std::string case_name;
 std::unique_ptr<Device> devices[2];
+bool one_gpu_each = false;
 
 void print_result() {
   std::printf("RESULT %d %d %d\n", passed, failed, skipped);
@@ -42,15 +43,20 @@ MPI_Comm meeting;  // apart from what the tests send
 FILE* quiet = nullptr;
 int real_stdout = -1;
 
-// TEST_HOSTS: this machine plays so many hosts, each with its share of the ranks. To NCCL they are hosts, with sockets
-// between them and GPUs of their own, so two GPUs do for four ranks on two.
+// TEST_HOSTS: this machine plays so many hosts, each with its share of the ranks, dealt out in turn (TEST_MAP=node) or
+// in runs. To NCCL they are hosts, with sockets between them and GPUs of their own, so two GPUs do for four ranks on
+// two.
 void play_hosts() {
   const char* text = std::getenv("TEST_HOSTS");
   if (!text) return;
   const int hosts = std::atoi(text);
   ASSERT(hosts >= 1 && world.size % hosts == 0);
-  world.local_size = world.size / hosts, world.local_rank = world.rank % world.local_size;
-  setenv("NCCL_HOSTID", ("host" + std::to_string(world.rank / world.local_size)).c_str(), 1);
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  const char* map = std::getenv("TEST_MAP");
+  const int host = map && map == std::string("node") ? rank % hosts : rank / (world.size / hosts);
+  world = number_by_host(host);
+  setenv("NCCL_HOSTID", ("host" + std::to_string(host)).c_str(), 1);
 }
 
 // Ranks other than 0 write into a file that nobody sees unless something fails.
@@ -122,6 +128,7 @@ CATCH_REGISTER_LISTENER(Counter)
 }  // namespace
 
 const World& test_world() { return world; }
+bool one_gpu_a_rank() { return one_gpu_each; }
 
 void skip_test(const char* why) {
   skip_now = true;
@@ -143,7 +150,10 @@ int main(int argc, char** argv) {
   world = init_mpi(&argc, &argv);
   play_hosts();
   MPI_Comm_dup(MPI_COMM_WORLD, &meeting);
+  one_gpu_each = have_gpu() && assign_device(Backend::gpu, world).host_cards == world.local_size;
   if (world.rank != 0) hush();
+#else
+  one_gpu_each = have_gpu();
 #endif
   // All ranks need the same order, and the same random numbers.
   std::vector<const char*> arguments(argv, argv + argc);

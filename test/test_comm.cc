@@ -1,6 +1,6 @@
-// lib/comm/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can compute
-// what every other rank holds (value() below), so each checks its results by itself. Between two collectives nothing
-// here throws: a rank that left early would leave the others waiting.
+// lib/comm/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can
+// compute what every other rank holds (value() below), so each checks its results by itself. Between two collectives
+// nothing here throws: a rank that left early would leave the others waiting.
 #include "test/catch.h"
 
 #include <algorithm>
@@ -61,11 +61,11 @@ struct Rig {
         bytes(largest_count * 8 * world.size),
         dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0,
             backend == Backend::gpu ? (world.local_size + gpus() - 1) / gpus() : world.local_size,
-            backend == Backend::gpu && transport == Transport::mpi),
+            comm_streams(backend, transport)),
         host(dev, bytes + guard) {
-    lay_out(false);
+    lay_out(Links::planned);
     dev.mem.commit();
-    lay_out(true);
+    lay_out(Links::open);
     dev.mode = Mode::run;
   }
   // Both streams are done before either channel goes.
@@ -76,13 +76,13 @@ struct Rig {
       dev.reduce().synchronize();
     } catch (const Error& e) { std::fprintf(stderr, "rank %d: %s\n", world.rank, e.what()); }
   }
-  void lay_out(bool open) {
+  void lay_out(Links links) {
     one = dev.mem.keep<char>(bytes + guard, "one", Purpose::gather_slots);
     two = dev.mem.keep<char>(bytes + guard, "two", Purpose::gradient_slots);
     gathers.reset();
-    gathers = std::make_unique<Channel>(dev, dev.gather(), world, transport, "gather", bytes, open);
+    gathers = std::make_unique<Channel>(dev, dev.gather(), world, transport, "gather", bytes, links);
     reductions.reset();
-    reductions = std::make_unique<Channel>(dev, dev.reduce(), world, transport, "reduce", bytes, open);
+    reductions = std::make_unique<Channel>(dev, dev.reduce(), world, transport, "reduce", bytes, links);
   }
   bool exact() const { return transport != Transport::nccl; }  // sums in rank order
   // A stream's work has an error to tell only here; it is kept for the CHECK, not thrown.
@@ -372,7 +372,7 @@ TEST_CASE("collectives return at once", "[comm]") {
   Rig rig(Backend::cpu);
   // A channel's delay holds its stream up, once a collective, and not the host.
   rig.gathers->delay_ms = rig.reductions->delay_ms = 50;
-  Event from(rig.dev, true), gathered(rig.dev, true), reduced(rig.dev, true);
+  Event from(rig.dev, Event::timed), gathered(rig.dev, Event::timed), reduced(rig.dev, Event::timed);
   Stream &gather = rig.gathers->stream(), &reduce = rig.reductions->stream();
   const auto start = std::chrono::steady_clock::now();
   gather.record(from);
@@ -401,11 +401,11 @@ TEST_CASE("a planned world opens nothing", "[comm]") {
   world.rank = 3, world.size = 8;
   if (test_world().rank == 0) {
     Device dev(Backend::cpu, 0);
-    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", 123456, false);
+    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", 123456, Links::planned);
     CHECK(dev.mem.report().before_step[int(Purpose::workspace)] >= 123456);
     channel.all_gather(nullptr, 10, Dtype::f32);
     channel.reduce_scatter(nullptr, 10, Dtype::f32);
-    CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, false), Error);
+    CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, Links::planned), Error);
   }
 }
 
@@ -425,11 +425,11 @@ TEST_CASE("groups of ranks talk among themselves, and to those in their place in
     double* buf = nullptr;
     const Transport over = world.size > 1 ? Transport::mpi : Transport::none;
     std::unique_ptr<Channel> among, across;
-    for (bool open : {false, true}) {
+    for (Links links : {Links::planned, Links::open}) {
       buf = dev.mem.keep<double>(2, "two numbers", Purpose::workspace);
-      among = std::make_unique<Channel>(dev, dev.reduce(), shards, over, "among", 4096, open);
-      across = std::make_unique<Channel>(dev, dev.reduce(), replicas, over, "across", 4096, open);
-      if (!open) dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
+      among = std::make_unique<Channel>(dev, dev.reduce(), shards, over, "among", 4096, links);
+      across = std::make_unique<Channel>(dev, dev.reduce(), replicas, over, "across", 4096, links);
+      if (links == Links::planned) dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
     }
     buf[0] = buf[1] = double(1 << world.rank);
     among->all_reduce(buf, 1, Dtype::f64);
@@ -555,6 +555,106 @@ TEST_CASE("a group is on one host or it is not", "[comm][hosts]") {
   CHECK(on_one_host(test_world(), test_world().size) == (test_world().local_size == test_world().size));
 }
 
+TEST_CASE("ranks are numbered host by host", "[comm][hosts]") {
+  using Numbers = std::vector<int>;
+  CHECK(by_host({}) == Numbers{});
+  CHECK(by_host({5}) == Numbers{0});
+  CHECK(by_host({0, 0, 1, 1}) == Numbers{0, 1, 2, 3});              // in runs: as they are
+  CHECK(by_host({0, 1, 0, 1}) == Numbers{0, 2, 1, 3});              // in turn
+  CHECK(by_host({9, 3, 7, 9, 3, 7}) == Numbers{0, 2, 4, 1, 3, 5});  // a host's number says nothing of its order
+  CHECK(by_host({1, 0, 0, 1, 0}) == Numbers{0, 2, 3, 1, 4});        // hosts of two and three
+  // And it is what collectives go by.
+  const World& w = test_world();
+  const std::vector<std::string> at = gather_texts(strf("%d of %d", w.local_rank, w.local_size));
+  for (int r = 0; r < w.size; ++r) CHECK(at[size_t(r)] == strf("%d of %d", r % w.local_size, w.local_size));
+  CHECK(on_one_host(w, w.local_size));
+  // Neighbours know each other by the host that they play, and others do not.
+  const char* id = std::getenv("NCCL_HOSTID");
+  const std::vector<std::string> hosts = gather_texts(id ? id : "this");
+  for (int r = 0; r < w.size; ++r) {
+    const bool mate = r / w.local_size == w.rank / w.local_size;
+    CHECK((hosts[size_t(r)] == hosts[size_t(w.rank)]) == mate);
+  }
+}
+
+TEST_CASE("ranks share a GPU where the GPU says so, whatever number it has", "[comm]") {
+  // Each rank's host, GPU and card.
+  using Ranks = std::vector<RankGpu>;
+  struct Counts {
+    int sharers, host_cards, world_gpus;
+    bool operator==(const Counts& o) const {
+      return sharers == o.sharers && host_cards == o.host_cards && world_gpus == o.world_gpus;
+    }
+  };
+  const auto count = [](const Ranks& ranks, int rank) {
+    const DeviceAssignment a = count_gpus(ranks, rank);
+    return Counts{a.sharers, a.host_cards, a.world_gpus};
+  };
+  const auto on = [](int host, const char* uuid, const char* card) { return RankGpu{host, {uuid, card}}; };
+  // One GPU a process: all are number 0, and nobody shares.
+  const Ranks own = {on(0, "a", "1"), on(0, "b", "2"), on(0, "c", "3")};
+  for (int r = 0; r < 3; ++r) CHECK(count(own, r) == Counts{1, 3, 3});
+  // Four ranks on two GPUs, and three.
+  const Ranks four = {on(0, "a", "1"), on(0, "b", "2"), on(0, "a", "1"), on(0, "b", "2")};
+  for (int r = 0; r < 4; ++r) CHECK(count(four, r) == Counts{2, 2, 2});
+  const Ranks three = {on(0, "a", "1"), on(0, "b", "2"), on(0, "a", "1")};
+  CHECK(count(three, 0) == Counts{2, 2, 2});
+  CHECK(count(three, 1) == Counts{1, 2, 2});
+  // Two hosts: one full, one shared.
+  const Ranks hosts = {on(0, "a", "1"), on(0, "b", "2"), on(2, "c", "1"), on(2, "c", "1")};
+  CHECK(count(hosts, 1) == Counts{1, 2, 3});
+  CHECK(count(hosts, 3) == Counts{2, 1, 3});
+  // Hosts that are played on one machine have GPUs of their own.
+  const Ranks played = {on(0, "a", "1"), on(0, "b", "2"), on(2, "a", "1"), on(2, "b", "2")};
+  for (int r = 0; r < 4; ++r) CHECK(count(played, r) == Counts{1, 2, 4});
+  // Two parts of one card: each rank has its own memory, but NCCL wants a card for each.
+  const Ranks parts = {on(0, "part-1", "1"), on(0, "part-2", "1")};
+  for (int r = 0; r < 2; ++r) CHECK(count(parts, r) == Counts{1, 1, 2});
+}
+
+TEST_CASE("what libraries take beside the arena", "[comm]") {
+  CHECK(library_bytes(Backend::cpu, Transport::mpi) == 0);
+  CHECK(library_bytes(Backend::gpu, Transport::none) > 0);
+  CHECK(library_bytes(Backend::gpu, Transport::mpi) == library_bytes(Backend::gpu, Transport::none));
+  CHECK(library_bytes(Backend::gpu, Transport::nccl) > library_bytes(Backend::gpu, Transport::none));
+}
+
+TEST_CASE("CPU ranks share their host's memory", "[comm]") {
+  const DeviceAssignment a = assign_device(Backend::cpu, test_world());
+  CHECK(a.ordinal == 0);
+  CHECK(a.sharers == test_world().local_size);
+  CHECK(a.world_gpus == 0);
+}
+
+TEST_CASE("GPU: each rank takes one, and all know who shares", "[comm][gpu][hosts]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  const World& w = test_world();
+  const DeviceAssignment a = assign_device(Backend::gpu, w);
+  CHECK(a.ordinal == w.local_rank % gpus());
+  const GpuName mine = name_gpu(a.ordinal);
+  CHECK(mine.uuid.size() == 32);
+  CHECK(mine.uuid.find_first_not_of("0123456789abcdef") == std::string::npos);
+  CHECK(std::count(mine.card.begin(), mine.card.end(), ':') == 2);
+  for (int other = 0; other < gpus(); ++other) CHECK((name_gpu(other).uuid == mine.uuid) == (other == a.ordinal));
+  // What they tell each other is what each sees of its own.
+  int sharers = 0;
+  const std::vector<std::string> uuids = gather_texts(mine.uuid);
+  for (int r = w.rank - w.local_rank; r < w.rank - w.local_rank + w.local_size; ++r)
+    sharers += uuids[size_t(r)] == mine.uuid;
+  CHECK(a.sharers == sharers);
+  CHECK(a.host_cards <= w.local_size);
+  CHECK(a.world_gpus <= w.size);
+  if (gpus() > 1) CHECK(a.host_cards == std::min(gpus(), w.local_size));  // all see all
+}
+
+TEST_CASE("every rank's text is on all ranks, in order", "[comm]") {
+  const World& w = test_world();
+  const auto text = [](int rank) { return std::string(size_t(rank * 1000 % 3001), char('a' + rank)); };
+  const std::vector<std::string> all = gather_texts(text(w.rank));
+  CHECK(int(all.size()) == w.size);
+  for (int r = 0; r < w.size; ++r) CHECK(all[size_t(r)] == text(r));
+}
+
 TEST_CASE("ranks know who they are", "[comm]") {
   const World& w = test_world();
   CHECK(w.size >= 1);
@@ -574,7 +674,7 @@ TEST_CASE("a rank throws while the others wait in a collective", "[.throws]") {
   or_abort([&] {
     Device dev(Backend::cpu, 0, world.size);
     std::vector<float> data(size_t(64 * world.size));
-    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", int64_t(data.size() * 4), true);
+    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", int64_t(data.size() * 4), Links::open);
     dev.mode = Mode::run;
     if (world.rank == 1) throw Error("out of luck");
     channel.all_gather(data.data(), 64, Dtype::f32);
