@@ -60,6 +60,9 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
     for (int i = 0; i < int(sizeof(v) / 16); ++i) reinterpret_cast<uint4*>(p)[i] = v.q[i];
   }
 }
+// Brings the cache line of p into L2; unlike a load, it holds no register.
+constexpr int cache_line = 128;
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> zeros() {
   Pack<T, N> v;

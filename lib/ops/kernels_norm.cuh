@@ -202,16 +202,46 @@ void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials
   CUDA_CHECK_LAUNCH();
 }
 
+// A block's row of partial sums (C) from its threads' sums: rows of the block are added up in order by its first row's
+// threads, through `combine` (256 * each * N) where the block has more than one (then it has at most 256 threads).
+template <int each, int N>
+__device__ __forceinline__ void write_partials(float* out, float (&sums)[each][N], float* combine, int vectors) {
+  if (blockDim.y > 1) {
+    float* mine = combine + (threadIdx.y * blockDim.x + threadIdx.x) * each * N;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < each; ++k)
+#pragma unroll
+      for (int j = 0; j < N; ++j) mine[k * N + j] = sums[k][j];
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (unsigned y = 1; y < blockDim.y; ++y)
+#pragma unroll
+      for (int k = 0; k < each; ++k)
+#pragma unroll
+        for (int j = 0; j < N; ++j) sums[k][j] += mine[y * blockDim.x * each * N + k * N + j];
+  }
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    if (i >= vectors) continue;
+#pragma unroll
+    for (int j = 0; j < N; j += 4)
+      *reinterpret_cast<float4*>(out + i * N + j) =
+          make_float4(sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]);
+  }
+}
+
 // A block owns the rows blockIdx.x * blockDim.y + threadIdx.y, + gridDim.x * blockDim.y, ...; a thread owns `each`
 // vectors of channels, and their sums for dgamma and dbeta stay in its registers. x, dy, dres are read once (the next
 // row's x and dy while this row is worked on), dx is written once; at the end the block writes one row of partial sums.
-template <class T, int each, int threads>
-__global__ void __launch_bounds__(threads)
+template <class T, int each>
+__global__ void __launch_bounds__(512)
     norm_backward_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
                          const float2* stats, const T* gamma, int64_t M, int64_t C) {
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
-  __shared__ float combine[256 * each * N];  // used by blocks of at most 256 threads
+  __shared__ float combine[256 * each * N];
   const int vectors = int(C / N);
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -277,36 +307,70 @@ __global__ void __launch_bounds__(threads)
       store(dx + m * C + i * N, r);
     }
   }
+  write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
+  write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
+}
 
-  // Rows of the block are added up in order by its first row's threads.
-  const auto finish = [&](float(&sums)[each][N], float* out) {
-    if (blockDim.y > 1) {
-      float* mine = combine + (threadIdx.y * blockDim.x + threadIdx.x) * each * N;
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < each; ++k)
-#pragma unroll
-        for (int j = 0; j < N; ++j) mine[k * N + j] = sums[k][j];
-      __syncthreads();
-      if (threadIdx.y > 0) return;
-      for (unsigned y = 1; y < blockDim.y; ++y)
-#pragma unroll
-        for (int k = 0; k < each; ++k)
-#pragma unroll
-          for (int j = 0; j < N; ++j) sums[k][j] += mine[y * blockDim.x * each * N + k * N + j];
+// The same where the sums leave no registers for rows: in blocks of more than 512 threads, which get 64 each, and with
+// 16 floats of a row to a thread. x and dy are read twice, the second time from L1 or L2; instead of being read ahead,
+// dres and the next row are prefetched into L2. At most 64 registers (sm_80, sm_90), so that an SM holds 1024 threads.
+// The sums have the same order and the same bits as in norm_backward_kernel.
+template <class T, int each, int threads>
+__global__ void __launch_bounds__(threads)
+    norm_backward_wide_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
+                              const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  constexpr bool one_row = threads > 512;  // at a time in a block: then m < M is known
+  __shared__ RowSums<float> shared[2];
+  __shared__ float combine[one_row ? 1 : 256 * each * N];
+  const int vectors = int(C / N);
+  const unsigned y = one_row ? 0 : threadIdx.y;
+  const int64_t line = threadIdx.x * (cache_line / int(sizeof(T)));  // enough: a row has at most 64 bytes to a thread
+  const int64_t stride = int64_t(gridDim.x) * (one_row ? 1 : blockDim.y);
+  float sum_gamma[each][N] = {}, sum_beta[each][N] = {};
+  int turn = 0;
+  for (int64_t first = int64_t(blockIdx.x) * (one_row ? 1 : blockDim.y); first < M; first += stride, turn ^= 1) {
+    const int64_t m = first + y, row = m * C;
+    const int mine = m < M ? vectors : 0;
+    const float2 s = m < M ? stats[m] : make_float2(0, 0);
+    if (line < C && m < M) {
+      if (dres) prefetch(dres + row + line);
+      if (m + stride < M) prefetch(x + row + stride * C + line), prefetch(dy + row + stride * C + line);
     }
+    float sum_g = 0, sum_gx = 0;
 #pragma unroll
     for (int k = 0; k < each; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
-      if (i >= vectors) continue;
+      if (i >= mine) continue;
+      float a[N], g[N], w[N];
+      load(a, x + row + i * N), load(g, dy + row + i * N), load(w, gamma + i * N);
 #pragma unroll
-      for (int j = 0; j < N; j += 4)
-        *reinterpret_cast<float4*>(out + i * N + j) =
-            make_float4(sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]);
+      for (int j = 0; j < N; ++j) {
+        const float xhat = (a[j] - s.x) * s.y;
+        sum_gamma[k][j] += g[j] * xhat, sum_beta[k][j] += g[j];
+        sum_g += g[j] * w[j], sum_gx += g[j] * w[j] * xhat;
+      }
     }
-  };
-  finish(sum_gamma, partials + int64_t(blockIdx.x) * C);
-  finish(sum_beta, partials + (int64_t(gridDim.x) + blockIdx.x) * C);
+    row_sums(sum_g, sum_gx, shared[turn]);
+    const float mean_g = layer ? sum_g / C : 0, mean_gx = sum_gx / C;
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= mine) continue;
+      float a[N], g[N], w[N], r[N] = {};
+      load(a, x + row + i * N), load(g, dy + row + i * N), load(w, gamma + i * N);
+      if (dres) load(r, dres + row + i * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float xhat = (a[j] - s.x) * s.y;
+        // Not fused with the subtraction: norm_backward_kernel reuses the rounded product of its sums.
+        r[j] += s.y * (__fmul_rn(g[j], w[j]) - mean_g - xhat * mean_gx);
+      }
+      store(dx + row + i * N, r);
+    }
+  }
+  write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
+  write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }
 
 // Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in memory, of which a
@@ -354,17 +418,15 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
     // Sums over no rows: reduce_columns of no partial sums writes zeros.
   } else if (any) {
     norm_backward_any_kernel<<<blocks, 512, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-  } else if (t.x * t.y > 512) {
-    if (shape.each == 1)
-      norm_backward_kernel<T, 1, 1024><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-    else
-      norm_backward_kernel<T, most, 1024><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-  } else if (shape.each == 1) {
-    norm_backward_kernel<T, 1, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-  } else if (shape.each == 2) {
-    norm_backward_kernel<T, 2, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
-    norm_backward_kernel<T, most, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    const auto launch = [&](auto kernel) {
+      kernel<<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    };
+    if (t.x * t.y > 512)
+      launch(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
+    else if (shape.each == 1) launch(norm_backward_kernel<T, 1>);
+    else if (shape.each == 2) launch(norm_backward_kernel<T, 2>);
+    else if constexpr (most > 2) launch(norm_backward_wide_kernel<T, most, 512>);
   }
   CUDA_CHECK_LAUNCH();
   reduce_columns(stream, dgamma, dbeta, partials, blocks, C, accumulate);
