@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/stages.h"
 #include "lib/ops/ops.h"
 
 void check_nsa(const NsaShape& a) {
@@ -28,8 +29,6 @@ void check_nsa(const NsaShape& a) {
              "divide H, and rows have %lld columns",
              ll(a.B), ll(a.T), ll(a.H), ll(a.HKV), ll(a.D), ll(a.ld), a.scale, ll(a.columns())));
 }
-
-std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
 
 const char* name_of(Stage s) {
   static const char* names[nsa_stages] = {
@@ -208,9 +207,9 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   } else {
     v.indices = mem.take<int32_t>(a.B * a.HKV * a.T * a.selected, "selected blocks", Purpose::activations);
     {
-      Buffer<A> scratch = mem.take<A>(nsa_select_scratch<T>(a), "selection workspace");
+      Buffer<A> scratch = mem.take<A>(nsa_topk_scratch<T>(a), "selection workspace");
       dev.mark("selection");
-      tell(Stage::selection, nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a));
+      tell(Stage::selection, nsa_topk<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a));
     }
   }
   v.o_selected = mem.take<T>(rows * a.H * a.D, "selected attention", life);

@@ -1,4 +1,4 @@
-#include "nsa_attention.h"
+#include "attention/dense.h"
 
 #include <algorithm>
 #include <initializer_list>
@@ -11,6 +11,8 @@
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
 #endif
+
+std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
 
 static void check(const AttentionShape& a) {
   if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))

@@ -1,7 +1,7 @@
 // What the attention kernels of every architecture share: which keys a query sees, the arguments, and bf16 packing.
 #pragma once
 
-#include "nsa_attention.h"
+#include "attention/dense.h"
 
 namespace attention {
 

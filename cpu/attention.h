@@ -18,7 +18,7 @@
 #include <cstring>
 #include <vector>
 
-#include "nsa_attention.h"
+#include "attention/dense.h"
 
 namespace cpu {
 namespace attention_detail {

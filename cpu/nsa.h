@@ -144,11 +144,10 @@ void nsa_heads_first(T* out, const T* x, int64_t heads, int64_t rows, int64_t D)
       std::copy(x + (r * heads + h) * D, x + (r * heads + h + 1) * D, out + (h * rows + r) * D);
 }
 
-// --------------------------------------------------------------------------------------------------------- selection
+// ---------------------------------------------------------------------------------------------------- choosing: top-k
 
 template <class T>
-void nsa_select(int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* /*scratch*/,
-                const NsaShape& a) {
+void nsa_topk(int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* /*scratch*/, const NsaShape& a) {
   using namespace attention_detail;
   using A = acc_t<T>;
   const int64_t D = a.D, n = a.selected, keys = a.compressed(), ldk = padded(keys), blocks = a.select_blocks();
