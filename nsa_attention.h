@@ -36,13 +36,15 @@ struct NsaShape {
   int64_t window = 512;                      // w
   Phi phi = Phi::mean;
 
-  int64_t compressed() const { return T < block ? 0 : (T - block) / stride + 1; }  // keys, of a sequence
+  int64_t compressed() const { return compressed_keys(T, block, stride); }                    // keys, of a sequence
+  int64_t compressed_seen(int64_t t) const { return compressed_keys(t + 1, block, stride); }  // by query t
   int64_t select_blocks() const { return (T + select_block - 1) / select_block; }
   int64_t k(int branch) const { return (H + branch * HKV) * D; }  // columns
   int64_t v(int branch) const { return (H + (3 + branch) * HKV) * D; }
   HD int64_t gate(int branch) const { return (H + 6 * HKV) * D + branch * H; }
   int64_t columns() const { return (H + 6 * HKV) * D + 3 * H; }
 };
+constexpr NsaShape nsa_defaults{};  // of block, stride, select_block, selected, window and phi: those of the paper
 // Throws UsageError: a combination that the equations forbid (block and select_block are multiples of stride,
 // select_block >= block, 3 <= selected), by name.
 void check_nsa(const NsaShape& a);

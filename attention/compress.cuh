@@ -55,7 +55,7 @@ struct Blocks {
         columns(a.HKV * a.D),
         ld(a.ld) {}
   // Blocks [first, end) hold token t.
-  __device__ int first(int t) const { return t < block ? 0 : (t - block) / stride + 1; }
+  __device__ int first(int t) const { return compressed_keys(t, block, stride); }
   __device__ int end(int t) const { return min(keys, t / stride + 1); }
 };
 

@@ -27,6 +27,13 @@ enum class Sees {
   compressed,  // key j stands for tokens [stride*j, stride*j + block): the last of them must not lie after t
 };
 
+// How many compressed keys end within the first `tokens` tokens of a sequence: of T tokens there are
+// compressed_keys(T, ...), and query t sees compressed_keys(t + 1, ...) of them.
+template <class I>
+HD constexpr I compressed_keys(I tokens, I block, I stride) {
+  return tokens < block ? 0 : (tokens - block) / stride + 1;
+}
+
 struct AttentionShape {
   int64_t B, T, H, HKV, D;
   int64_t ld_q, ld_kv, ld_o;  // row strides in elements: q; k and v; o and do

@@ -45,7 +45,7 @@ struct Compressed {
       : T(int(a.T)), keys(int(a.keys ? a.keys : a.T)), block(int(a.block)), stride(int(a.stride)) {}
   HD int first_key(int /*q0*/) const { return 0; }
   HD int last_key(int q1) const {
-    const int tokens = q1 < T ? q1 : T, ended = tokens < block ? 0 : (tokens - block) / stride + 1;
+    const int ended = compressed_keys(q1 < T ? q1 : T, block, stride);
     return ended < keys ? ended : keys;
   }
   HD int first_query(int k0) const { return stride * k0 + block - 1; }

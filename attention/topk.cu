@@ -60,8 +60,7 @@ template <class T>
 static Cost cost(const NsaShape& a) {
   const int64_t rows = (a.T + 127) / 128;
   int64_t tiles = 0;
-  for (int64_t r = 1; r <= rows; r++)
-    tiles += std::max<int64_t>(0, std::min(r * 128, a.T) - a.block + a.stride + 127 * a.stride) / (128 * a.stride);
+  for (int64_t r = 1; r <= rows; r++) tiles += (compressed_keys(std::min(r * 128, a.T), a.block, a.stride) + 127) / 128;
   Cost c{Work::attention};
   c.flops = double(tiles * 128 * 128) * double(2 * a.H * a.D + 2700 * a.HKV) + 30e6 * double(rows * a.H);
   c.flops *= double(a.B), c.share = 0.77, c.dtype = dtype_of<T>;
