@@ -1,6 +1,6 @@
 // What the kernels share: 16-byte vectors, sums over warps and blocks, launch shapes.
 //
-// Nearly all operations of lib/ops.h are bound by memory: the limit is the bytes they must read and write over the
+// Nearly all operations of lib/ops/ops.h are bound by memory: the limit is the bytes they must read and write over the
 // bandwidth of the HBM. To come near it every access is a coalesced 16-byte vector, every byte is touched once, and
 // enough loads are in flight (about 25 KiB an SM on an H200).
 #pragma once

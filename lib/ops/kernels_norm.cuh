@@ -28,8 +28,8 @@ inline NormShape norm_shape(int64_t vectors, int most) {
   return {0, dim3(512)};
 }
 
-// y at N channels. One function, without anything that a compiler may contract in different ways, so that norm_apply
-// repeats the bits of norm_forward.
+// y (N) from x (N), at N channels of gamma and beta (N; beta may be null). One function, without anything that a
+// compiler may contract in different ways, so that norm_apply repeats the bits of norm_forward.
 template <class T, int N>
 __device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean, float inv_std, const T* gamma,
                                           const T* beta) {
@@ -41,6 +41,7 @@ __device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean,
   store(y, v);
 }
 
+// y, sum, x, delta (M,C), stats (M), gamma, beta (C); delta and beta may be null, sum too where delta is.
 // A block owns blockDim.y rows, the blockDim.x threads of a row `each` vectors apiece, blockDim.x apart. x and delta
 // are read once and stay in registers as sum, rounded to T; sum, y and the statistics are written once.
 template <class T, int each>
@@ -100,8 +101,8 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// Rows of any length, one block each: read three times, from L2 after the first. A thread meets only its own channels,
-// so sum needs no barrier.
+// The same arguments. Rows of any length, one block each: read three times, from L2 after the first. A thread meets
+// only its own channels, so sum needs no barrier.
 template <class T>
 __global__ void __launch_bounds__(512)
     norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
@@ -149,7 +150,7 @@ void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stat
   CUDA_CHECK_LAUNCH();
 }
 
-// A thread owns one vector.
+// y, x (M,C), stats (M), gamma, beta (C; may be null). A thread owns one vector.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     norm_apply_kernel(T* y, const float2* stats, const T* x, const T* gamma, const T* beta, int64_t M, int64_t C) {
@@ -173,8 +174,8 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
   CUDA_CHECK_LAUNCH();
 }
 
-// out0[c] (blockIdx.y = 0) and out1[c] (1): sums over p of partials (2, P, C), in a fixed order. A block owns 32
-// columns; its 32 warps take the rows in turn.
+// out0 (C) (blockIdx.y = 0) and out1 (C) (1; null: only out0): sums over P of partials (2,P,C), or (P,C), in a fixed
+// order. A block owns 32 columns; its 32 warps take the rows in turn.
 template <class G>
 __global__ void __launch_bounds__(1024)
     reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C, bool accumulate) {
@@ -232,6 +233,7 @@ __device__ __forceinline__ void write_partials(float* out, float (&sums)[each][N
   }
 }
 
+// dx, dy, dres, x (M,C), stats (M), gamma (C), partials (2,gridDim.x,C): of dgamma, dbeta; dres may be null.
 // A block owns the rows blockIdx.x * blockDim.y + threadIdx.y, + gridDim.x * blockDim.y, ...; a thread owns `each`
 // vectors of channels, and their sums for dgamma and dbeta stay in its registers. x, dy, dres are read once (the next
 // row's x and dy while this row is worked on), dx is written once; at the end the block writes one row of partial sums.
@@ -311,10 +313,10 @@ __global__ void __launch_bounds__(512)
   write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }
 
-// The same where the sums leave no registers for rows: in blocks of more than 512 threads, which get 64 each, and with
-// 16 floats of a row to a thread. x and dy are read twice, the second time from L1 or L2; instead of being read ahead,
-// dres and the next row are prefetched into L2. At most 64 registers (sm_80, sm_90), so that an SM holds 1024 threads.
-// The sums have the same order and the same bits as in norm_backward_kernel.
+// The same, with the same arguments, where the sums leave no registers for rows: in blocks of more than 512 threads,
+// which get 64 each, and with 16 floats of a row to a thread. x and dy are read twice, the second time from L1 or L2;
+// instead of being read ahead, dres and the next row are prefetched into L2. At most 64 registers (sm_80, sm_90), so
+// that an SM holds 1024 threads. The sums have the same order and the same bits as in norm_backward_kernel.
 template <class T, int each, int threads>
 __global__ void __launch_bounds__(threads)
     norm_backward_wide_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
@@ -373,8 +375,8 @@ __global__ void __launch_bounds__(threads)
   write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }
 
-// Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in memory, of which a
-// thread meets only its own channels.
+// The same arguments. Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in
+// memory, of which a thread meets only its own channels.
 template <class T>
 __global__ void __launch_bounds__(512)
     norm_backward_any_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
