@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(256)
   delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
 }
 
-// dK and dV that were summed in parts: the parts' sums, first part first. A thread owns 4 columns.
+// dk, dv (B,keys,HKV,D) that were summed in parts: the sums over parts of part_sums (2,parts,B,HKV,keys,D), first part
+// first. A thread owns 4 columns.
 __global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float* part_sums, Problem a, int parts) {
   const int64_t n = int64_t(a.B) * a.HKV * a.keys * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= 2 * n) return;

@@ -35,9 +35,9 @@ HD constexpr I compressed_keys(I tokens, I block, I stride) {
 }
 
 struct AttentionShape {
-  int64_t B, T, H, HKV, D;
-  int64_t ld_q, ld_kv, ld_o;  // row strides in elements: q; k and v; o and do
-  int64_t ld_dq, ld_dkv;      // of the gradients
+  int64_t B, T, H, HKV, D;    // sequences, queries of each, query heads, KV heads, head dim
+  int64_t ld_q, ld_kv, ld_o;  // row strides in numbers: q; k and v; o and do
+  int64_t ld_dq, ld_dkv;      // dq; dk and dv
   double scale;               // positive; 1/sqrt(D) unless the caller says otherwise
   Sees sees = Sees::causal;
   int64_t keys = 0;  // rows of k and v in a sequence; 0: T. Only with Sees::compressed another number
@@ -46,8 +46,7 @@ struct AttentionShape {
 
 // Which kernel a call launched, for logs and tests.
 struct Kernel {
-  const char* code =
-      nullptr;  // sm90, sm80, cuda (any GPU), fp32 (any GPU, no tensor cores), plain loops; null: none ran
+  const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: no tensor cores), plain loops; null: none ran
   const char* variant = "";
   bool general = false;  // the fallback for any shape, where other shapes have a specialised kernel
 };
@@ -79,8 +78,8 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {});
 
 #if FSDP_CUDA
-// The kernels behind these on a bare CUDA stream, for tests and timings. arch: compute capability (90, 80, ...) whose
-// kernels are to run; an H200 runs both 90's and 80's. T: float or bf16.
+// The kernels behind these on a bare CUDA stream, for tests and timings: the same arguments and shapes. arch: compute
+// capability (90, 80, ...) whose kernels are to run; an H200 runs both 90's and 80's. T: float or bf16.
 namespace gpu {
 template <class T>
 Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,

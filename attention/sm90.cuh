@@ -244,6 +244,7 @@ struct Forward {
   static constexpr int bytes = items + 32 + 1024;
 };
 
+// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse (B,H,T).
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -406,6 +407,7 @@ struct BackwardKV {
   static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
 };
 
+// Maps of q, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D).
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kv(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -565,6 +567,7 @@ struct BackwardQ {
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
+// Maps of q, do, dq (B,T,H,D), k, v (B,keys,HKV,D); lse2, delta (B,H,Tp).
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,

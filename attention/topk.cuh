@@ -23,7 +23,8 @@
 #include "nsa_attention.h"
 
 #if FSDP_CUDA
-// The kernels behind nsa_topk on a bare CUDA stream, for tests and timings. arch: as in gpu::attention_forward.
+// The kernels behind nsa_topk (attention/stages.h) on a bare CUDA stream, for tests and timings: indices (B,HKV,T,n), q
+// columns of (B*T,ld), k (B*compressed(), HKV D), lse (B,H,T). arch: as in gpu::attention_forward.
 namespace gpu {
 template <class T>
 Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, const T* k, const float* lse,
