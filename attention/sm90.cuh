@@ -186,10 +186,11 @@ __device__ inline float2 load_shared2(uint32_t at) {
   return x;
 }
 
-// Items of 128 queries of one head for persistent blocks, dearest first; heads fastest, so that a group's blocks share
-// K and V in L2. A block begins with the item of its own number and draws another when it has one in hand; whoever
-// draws the last number sets the count back. So a block that starts late, because another stream's kernel holds its SM,
-// finds the work done rather than a share of it waiting. The producer tells the consumers the item through one word.
+// The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so
+// that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from a
+// counter while it works; the block that draws the last number resets the counter. So a block that starts late, because
+// another stream's kernel occupies its SM, leaves no fixed share of the work behind. The producer passes an item to the
+// consumers through one word of shared memory.
 struct Items {
   Ring<1> ring;
   uint32_t word;
@@ -203,22 +204,22 @@ struct Items {
     if (drawn == unsigned(count) - 1) atomicExch(&items_drawn[list], 0);
     return int(gridDim.x + drawn);
   }
-  // Producer: tells the consumers the item of a round. False when there is none, which they are told too.
-  __device__ bool tell(int round, int item) const {
+  // Producer: passes the item of a round on. False when there is none left, which is passed on too.
+  __device__ bool publish(int round, int item) const {
     ring.wait_free(round);
     store_shared(word, item);
     barrier_arrive(ring.full);
     return item < count;
   }
   // Consumers: the item of a round, or false.
-  __device__ bool ask(int round, int* item) const {
+  __device__ bool receive(int round, int* item) const {
     ring.wait(round);
-    if (threadIdx.x % 32 == 0) *item = load_shared(word);  // the lane that says it has been read
+    if (threadIdx.x % 32 == 0) *item = load_shared(word);  // the lane that arrives when it has been read
     *item = __shfl_sync(~0u, *item, 0);
     ring.release(round);
     return *item < count;
   }
-  __device__ void place(int item, const Problem& a, int* b, int* q0, int* h) const {
+  __device__ void locate(int item, const Problem& a, int* b, int* q0, int* h) const {
     *h = item % a.H;
     *q0 = (tiles - 1 - item / a.H % tiles) * 128;
     *b = item / a.H / tiles;
@@ -268,9 +269,9 @@ __global__ void __launch_bounds__(384, 1)
     fewer_registers<24>();
     if (threadIdx.x == 0) {
       int n = 0;  // tiles of K and V so far
-      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+      for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
-        items.place(item, a, &b, &q0, &h);
+        items.locate(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
         if (last == first) ++last;
@@ -287,9 +288,9 @@ __global__ void __launch_bounds__(384, 1)
     int wg = warpgroup - 1, lane = threadIdx.x % 32;
     uint32_t q_rows = base + L::q + wg * 64 * 128, o_rows = base + L::o + wg * 64 * D * 2;
     int n = 0;
-    for (int round = 0, item; items.ask(round, &item); ++round) {
+    for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
-      items.place(item, a, &b, &q0, &h);
+      items.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
       if (last == first) ++last;
       int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
@@ -592,9 +593,9 @@ __global__ void __launch_bounds__(384, 1)
     fewer_registers<24>();
     if (threadIdx.x == 0) {
       int n = 0;  // tiles of K and V so far
-      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+      for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
-        items.place(item, a, &b, &q0, &h);
+        items.locate(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
         uint32_t bar = q_ring.acquire(round, 2 * BM * D * 2);
@@ -613,9 +614,9 @@ __global__ void __launch_bounds__(384, 1)
     uint32_t q_rows = base + L::q + wg * 64 * 128, do_rows = base + L::d_o + wg * 64 * 128;
     uint32_t dq_rows = base + L::dq + wg * 64 * 128;
     int n0 = 0;  // tiles of K and V before this item
-    for (int round = 0, item; items.ask(round, &item); ++round) {
+    for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
-      items.place(item, a, &b, &q0, &h);
+      items.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
       int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
       const int64_t stats = int64_t(b * a.H + h) * a.Tp + t;

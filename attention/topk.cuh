@@ -5,12 +5,12 @@
 // A query with more than n blocks up to its own, `cur`, takes 0, cur - 1 and cur, and the best n - 3 of 1 to cur - 2;
 // the others take all they have and need no score. Every compressed key that shares a token with one of those
 // candidates ends before block cur begins: no score has to be masked. A tile has scores of more blocks than some of its
-// queries may choose, or see: nobody reads those.
+// queries may choose, or see: those are never read.
 //
 // The product is S^T = K Q^T, and eight neighbouring columns of it are eight queries of one head. A thread thus holds
-// the same (key, query) for all heads, and sums them in their order without asking anyone. The columns of a tile are
-// 128: as many times 8 queries as go with the group's heads (a part of them, the largest divisor up to 16, where the
-// group is larger: then the sums go through the scratch from part to part).
+// the same (key, query) for all heads, and sums them in their order without any exchange. The columns of a tile are
+// 128: 8 queries times all heads of the group, as often as fits (of a group of more than 16 heads, times its largest
+// divisor up to 16: then the sums pass from part to part through the scratch).
 //
 // Blocks of threads (CTAs) are persistent. Each has room in the scratch for the scores of one tile of queries, mostly
 // in L2: where a selection block is 4 strides and a compressed key 2 (as in 64, 32, 16), scores of blocks; else the
@@ -78,8 +78,8 @@ struct TopK {
   HD int most() const { return items() < most_blocks ? items() : most_blocks; }
   HD int64_t scores() const { return int64_t(queries) * row; }  // of one tile
 
-  // The dearest first; heads fastest, so that blocks side by side read the same rows of the buffer that q lies in.
-  HD void place(int item, int* b, int* q0, int* head) const {
+  // Those with most keys first; heads fastest, so that neighbouring blocks read the same rows of q's buffer.
+  HD void locate(int item, int* b, int* q0, int* head) const {
     *head = item % HKV;
     *q0 = (tiles - 1 - item / HKV % tiles) * queries;
     *b = item / HKV / tiles;

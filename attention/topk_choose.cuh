@@ -64,12 +64,12 @@ constexpr int list_bytes = 2 * 32 * 4;  // of shared memory for a warp
 // Room for the scores of so many blocks of two queries, and what is carried to them; for each warp.
 constexpr int room = 1024, room_bytes = 2 * (room + room / 4) * 4;
 
-// A warp writes the list of query t: the blocks that it takes anyway, and the best `wanted` of the others, 1 to `last`.
-// Every lane finds the best of its blocks; what about `wanted` of those 32 reach is a bound that about 17 of all blocks
-// reach (for wanted = 13 and scores in any order that does not repeat every 32 blocks). Those are gathered, one in a
-// lane, and each counts those before it. If they are more than 32, because many are equal or many are wanted, the exact
-// bound is searched among all. near: the first `in_room` numbers of the row and what is carried to them, in shared
-// memory, where the numbers become comparable ones; the rest come from `score`.
+// A warp writes the list of query t: the blocks that are always selected, and the best `wanted` of the rest, 1 to
+// `last`. Every lane finds the best of its blocks; what about `wanted` of those 32 reach is a bound that about 17 of
+// all blocks reach (for wanted = 13 and scores in any order that does not repeat every 32 blocks). Those are gathered,
+// one in a lane, and each counts those before it. If they are more than 32, because many are equal or many are wanted,
+// the exact bound is searched among all. near: the first `in_room` numbers of the row and what is carried to them, in
+// shared memory, where the numbers become comparable ones; the rest come from `score`.
 template <int in_room, class Score>
 __device__ inline void choose(int32_t* list, int t, float* near, const Score& score, unsigned* gathered,
                               const TopK& a) {

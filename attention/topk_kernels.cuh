@@ -82,8 +82,8 @@ __device__ inline void store_scores(const float (&p)[64], float* to, int m, bool
   }
 }
 
-// Column 8i + c of a tile is query c of 8 and head i % heads of those in hand. Address says where a column's piece of 8
-// elements goes. Columns without a query become zeros.
+// Column 8i + c of a tile is query c of 8 and head first_head + i % heads. address(column, piece): where 8 elements of
+// a column are copied to in shared memory. Columns without a query become zeros.
 template <int D, class Address>
 __device__ inline void load_queries(const bf16* q, int thread, int b, int first_head, int q0, const TopK& a,
                                     const Address& address) {
@@ -143,10 +143,10 @@ __global__ void __launch_bounds__(256, 2)
     fewer_registers<40>();
     if (threadIdx.x == 0) {
       int n = 0;  // tiles of keys so far
-      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+      for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, head;
-        a.place(item, &b, &q0, &head);
-        item = items.draw();  // early, so that it is there when it is wanted
+        a.locate(item, &b, &q0, &head);
+        item = items.draw();  // early, to hide the latency of the counter
         const int tiles = 2 * ceil_div(a.keys_wanted(q0), 2 * L::keys);
         for (int part = 0; part < a.group; part += a.heads)
           for (int j = 0; j < tiles; ++j, ++n)
@@ -159,9 +159,9 @@ __global__ void __launch_bounds__(256, 2)
     const int warp = threadIdx.x / 32 % 4;
     float* scores = scratch + blockIdx.x * a.scores();
     int n = 0;
-    for (int round = 0, item; items.ask(round, &item); ++round) {
+    for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, head;
-      a.place(item, &b, &q0, &head);
+      a.locate(item, &b, &q0, &head);
       const int tiles = 2 * ceil_div(a.keys_wanted(q0), 2 * L::keys);
       for (int part = 0; part < a.group && tiles > 0; part += a.heads) {
         const int first_head = head * a.group + part;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(sm80::threads, 1)
   float* scores = scratch + blockIdx.x * a.scores();
   for (int item = blockIdx.x; item < a.items(); item += gridDim.x) {
     int b, q0, head;
-    a.place(item, &b, &q0, &head);
+    a.locate(item, &b, &q0, &head);
     const int tiles = ceil_div(a.keys_wanted(q0), BN);
     const int64_t ld = int64_t(a.HKV) * D;
     const bf16* from = k + int64_t(b) * a.keys * ld + head * D;
@@ -330,7 +330,7 @@ static __global__ void __launch_bounds__(256)
   float* scores = scratch + blockIdx.x * a.scores();
   for (int item = blockIdx.x; item < a.items(); item += gridDim.x) {
     int b, q0, head;
-    a.place(item, &b, &q0, &head);
+    a.locate(item, &b, &q0, &head);
     const int keys = a.keys_wanted(q0);
     for (int h = head * a.group; h < (head + 1) * a.group; ++h)
       for (int k0 = 0; k0 < keys; k0 += 32) {

@@ -196,7 +196,7 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
   using namespace attention_detail;
   using A = acc_t<T>;
   const int64_t D = a.D, n = a.selected, L = a.select_block, group = a.H / a.HKV, width = n * L;
-  const int64_t keys = a.select_blocks() * L;  // with the last block made whole by zeros
+  const int64_t keys = a.select_blocks() * L;  // with the last block padded with zeros
   std::vector<A> kt(keys * D), vs(keys * D), qs(BM * D), some(BM * D), s(BM * width), part(BM * L), out(BM * D);
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {

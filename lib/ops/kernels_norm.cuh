@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(512)
   }
   fetch(m);
   int turn = 0;
-  // The whole block goes round together, as long as its first row exists.
+  // All rows of a block iterate as long as its first row exists: row_sums has a barrier.
   for (int64_t first = m - threadIdx.y; first < M; first += stride, m += stride, turn ^= 1) {
     Pack<T, N> x_now[each], g_now[each], r_now[each];
     const float2 s = stat;
