@@ -258,7 +258,7 @@ double flops_per_token(const ModelConfig& c) {
     const NsaShape n = c.nsa_shape(1);
     double sum = 0;
     for (int64_t t = 0; t < c.seq; t++) {
-      const int64_t current = t / n.select_block, compressed = t + 1 < n.block ? 0 : (t + 1 - n.block) / n.stride + 1;
+      const int64_t current = t / n.select_block, compressed = n.compressed_seen(t);
       sum += double(compressed + std::min(t + 1, n.window));
       sum += double(current < n.selected ? t + 1 : (n.selected - 1) * n.select_block + t % n.select_block + 1);
     }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/stages.h"
 #include "lib/ops/ops.h"
 
 void check_nsa(const NsaShape& a) {
@@ -29,8 +30,6 @@ void check_nsa(const NsaShape& a) {
              ll(a.B), ll(a.T), ll(a.H), ll(a.HKV), ll(a.D), ll(a.ld), a.scale, ll(a.columns())));
 }
 
-std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
-
 const char* name_of(Stage s) {
   static const char* names[nsa_stages] = {
       "compression", "compressed",      "selection",           "selected",          "window",
@@ -40,13 +39,13 @@ const char* name_of(Stage s) {
 
 namespace {
 
-// Tokens and their keys as columns of the fused rows; gradients likewise.
+// The window branch: q, k and v, and their gradients, are columns of the fused rows.
 AttentionShape window_shape(const NsaShape& a) {
   AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale, Sees::window};
   s.window = a.window;
   return s;
 }
-// Compressed keys, and all gradients, in buffers of their own.
+// The compressed branch: q is columns of the fused rows; compressed keys and values, and all gradients, have buffers.
 AttentionShape compressed_shape(const NsaShape& a) {
   const int64_t q = a.H * a.D, kv = a.HKV * a.D;
   AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, kv, q, q, kv, a.scale, Sees::compressed};
@@ -90,7 +89,7 @@ struct PhiSizes {
   explicit PhiSizes(const NsaShape& a) : rows(a.B * a.compressed()), in(a.block * a.D), hidden(2 * a.D) {}
 };
 
-// out (B*compressed(), HKV D) = phi of columns x. Returns what read them.
+// out (B*compressed(), HKV D) = phi of x, columns of (B*T, ld). Returns the kernel that read x.
 template <class T>
 Kernel compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const NsaShape& a) {
   Stream& s = dev.compute();
@@ -121,7 +120,7 @@ Kernel compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const 
   return kernel;
 }
 
-// dx, columns of rows of a.ld, and dphi from dout (B*compressed(), HKV D); blocks and hidden are made again.
+// dx, columns of (B*T, ld), and dphi from dout (B*compressed(), HKV D); blocks and hidden layer are recomputed.
 template <class T, class G>
 Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, const T* x, Parameters<const T> phi,
                          const NsaShape& a) {
@@ -159,7 +158,7 @@ Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, 
   return nsa_blocks_backward<T, G>(s, dx, dphi.position, blocks, partials, a);
 }
 
-// Where no token is the last of a compressed block, phi is not used.
+// A sequence shorter than a block has no compressed key: gradients through phi are zero.
 template <class T, class G>
 void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape& a) {
   zero_columns(s, dx, a.HKV * a.D, a);
@@ -173,14 +172,14 @@ void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape&
 
 }  // namespace
 
-// -------------------------------------------------------------------------------------------------------- the whole
+// ------------------------------------------------------------------------------------------- forward and backward
 
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
                  Purpose life, NsaKernels* ran) {
   check_nsa(a);
   using A = acc_t<T>;
-  const auto tell = [&](Stage stage, const Kernel& k) {
+  const auto record = [&](Stage stage, const Kernel& k) {
     if (ran) ran->add(stage, k);
   };
   Stream& s = dev.compute();
@@ -193,11 +192,11 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   v.lse_compressed = mem.take<A>(rows * a.H, "compressed log-sum-exp", life);
   if (a.compressed() > 0) {
     dev.mark("compression");
-    tell(Stage::compression, compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a));
-    tell(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), a));
+    record(Stage::compression, compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a));
+    record(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), a));
     dev.mark("compressed branch");
-    tell(Stage::compressed,
-         attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a)));
+    record(Stage::compressed,
+           attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a)));
   } else {
     s.zero(v.o_compressed, rows * a.H * a.D * int64_t(sizeof(T)));
     if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed, -INFINITY, rows * a.H);
@@ -208,9 +207,9 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   } else {
     v.indices = mem.take<int32_t>(a.B * a.HKV * a.T * a.selected, "selected blocks", Purpose::activations);
     {
-      Buffer<A> scratch = mem.take<A>(nsa_select_scratch<T>(a), "selection workspace");
+      Buffer<A> scratch = mem.take<A>(nsa_topk_scratch<T>(a), "selection workspace");
       dev.mark("selection");
-      tell(Stage::selection, nsa_select<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a));
+      record(Stage::selection, nsa_topk<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a));
     }
   }
   v.o_selected = mem.take<T>(rows * a.H * a.D, "selected attention", life);
@@ -218,15 +217,15 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   {
     Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(a), "selected attention workspace");
     dev.mark("selected branch");
-    tell(Stage::selected,
-         nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a));
+    record(Stage::selected,
+           nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a));
   }
   v.o_window = mem.take<T>(rows * a.H * a.D, "window attention", life);
   v.lse_window = mem.take<A>(rows * a.H, "window log-sum-exp", life);
   dev.mark("window branch");
-  tell(Stage::window, attention_forward<T>(s, v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
+  record(Stage::window, attention_forward<T>(s, v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
   dev.mark("gates");
-  tell(Stage::gates, nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a));
+  record(Stage::gates, nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a));
   if (saved) *saved = std::move(v);
 }
 
@@ -235,20 +234,21 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
                   NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran) {
   check_nsa(a);
   using A = acc_t<T>;
-  const auto tell = [&](Stage stage, const Kernel& k) {
+  const auto record = [&](Stage stage, const Kernel& k) {
     if (ran) ran->add(stage, k);
   };
   Stream& s = dev.compute();
   Memory& mem = dev.mem;
   const auto gate = [&](int branch) { return Gate<T>{x + a.gate(branch), dx + a.gate(branch), a.ld}; };
 
-  // What the window leaves in dq, the selected branch takes up and ends.
+  // dq is columns of dx: the window branch writes it, the selected branch adds its own and the compressed branch's.
   {
     const AttentionShape w = window_shape(a);
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(w), "attention workspace");
     dev.mark("window branch, backward");
-    tell(Stage::window_backward, attention_backward<T>(s, dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2),
-                                                       saved.o_window, saved.lse_window, workspace, w, gate(2)));
+    record(Stage::window_backward,
+           attention_backward<T>(s, dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2), saved.o_window,
+                                 saved.lse_window, workspace, w, gate(2)));
   }
   saved.o_window.reset(), saved.lse_window.reset();
 
@@ -261,28 +261,29 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
     dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(c), "attention workspace");
     dev.mark("compressed branch, backward");
-    tell(Stage::compressed_backward, attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed,
-                                                           saved.lse_compressed, workspace, c, gate(0)));
+    record(Stage::compressed_backward,
+           attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed, saved.lse_compressed,
+                                 workspace, c, gate(0)));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
 
   {
     Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(a), "selected attention workspace");
     dev.mark("selected branch, backward");
-    tell(Stage::selected_backward,
-         nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1), saved.o_selected,
-                                  saved.lse_selected, saved.indices, scratch, a, gate(1)));
+    record(Stage::selected_backward,
+           nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1),
+                                    saved.o_selected, saved.lse_selected, saved.indices, scratch, a, gate(1)));
   }
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 
-  // Scores choose blocks and get no gradient: compressed keys learn from their attention's output alone.
+  // The top-k has no gradient, so dk and dv of the compressed branch are all that phi gets.
   if (compressed) {
     dev.mark("compression, backward");
-    tell(Stage::compression_backward,
-         compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a));
+    record(Stage::compression_backward,
+           compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a));
     dk.reset();
-    tell(Stage::compression_backward,
-         compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a));
+    record(Stage::compression_backward,
+           compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a));
   } else {
     zero_gradients_of_phi(s, dx + a.k(0), of_keys(dphi), a);
     zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), a);

@@ -1,8 +1,8 @@
 // Dispatch of what stands around the attention of NSA's branches: as CUDA kernels (gpu::) or as their twins (cpu::), or
 // not at all while planning.
+#include "attention/stages.h"
 #include "cpu/nsa.h"
 #include "lib/ops/ops.h"
-#include "nsa_attention.h"
 
 #if FSDP_CUDA
 #include "attention/compress.cuh"

@@ -55,15 +55,15 @@ struct Blocks {
         columns(a.HKV * a.D),
         ld(a.ld) {}
   // Blocks [first, end) hold token t.
-  __device__ int first(int t) const { return t < block ? 0 : (t - block) / stride + 1; }
+  __device__ int first(int t) const { return compressed_keys(t, block, stride); }
   __device__ int end(int t) const { return min(keys, t / stride + 1); }
 };
 
 // Row b * keys + i: the mean of tokens [stride i, stride i + block) of sequence b.
 template <class T>
 struct Mean {
-  T* out;
-  const T* x;
+  T* out;      // (B*keys, HKV D)
+  const T* x;  // columns of (B*T, ld)
   Blocks a;
   float factor;
   template <int N>
@@ -83,11 +83,11 @@ struct Mean {
   }
 };
 
-// Row b * T + t: what the blocks that hold token t say of it.
+// Row b * T + t: the sum of the gradients that token t gets from the blocks that hold it.
 template <class T>
 struct MeanBackward {
-  T* dx;
-  const T* dout;
+  T* dx;          // columns of (B*T, ld)
+  const T* dout;  // (B*keys, HKV D)
   Blocks a;
   float factor;
   template <int N>
@@ -107,8 +107,8 @@ struct MeanBackward {
 };
 template <class T>
 struct BlocksBackward {
-  T* dx;
-  const T* dblocks;
+  T* dx;             // columns of (B*T, ld)
+  const T* dblocks;  // (HKV, B*keys, block, D)
   Blocks a;
   int64_t rows;  // B * keys
   template <int N>
@@ -128,8 +128,9 @@ struct BlocksBackward {
 // Row (h * B + b) * keys + i; column r * D + d: token stride i + r, and its place in the block.
 template <class T>
 struct Unfold {
-  T* blocks;
-  const T *x, *position;
+  T* blocks;          // (HKV, B*keys, block, D)
+  const T* x;         // columns of (B*T, ld)
+  const T* position;  // (HKV, block, D)
   Blocks a;
   int B;
   template <int N>
@@ -160,8 +161,9 @@ struct MoveHeads {
 
 template <class T>
 struct Combine {
-  T* o;
-  const T *compressed, *selected, *window, *gates;  // gates: of the first row, those of a branch H apart
+  T* o;                                     // (B*T, H D)
+  const T *compressed, *selected, *window;  // (B*T, H D)
+  const T* gates;                           // columns of (B*T, ld): H of each branch, one branch after another
   int64_t ld;
   int H, D;
   template <int N>

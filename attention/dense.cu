@@ -1,4 +1,4 @@
-#include "nsa_attention.h"
+#include "attention/dense.h"
 
 #include <algorithm>
 #include <initializer_list>
@@ -11,6 +11,8 @@
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
 #endif
+
+std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
 
 static void check(const AttentionShape& a) {
   if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))
@@ -88,7 +90,8 @@ __global__ void __launch_bounds__(256)
   delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
 }
 
-// dK and dV that were summed in parts: the parts' sums, first part first. A thread owns 4 columns.
+// dk, dv (B,keys,HKV,D) that were summed in parts: the sums over parts of part_sums (2,parts,B,HKV,keys,D), first part
+// first. A thread owns 4 columns.
 __global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float* part_sums, Problem a, int parts) {
   const int64_t n = int64_t(a.B) * a.HKV * a.keys * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= 2 * n) return;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "attention/stages.h"
 #include "cpu/nsa.h"
 
 #if FSDP_CUDA

@@ -2,6 +2,10 @@
 //
 // A list holds the slots (query in its segment * slots + rank * parts + part) of one pair, segment and piece, ordered
 // by query. The order comes from counting: no atomic decides it.
+//
+// Shapes: q, dq, k, v, dk, dv are columns of (B*T, ld); o, do, dq_compressed (B*T, H D); lse (B,H,T); stats (B,T,H). Of
+// a launch: slots' rows (pairs, segment, slots, group, D) and their lse2 without D; sums (pairs, 2, T, D), of dK and
+// dV; split_sums (pairs, max_splits, 2, piece_keys, D).
 #pragma once
 
 #include "attention/selected.cuh"
@@ -18,17 +22,20 @@ struct Split {  // the units of a piece in split_sums; count 0: its only unit ad
   int first, count;
 };
 
-// What every kernel here is told.
+// The arguments that all kernels here share: NsaShape and Plan in the kernels' types, and arrays in the scratch.
 struct Problem {
   int B, T, H, HKV, D, group;
   int n, block, parts, slots, pieces;
   int64_t ld;
   float scale, scale_log2;
   int segment, segments, tile, tiles, unit, max_units, max_splits;
-  const int32_t* indices;
-  int *counts, *starts, *unit_counts, *entries;
-  Unit* units;
-  Split* lists;
+  const int32_t* indices;  // (B,HKV,T,n)
+  int* counts;             // (pairs, segments, tiles, pieces)
+  int* starts;             // (pairs, segments, pieces)
+  int* unit_counts;        // (pairs, segments)
+  int* entries;            // (pairs, segments, segment * slots)
+  Unit* units;             // (pairs, segments, max_units)
+  Split* lists;            // (pairs, segments, pieces)
 
   Problem(const NsaShape& a, const Plan& p, const int32_t* indices_, char* scratch)
       : B(int(a.B)),

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
   load_piece<D>(k_tile, k + kv_at, a.ld, keys);
   load_piece<D>(v_tile, v + kv_at, a.ld, keys);
 
-  // Lane l knows row l of the tile in hand: where its result goes (-1: nowhere), and how many keys it sees.
+  // Lane l holds row l of the current tile: the slot of its result (-1: none), and how many keys it sees.
   int to, limit;
   auto entry_of = [&](int tile) {
     const int r = tile * M + lane;
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     return entry < 0 ? float2{INFINITY, 0}
                      : stats[int64_t(entry / a.slots) * a.H + (n * M + int(threadIdx.x)) % a.group];
   };
-  auto tell = [&](int n, int entry, float2 stat) {
+  auto store_info = [&](int n, int entry, float2 stat) {
     if (threadIdx.x >= M) return;
     const int g = (n * M + int(threadIdx.x)) % a.group, x = entry / a.slots, r = threadIdx.x;
     info(n, 0)[r] = entry < 0 ? -1 : int((x * a.ld + g * D) / 8);
@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(block_threads, 2)
     copies_commit();
   };
   int entry = entry_of(0);
-  tell(0, entry, stats_of(0, entry));
+  store_info(0, entry, stats_of(0, entry));
   entry = entry_of(1);
-  tell(1, entry, stats_of(1, entry));
+  store_info(1, entry, stats_of(1, entry));
   entry = entry_of(2);
   load_piece<D>(k_tile, k + kv_at, a.ld, keys);
   load_piece<D>(v_tile, v + kv_at, a.ld, keys);
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(block_threads, 2)
       }
       multiply_nn<D, M>(dk, p, q_rows);
     }
-    if (n + 2 < tiles) tell(n + 2, entry, stat);
+    if (n + 2 < tiles) store_info(n + 2, entry, stat);
     entry = entry_of(n + 3);
     __syncthreads();  // dS is there
     const int r0 = warp % 2 * 32;

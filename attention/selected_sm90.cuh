@@ -45,69 +45,6 @@ __device__ inline void store_matrices(uint32_t panel, int warp, int c, const uin
                : "memory");
 }
 
-#define D8(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define D32(c, d, i) D8(c, d, i), D8(c, d, i + 8), D8(c, d, i + 16), D8(c, d, i + 24)
-#define OUT32(c) D32(c, d, 0)
-#define OUT64(c) D32(c, d, 0), D32(c, d, 32)
-#define R32                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
-#define R64                                                                                                         \
-  R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// A fresh product does not read d. nn: d (+)= A B, A in registers; tn: d (+)= A^T B, both in shared memory. B, and A^T,
-// are contracted over their rows.
-#define WGMMA_NN(N, LIST, A0, A1, A2, A3, B, ADD, OUT)                                                           \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, {%" #A0 ", %" #A1 ", %" #A2 \
-               ", %" #A3 "}, %" #B ", " #ADD ", 1, 1, 1;"                                                        \
-               : OUT                                                                                             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define WGMMA_TN(N, LIST, A, B, ADD, OUT)                                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B ", " #ADD \
-               ", 1, 1, 1, 1;"                                                                                \
-               : OUT                                                                                          \
-               : "l"(a), "l"(b))
-__device__ inline void wgmma_nn_fresh(float (&d)[32], const uint32_t* a, uint64_t b) {
-  WGMMA_NN(64, R32, 32, 33, 34, 35, 36, 0, OUT32("=f"));
-}
-__device__ inline void wgmma_nn_fresh(float (&d)[64], const uint32_t* a, uint64_t b) {
-  WGMMA_NN(128, R64, 64, 65, 66, 67, 68, 0, OUT64("=f"));
-}
-template <bool fresh>
-__device__ inline void wgmma_tn(float (&d)[32], uint64_t a, uint64_t b) {
-  if (fresh) WGMMA_TN(64, R32, 32, 33, 0, OUT32("=f"));
-  else WGMMA_TN(64, R32, 32, 33, 1, OUT32("+f"));
-}
-template <bool fresh>
-__device__ inline void wgmma_tn(float (&d)[64], uint64_t a, uint64_t b) {
-  if (fresh) WGMMA_TN(128, R64, 64, 65, 0, OUT64("=f"));
-  else WGMMA_TN(128, R64, 64, 65, 1, OUT64("+f"));
-}
-#undef D8
-#undef D32
-#undef OUT32
-#undef OUT64
-#undef R32
-#undef R64
-#undef WGMMA_NN
-#undef WGMMA_TN
-// d = P B. P: 64 x 64 in registers, as pack_rows leaves it; B: a tile of 64 rows.
-template <int D>
-__device__ inline void multiply_nn_fresh(float (&d)[D / 2], const uint32_t (&p)[16], uint32_t b) {
-  b = tile_word(b, 64 * 128);
-  wgmma_nn_fresh(d, p, descriptor(b, 0));
-#pragma unroll
-  for (int k = 1; k < 4; ++k) wgmma_nn(d, p + 4 * k, descriptor(b, k * 16 * 128));
-}
-// d = A^T B. A: a panel of 64 rows; B: a tile of 64 rows.
-template <int D>
-__device__ inline void multiply_tn(float (&d)[D / 2], uint32_t a, uint32_t b) {
-  a = tile_word(a), b = tile_word(b, 64 * 128);
-  wgmma_tn<true>(d, descriptor(a, 0), descriptor(b, 0));
-#pragma unroll
-  for (int k = 1; k < 4; ++k) wgmma_tn<false>(d, descriptor(a, k * 16 * 128), descriptor(b, k * 16 * 128));
-}
-
 // A thread gathers piece threadIdx.x % (D/8) of every (128 / (D/8))-th row of a tile. The first of the D/8 threads that
 // share rows know one row each.
 template <int D>
@@ -164,7 +101,7 @@ __device__ inline void store_slots(bf16* slots, const float (&d)[D / 2], const i
 
 #endif  // sm_90a
 
-// Partial outputs. A block owns a unit, a thread parts of two rows of the tile in hand. Q is read once for each slot,
+// Partial outputs. A block owns a unit, a thread parts of two rows of the current tile. Q is read once for each slot,
 // from L2 mostly, and a tile's is fetched as soon as the one before has made its scores; slots are written once,
 // normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 blocks: 4.6 ms for 1.1 TFLOP, 8.6 GB of
 // Q and as much of slots: L2 71 % busy, DRAM 49 %.
@@ -303,7 +240,7 @@ __global__ void __launch_bounds__(block_threads, 2)
   slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
 
   auto info = [&](int n, int field) { return base + L::info + ((n % 2 * 4 + field) * M) * 4; };
-  auto gather = [&](int n, int entry) {  // returns the row's statistics, for `tell`
+  auto gather = [&](int n, int entry) {  // returns the row's statistics, for store_stats
     const int g = rows.head(n), x = entry / a.slots, r = rows.row();
     const float2 stat = entry < 0 ? float2{INFINITY, 0} : stats[int64_t(x) * a.H + g];
     rows.gather(base + L::q + n % 2 * L::tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
@@ -315,7 +252,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     }
     return stat;
   };
-  auto tell = [&](int n, float2 stat) {
+  auto store_stats = [&](int n, float2 stat) {
     if (!rows.knows()) return;
     store_shared(info(n, 2) + rows.row() * 4, __float_as_int(stat.x));
     store_shared(info(n, 3) + rows.row() * 4, __float_as_int(stat.y));
@@ -325,7 +262,7 @@ __global__ void __launch_bounds__(block_threads, 2)
   load_piece<D>(v_tile, v + kv_at, a.ld, keys);
   float2 stat = gather(0, entry);
   entry = rows.entry(1);
-  tell(0, stat);
+  store_stats(0, stat);
 
   float dk[D / 2], dv[D / 2];
 #pragma unroll
@@ -398,7 +335,7 @@ __global__ void __launch_bounds__(block_threads, 2)
       wgmma_commit();
       const int r0 = warp * 16 + lane / 4;
       const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
-      if (n + 1 < tiles) tell(n + 1, stat);
+      if (n + 1 < tiles) store_stats(n + 1, stat);
       wgmma_wait<0>();
       pin(dq), pin(dk), pin(ds);
       store_slots<D>(slot_rows, dq, to, base + L::room + warp * 1024);

@@ -2,7 +2,8 @@
 //
 // Every kernel is 8 warps; a warp owns 4 rows (queries, or keys for dK and dV) of the block's 32. The other side
 // streams past 32 rows at a time, through shared memory: first each lane takes one of the 32 and makes a score, then
-// each lane takes every 32nd column and sums.
+// each lane takes every 32nd column and sums. Shapes: o, q, do, dq (B,T,H,D); k, v, dk, dv (B,keys,HKV,D); lse (B,H,T);
+// lse2, delta (B,H,Tp).
 #pragma once
 
 #include "attention/tiles.cuh"

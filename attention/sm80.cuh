@@ -115,7 +115,8 @@ __device__ inline void store_rows_fp32(float* to, int valid, const float (&d)[D 
                                                                                          d[2 * i + 1] * f};
 }
 
-// A block owns 128 queries of one head and walks their keys, 64 at a time, from the diagonal down.
+// o, q (B,T,H,D), k, v (B,keys,HKV,D), lse (B,H,T). A block owns 128 queries of one head and walks their keys, 64 at a
+// time, from the diagonal down.
 template <int D>
 constexpr int forward_bytes = (rows + 2 * 2 * 64) * D * 2;
 
@@ -193,6 +194,7 @@ __global__ void __launch_bounds__(threads, 1)
 // part (KvLoop), 32 at a time: S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
 // dS^T = P^T (dP^T - delta), dK += dS^T Q.
 // dQ. A block owns 128 queries of one head and walks their keys, 32 at a time, likewise.
+// q, dq, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D).
 template <int D>
 constexpr int backward_bytes = (2 * rows + 2 * 2 * 32) * D * 2;
 

@@ -19,6 +19,7 @@
 #include <atomic>
 
 #include "attention/tiles.cuh"
+#include "attention/wgmma.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "Hopper kernels need -gencode arch=compute_90a,code=sm_90a (sm_90 without the a has no wgmma)"
@@ -128,107 +129,9 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ------------------------------------------------------------------------------------------------------------ wgmma
-// A warpgroup multiplies 64 x 16 by 16 x N, asynchronously. Thread (warp w, lane 4g + c) holds of the 64 x N result,
-// for each 8 columns i: d[4i], d[4i+1] = row 16w + g, columns 8i + 2c and the next; d[4i+2], d[4i+3] = row 16w + g + 8.
-
-__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int groups>
-__device__ inline void wgmma_wait() {  // until at most that many of the latest groups are in flight
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
-}
-// The compiler must not move reads of a result above the wait for it, nor writes below the product that reads them.
-template <int N>
-__device__ inline void pin(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-template <int N>
-__device__ inline void pin(uint32_t (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
-}
-
-// Matrix descriptor of the piece that starts `bytes` into a tile: address, the stride between panels (used only when
-// the operand's columns span two), 1024 bytes between groups of 8 rows, 128-byte swizzle. `tile` is the tile's low
-// word, so that stepping through it costs one addition.
-__device__ inline uint32_t tile_word(uint32_t at, uint32_t panel_bytes = 0) { return at >> 4 | panel_bytes >> 4 << 16; }
-__device__ inline uint64_t descriptor(uint32_t tile, uint32_t bytes) {
-  return uint64_t(tile + (bytes >> 4)) | uint64_t(1u << 30 | 1024 >> 4) << 32;
-}
 // The warpgroup's number; equal in all lanes, which the compiler can see.
 __device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
-#define D8(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define D32(c, d, i) D8(c, d, i), D8(c, d, i + 8), D8(c, d, i + 16), D8(c, d, i + 24)
-#define R32                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
-#define R64                                                                                                         \
-  R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-// d = A B^T (fresh) or d += A B^T: both in shared memory, both contracted along D. A fresh product does not read d, and
-// says so to the compiler, which would otherwise wait for the products before it.
-#define WGMMA_NT(N, LIST, A, B, OUT)                                                                  \
-  if (fresh)                                                                                          \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B \
-                 ", 0, 1, 1, 0, 0;"                                                                   \
-                 : OUT("=f")                                                                          \
-                 : "l"(a), "l"(b));                                                                   \
-  else                                                                                                \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B \
-                 ", 1, 1, 1, 0, 0;"                                                                   \
-                 : OUT("+f")                                                                          \
-                 : "l"(a), "l"(b))
-#define OUT32(c) D32(c, d, 0)
-#define OUT64(c) D32(c, d, 0), D32(c, d, 32)
-template <bool fresh>
-__device__ inline void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b) {
-  WGMMA_NT(64, R32, 32, 33, OUT32);
-}
-template <bool fresh>
-__device__ inline void wgmma_nt(float (&d)[64], uint64_t a, uint64_t b) {
-  WGMMA_NT(128, R64, 64, 65, OUT64);
-}
-// d += A B: A in registers, B in shared memory and contracted over its rows.
-__device__ inline void wgmma_nn(float (&d)[32], const uint32_t* a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-               : OUT32("+f")
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ inline void wgmma_nn(float (&d)[64], const uint32_t* a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : OUT64("+f")
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-#undef WGMMA_NT
-#undef OUT32
-#undef OUT64
-#undef D8
-#undef D32
-#undef R32
-#undef R64
-
-// s = A B^T. A: 64 rows of a tile of RA; B: a whole tile of RB = N rows.
-template <int D, int RA, int RB>
-__device__ inline void multiply_nt(float (&s)[RB / 2], uint32_t a, uint32_t b) {
-  a = tile_word(a), b = tile_word(b);
-#pragma unroll
-  for (int k = 0; k < D / 16; ++k) {
-    uint64_t at_a = descriptor(a, k / 4 * RA * 128 + k % 4 * 32), at_b = descriptor(b, k / 4 * RB * 128 + k % 4 * 32);
-    if (k == 0) wgmma_nt<true>(s, at_a, at_b);
-    else wgmma_nt<false>(s, at_a, at_b);
-  }
-}
-// d += P B. P: 64 x N in registers, as `pack_rows` leaves it; B: a tile of N rows.
-template <int D, int N>
-__device__ inline void multiply_nn(float (&d)[D / 2], const uint32_t (&p)[N / 4], uint32_t b) {
-  b = tile_word(b, N * 128);
-#pragma unroll
-  for (int k = 0; k < N / 16; ++k) wgmma_nn(d, p + 4 * k, descriptor(b, k * 16 * 128));
-}
 // Writes a warpgroup's 64 x D accumulator as bf16 to rows [row, row + 64) of one head (TMA leaves out rows past T), by
 // way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's.
 template <int D, int R>
@@ -283,10 +186,11 @@ __device__ inline float2 load_shared2(uint32_t at) {
   return x;
 }
 
-// Items of 128 queries of one head for persistent blocks, dearest first; heads fastest, so that a group's blocks share
-// K and V in L2. A block begins with the item of its own number and draws another when it has one in hand; whoever
-// draws the last number sets the count back. So a block that starts late, because another stream's kernel holds its SM,
-// finds the work done rather than a share of it waiting. The producer tells the consumers the item through one word.
+// The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so
+// that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from a
+// counter while it works; the block that draws the last number resets the counter. So a block that starts late, because
+// another stream's kernel occupies its SM, leaves no fixed share of the work behind. The producer passes an item to the
+// consumers through one word of shared memory.
 struct Items {
   Ring<1> ring;
   uint32_t word;
@@ -300,22 +204,22 @@ struct Items {
     if (drawn == unsigned(count) - 1) atomicExch(&items_drawn[list], 0);
     return int(gridDim.x + drawn);
   }
-  // Producer: tells the consumers the item of a round. False when there is none, which they are told too.
-  __device__ bool tell(int round, int item) const {
+  // Producer: passes the item of a round on. False when there is none left, which is passed on too.
+  __device__ bool publish(int round, int item) const {
     ring.wait_free(round);
     store_shared(word, item);
     barrier_arrive(ring.full);
     return item < count;
   }
   // Consumers: the item of a round, or false.
-  __device__ bool ask(int round, int* item) const {
+  __device__ bool receive(int round, int* item) const {
     ring.wait(round);
-    if (threadIdx.x % 32 == 0) *item = load_shared(word);  // the lane that says it has been read
+    if (threadIdx.x % 32 == 0) *item = load_shared(word);  // the lane that arrives when it has been read
     *item = __shfl_sync(~0u, *item, 0);
     ring.release(round);
     return *item < count;
   }
-  __device__ void place(int item, const Problem& a, int* b, int* q0, int* h) const {
+  __device__ void locate(int item, const Problem& a, int* b, int* q0, int* h) const {
     *h = item % a.H;
     *q0 = (tiles - 1 - item / a.H % tiles) * 128;
     *b = item / a.H / tiles;
@@ -341,6 +245,7 @@ struct Forward {
   static constexpr int bytes = items + 32 + 1024;
 };
 
+// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse (B,H,T).
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -364,9 +269,9 @@ __global__ void __launch_bounds__(384, 1)
     fewer_registers<24>();
     if (threadIdx.x == 0) {
       int n = 0;  // tiles of K and V so far
-      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+      for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
-        items.place(item, a, &b, &q0, &h);
+        items.locate(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
         if (last == first) ++last;
@@ -383,9 +288,9 @@ __global__ void __launch_bounds__(384, 1)
     int wg = warpgroup - 1, lane = threadIdx.x % 32;
     uint32_t q_rows = base + L::q + wg * 64 * 128, o_rows = base + L::o + wg * 64 * D * 2;
     int n = 0;
-    for (int round = 0, item; items.ask(round, &item); ++round) {
+    for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
-      items.place(item, a, &b, &q0, &h);
+      items.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
       if (last == first) ++last;
       int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
@@ -503,6 +408,7 @@ struct BackwardKV {
   static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
 };
 
+// Maps of q, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D).
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kv(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -662,6 +568,7 @@ struct BackwardQ {
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
+// Maps of q, do, dq (B,T,H,D), k, v (B,keys,HKV,D); lse2, delta (B,H,Tp).
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -686,9 +593,9 @@ __global__ void __launch_bounds__(384, 1)
     fewer_registers<24>();
     if (threadIdx.x == 0) {
       int n = 0;  // tiles of K and V so far
-      for (int round = 0, item = blockIdx.x; items.tell(round, item); ++round) {
+      for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
-        items.place(item, a, &b, &q0, &h);
+        items.locate(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
         uint32_t bar = q_ring.acquire(round, 2 * BM * D * 2);
@@ -707,9 +614,9 @@ __global__ void __launch_bounds__(384, 1)
     uint32_t q_rows = base + L::q + wg * 64 * 128, do_rows = base + L::d_o + wg * 64 * 128;
     uint32_t dq_rows = base + L::dq + wg * 64 * 128;
     int n0 = 0;  // tiles of K and V before this item
-    for (int round = 0, item; items.ask(round, &item); ++round) {
+    for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
-      items.place(item, a, &b, &q0, &h);
+      items.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
       int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
       const int64_t stats = int64_t(b * a.H + h) * a.Tp + t;

@@ -18,6 +18,7 @@ inline __device__ void merge_block(StatsSum& sum) {
   }
 }
 
+// x (B*T, ld), indices (B,HKV,T,n), partials (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(256)
     stats_kernel(StatsSum* partials, const T* x, const int32_t* indices, NsaShape a) {

@@ -1,16 +1,16 @@
 // What the attention kernels of every architecture share: which keys a query sees, the arguments, and bf16 packing.
 #pragma once
 
-#include "nsa_attention.h"
+#include "attention/dense.h"
 
 namespace attention {
 
 inline HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Which keys a query sees, in rows and keys rather than in tiles, so that every tile shape asks the same questions.
+// The masks: which keys a query sees, in rows and keys rather than in tiles, so that they serve every tile shape.
 // A kernel walks the tiles that overlap [first_key, last_key) of its queries (or [first_query, last_query) of its
-// keys; either may be empty), and tests single elements only in tiles that are not whole(). Queries past T and keys
-// past the last are asked about too, as parts of tiles; what is said of the former does not matter.
+// keys; either may be empty), and tests single elements only in tiles that are not whole(). They are called
+// with queries past T and keys past the last too, as parts of tiles; the answer for the former does not matter.
 
 // Key j <= t.
 struct Causal {
@@ -45,7 +45,7 @@ struct Compressed {
       : T(int(a.T)), keys(int(a.keys ? a.keys : a.T)), block(int(a.block)), stride(int(a.stride)) {}
   HD int first_key(int /*q0*/) const { return 0; }
   HD int last_key(int q1) const {
-    const int tokens = q1 < T ? q1 : T, ended = tokens < block ? 0 : (tokens - block) / stride + 1;
+    const int ended = compressed_keys(q1 < T ? q1 : T, block, stride);
     return ended < keys ? ended : keys;
   }
   HD int first_query(int k0) const { return stride * k0 + block - 1; }
@@ -60,7 +60,7 @@ auto with_mask(const AttentionShape& a, F f) {
 }
 
 // AttentionShape in the kernels' types. A row is one (b,t); the statistics lie in rows of Tp, T rounded up to whole
-// tiles, so that a tile's worth of them can be copied without asking where the sequence ends.
+// tiles, so that a tile's worth of them can be copied without a test for the sequence's end.
 struct Problem {
   int B, T, keys, H, HKV, D, group;
   int64_t ld_q, ld_kv, ld_o, ld_dq, ld_dkv;

@@ -18,7 +18,7 @@
 #include <cstring>
 #include <vector>
 
-#include "nsa_attention.h"
+#include "attention/dense.h"
 
 namespace cpu {
 namespace attention_detail {
@@ -124,7 +124,7 @@ inline int64_t first_seen(const AttentionShape& a, int64_t t) {
 }
 inline int64_t end_seen(const AttentionShape& a, int64_t t) {
   if (a.sees != Sees::compressed) return t + 1;
-  return t + 1 < a.block ? 0 : std::min(rows_of_keys(a), (t + 1 - a.block) / a.stride + 1);
+  return std::min(rows_of_keys(a), compressed_keys(t + 1, a.block, a.stride));
 }
 
 }  // namespace attention_detail

@@ -15,11 +15,6 @@
 namespace cpu {
 namespace nsa_detail {
 
-// Compressed keys that end at or before token t.
-inline int64_t compressed_seen(const NsaShape& a, int64_t t) {
-  return t + 1 < a.block ? 0 : (t + 1 - a.block) / a.stride + 1;
-}
-
 // Eq. 9: selection block j's score from the probabilities of the `seen` first compressed keys. Counted in strides, key
 // i covers [i, i + block / stride) and the block [j, j + 1) select_block / stride; what they share is the weight.
 template <class A>
@@ -85,7 +80,7 @@ void sum_over_blocks(T* dx, acc_t<T> factor, const NsaShape& a, Row row) {
   std::vector<A> sum(a.HKV * a.D);
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t t = 0; t < a.T; ++t) {
-      const int64_t first = t < a.block ? 0 : (t - a.block) / a.stride + 1, end = std::min(keys, t / a.stride + 1);
+      const int64_t first = compressed_keys(t, a.block, a.stride), end = std::min(keys, t / a.stride + 1);
       std::fill(sum.begin(), sum.end(), A(0));
       for (int64_t i = first; i < end; ++i)
         for (int64_t h = 0; h < a.HKV; ++h) {
@@ -144,11 +139,10 @@ void nsa_heads_first(T* out, const T* x, int64_t heads, int64_t rows, int64_t D)
       std::copy(x + (r * heads + h) * D, x + (r * heads + h + 1) * D, out + (h * rows + r) * D);
 }
 
-// --------------------------------------------------------------------------------------------------------- selection
+// ---------------------------------------------------------------------------------------------------- choosing: top-k
 
 template <class T>
-void nsa_select(int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* /*scratch*/,
-                const NsaShape& a) {
+void nsa_topk(int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, acc_t<T>* /*scratch*/, const NsaShape& a) {
   using namespace attention_detail;
   using A = acc_t<T>;
   const int64_t D = a.D, n = a.selected, keys = a.compressed(), ldk = padded(keys), blocks = a.select_blocks();
@@ -160,14 +154,14 @@ void nsa_select(int32_t* indices, const T* q, const T* k, const acc_t<T>* lse, a
       widen_transposed(kt.data(), ldk, k + b * keys * a.HKV * D + head * D, a.HKV * D, keys, D);
       for (int64_t t0 = 0; t0 < a.T; t0 += BM) {
         const int m = int(std::min<int64_t>(BM, a.T - t0));
-        const int64_t n_tile = padded(nsa_detail::compressed_seen(a, t0 + m - 1));
+        const int64_t n_tile = padded(a.compressed_seen(t0 + m - 1));
         std::fill(score.begin(), score.end(), A(0));
         for (int64_t h = head * group; h < (head + 1) * group; ++h) {
           widen(qs.data(), q + (b * a.T + t0) * a.ld + h * D, a.ld, m, D);
           std::fill(p.begin(), p.end(), A(0));
           multiply_add(p.data(), ldk, qs.data(), D, 1, kt.data(), ldk, whole_rows(m), int(n_tile), int(D));
           for (int i = 0; i < m; ++i) {
-            const int64_t t = t0 + i, seen = nsa_detail::compressed_seen(a, t);
+            const int64_t t = t0 + i, seen = a.compressed_seen(t);
             const A l = lse[(b * a.H + h) * a.T + t];
             A* row = p.data() + i * ldk;
             for (int64_t c = 0; c < seen; ++c) row[c] = exponential(row[c] * A(a.scale) - l);  // eq. 8
@@ -202,7 +196,7 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
   using namespace attention_detail;
   using A = acc_t<T>;
   const int64_t D = a.D, n = a.selected, L = a.select_block, group = a.H / a.HKV, width = n * L;
-  const int64_t keys = a.select_blocks() * L;  // with the last block made whole by zeros
+  const int64_t keys = a.select_blocks() * L;  // with the last block padded with zeros
   std::vector<A> kt(keys * D), vs(keys * D), qs(BM * D), some(BM * D), s(BM * width), part(BM * L), out(BM * D);
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {

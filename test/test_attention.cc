@@ -8,8 +8,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "attention/dense.h"
 #include "lib/ops/philox.h"
-#include "nsa_attention.h"
 
 using Doubles = std::vector<double>;
 

@@ -220,16 +220,6 @@ TEST_CASE("a collective's time: bytes over the slowest link, hops, nodes", "[est
   CHECK(dry.estimate.clock(1) == 0);
 }
 
-TEST_CASE("chips are found by what people and drivers call them", "[estimate]") {
-  for (const char* name : {"h200", "h100", "a100", "l40s", "rtx4090", "NVIDIA H200", "NVIDIA A100-SXM4-80GB",
-                           "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"})
-    CHECK(chip_named(name) != nullptr);
-  REQUIRE(chip_named("NVIDIA H200") != nullptr);
-  CHECK(std::string(chip_named("NVIDIA H200")->name) == "H200");
-  CHECK(chip_named("NVIDIA T4") == nullptr);
-  CHECK(chip_named("") == nullptr);
-}
-
 // -------------------------------------------------------------------------------------------------------- whole steps
 
 TEST_CASE("a better chip is no slower, and communication that cannot hide is the step", "[estimate]") {

@@ -14,9 +14,9 @@
 #include <numeric>
 #include <set>
 
+#include "attention/stages.h"
 #include "cpu/nsa.h"
 #include "lib/ops/philox.h"
-#include "nsa_attention.h"
 
 using Doubles = std::vector<double>;
 using Indices = std::vector<int32_t>;
@@ -565,7 +565,7 @@ Indices select(const NsaShape& a, const Doubles& x, const Doubles& k, const Doub
   std::vector<acc_t<T>> l(lse.begin(), lse.end());
   Indices indices = nans<int32_t>(a.B * a.HKV * a.T * a.selected);
   int32_t* out = on.up(indices);
-  nsa_select<T>(s, out, on.up(q), on.up(keys), on.up(l), on.scratch<acc_t<T>>(nsa_select_scratch<T>(a)), a);
+  nsa_topk<T>(s, out, on.up(q), on.up(keys), on.up(l), on.scratch<acc_t<T>>(nsa_topk_scratch<T>(a)), a);
   on.down();
   return indices;
 }

@@ -1,5 +1,5 @@
-// lib/ops/ops.h: the twins against mathematics (finite differences in double, known answers), then every kernel against its
-// twin. GPU cases have the tag [gpu].
+// lib/ops/ops.h: the twins against mathematics (finite differences in double, known answers), then every kernel against
+// its twin. GPU cases have the tag [gpu].
 #include "test/catch.h"
 
 #include <cmath>
@@ -712,14 +712,20 @@ void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_pla
 
 TEST_CASE("GPU: norms", "[ops][gpu]") {
   NEEDS_GPU();
+  const auto compare_all = [](int64_t M, int64_t C) {
+    const bool odd = (M + C) % 2;
+    compare_norms<bf16, float>(Norm::layer, M, C, true, odd);
+    compare_norms<bf16, bf16>(Norm::rms, M, C, odd, true);
+    compare_norms<float, float>(odd ? Norm::layer : Norm::rms, M, C, !odd, false);
+  };
   for (int64_t M : {1, 7, 129, 1100})
-    for (int64_t C : {8, 64, 257, 768, 1000, 4096, 16384, 20000}) {
-      if (M * C > 2500000) continue;
-      const bool odd = (M + C) % 2;
-      compare_norms<bf16, float>(Norm::layer, M, C, true, odd);
-      compare_norms<bf16, bf16>(Norm::rms, M, C, odd, true);
-      compare_norms<float, float>(odd ? Norm::layer : Norm::rms, M, C, !odd, false);
-    }
+    for (int64_t C : {8, 64, 257, 768, 1000, 4096, 16384, 20000})
+      if (M * C <= 2500000) compare_all(M, C);
+  // More rows than the backward has blocks (264), so that a block goes from one to the next, for every way in which a
+  // block's threads share rows: eight rows of 16 floats a thread, 512 threads, more with one, two and four vectors
+  // each.
+  compare_all(4001, 512), compare_all(271, 2056), compare_all(271, 4112), compare_all(271, 8192);
+  compare_all(271, 12288), compare_norms<float, float>(Norm::layer, 271, 16384, true, true);
 }
 
 namespace {

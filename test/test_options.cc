@@ -478,20 +478,3 @@ TEST_CASE("figures for people", "[telemetry]") {
   CHECK(t.size() == 24);
   CHECK(t.back() == 'Z');
 }
-
-TEST_CASE("peaks of chips", "[telemetry]") {
-  CHECK(peak_bf16_tflops("NVIDIA H200") == 989.5);
-  CHECK(peak_bf16_tflops("NVIDIA H100 80GB HBM3") == 989.5);
-  CHECK(peak_bf16_tflops("NVIDIA H100 PCIe") == 756.5);
-  CHECK(peak_bf16_tflops("NVIDIA H100 NVL") == 835.5);
-  CHECK(peak_bf16_tflops("NVIDIA A100-SXM4-80GB") == 312);
-  CHECK(peak_bf16_tflops("NVIDIA A10") == 125);
-  CHECK(peak_bf16_tflops("NVIDIA L4") == 121);
-  CHECK(peak_bf16_tflops("NVIDIA L40S") == 362.05);
-  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 4090") == 165.2);
-  CHECK(peak_bf16_tflops("NVIDIA RTX 6000 Ada Generation") == 364.25);
-  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 4090 Laptop GPU") == 0);
-  CHECK(peak_bf16_tflops("NVIDIA A100-SXM4-40GB MIG 3g.20gb") == 0);
-  CHECK(peak_bf16_tflops("Tesla V100-SXM2-16GB") == 0);
-  CHECK(peak_bf16_tflops("Intel Xeon") == 0);
-}

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "attention/selected.cuh"
+#include "attention/stages.h"
 #include "lib/ops/philox.h"
 
 #define NEEDS_GPU() \

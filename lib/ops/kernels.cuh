@@ -1,6 +1,6 @@
 // What the kernels share: 16-byte vectors, sums over warps and blocks, launch shapes.
 //
-// Nearly all operations of lib/ops.h are bound by memory: the limit is the bytes they must read and write over the
+// Nearly all operations of lib/ops/ops.h are bound by memory: the limit is the bytes they must read and write over the
 // bandwidth of the HBM. To come near it every access is a coalesced 16-byte vector, every byte is touched once, and
 // enough loads are in flight (about 25 KiB an SM on an H200).
 #pragma once
@@ -60,6 +60,9 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
     for (int i = 0; i < int(sizeof(v) / 16); ++i) reinterpret_cast<uint4*>(p)[i] = v.q[i];
   }
 }
+// Brings the cache line of p into L2; unlike a load, it holds no register.
+constexpr int cache_line = 128;
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> zeros() {
   Pack<T, N> v;

@@ -28,8 +28,8 @@ __device__ __forceinline__ float2 gelu(float h) {
 
 template <class T>
 struct GeluForward {
-  T* g;
-  const T* h;
+  T* g;        // (n)
+  const T* h;  // (n)
   template <int N>
   __device__ void at(int64_t i) const {
     float x[N];
@@ -46,8 +46,8 @@ void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n) {
 
 template <class T>
 struct AddBias {
-  T* x;
-  const T* bias;
+  T* x;           // (M,ld), of which N columns
+  const T* bias;  // (N)
   int64_t N, ld;
   template <int n>
   __device__ void at(int64_t i) const {
@@ -67,7 +67,7 @@ void add_bias(cudaStream_t stream, T* x, const T* bias, int64_t M, int64_t N, in
 
 template <class T>
 struct GeluBackward {
-  T *dg_dh, *h_g;
+  T *dg_dh, *h_g;  // (n)
   template <int N>
   __device__ void at(int64_t i) const {
     float x[N], d[N];
@@ -85,7 +85,7 @@ void gelu_backward(cudaStream_t stream, T* dg_dh, T* h_g, int64_t n) {
   each<width<T>>(stream, GeluBackward<T>{dg_dh, h_g}, n, aligned(dg_dh, h_g));
 }
 
-// A thread owns one vector of g and the two of h that it belongs to.
+// g or dg_g (M,F), h or h_dh (M,2F). A thread owns one vector of g and the two of h that it belongs to.
 template <class T, int N>
 __global__ void __launch_bounds__(256) swiglu_forward_kernel(T* g, const T* h, int64_t M, int64_t F) {
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -136,7 +136,7 @@ void swiglu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F
 // -------------------------------------------------------------------------------------------------------- positions
 
 struct RopeTable {
-  float2* table;
+  float2* table;  // (T_,D/2)
   int64_t half, D;
   double base;
   template <int N>
@@ -150,8 +150,9 @@ void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, double
   each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, base}, T_ * (D / 2), false);
 }
 
-// threadIdx.x runs along the D / 2 pairs of a head, threadIdx.y and blockIdx.x along rows, blockIdx.y along groups of
-// four heads. A thread owns N pairs of each head in its group: the table is read once a group, x read and written once.
+// x (M,ld), table (T_,D/2,2). threadIdx.x runs along the D / 2 pairs of a head, threadIdx.y and blockIdx.x along rows,
+// blockIdx.y along groups of four heads. A thread owns N pairs of each head in its group: the table is read once a
+// group, x read and written once.
 constexpr int rope_heads = 4;
 template <class T, int N>
 __global__ void __launch_bounds__(256)
@@ -200,8 +201,9 @@ void rope(cudaStream_t stream, T* x, const float* table, int64_t M, int64_t T_, 
   CUDA_CHECK_LAUNCH();
 }
 
-// A thread owns one vector of channels in every `stride`-th row, so that the frequencies are worked out once. The angle
-// is taken into [-pi, pi] in double; there the fast sine is exact to 2^-21.
+// x (M,C), table (V,C), tokens (M). A thread owns one vector of channels in every blockDim.y-th of its block's rows, so
+// that the frequencies are worked out once. The angle is taken into [-pi, pi] in double; there the fast sine is exact
+// to 2^-21.
 constexpr int rows_a_thread = 8;
 template <class T, int N>
 __global__ void __launch_bounds__(256)
@@ -250,7 +252,7 @@ void embedding_forward(cudaStream_t stream, T* x, const T* table, const int32_t*
 // ------------------------------------------------------------------------------------------------------- parameters
 
 struct InitNormal {  // one Philox counter: normal numbers 4q .. 4q+3 of the tensor
-  float* w;
+  float* w;          // (n)
   uint64_t seed;
   uint32_t tensor;
   int64_t first, n;
@@ -273,7 +275,7 @@ inline void init_normal(cudaStream_t stream, float* w, uint64_t seed, uint32_t t
 }
 
 struct Fill {
-  float *w, value;
+  float *w, value;  // w (n)
   template <int N>
   __device__ void at(int64_t i) const {
     float v[N];
@@ -292,8 +294,8 @@ constexpr int common_width = width<A> > width<B> ? width<A> : width<B>;
 
 template <class To, class From>
 struct Cast {
-  To* to;
-  const From* from;
+  To* to;            // (n)
+  const From* from;  // (n)
   template <int N>
   __device__ void at(int64_t i) const {
     float v[N];
@@ -308,8 +310,8 @@ void cast(cudaStream_t stream, To* to, const From* from, int64_t n) {
 
 template <class G>
 struct AccumulateGradient {
-  float* shard;
-  const G* grad;
+  float* shard;   // (n)
+  const G* grad;  // (n)
   bool accumulate;
   template <int N>
   __device__ void at(int64_t i) const {
@@ -330,11 +332,11 @@ void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64
 // in the twin: a draw serves four elements, both moments of each.
 template <class M>
 struct AdamWUpdate {
-  float* w;
-  M *m, *v;
-  const float* grad;
-  const double* sumsq;
-  const ops::AdamW* now;
+  float* w;               // (n)
+  M *m, *v;               // (n)
+  const float* grad;      // (n)
+  const double* sumsq;    // (1)
+  const ops::AdamW* now;  // (1)
   float clip;
   int64_t decayed, first;
   uint64_t seed;

@@ -28,8 +28,8 @@ inline NormShape norm_shape(int64_t vectors, int most) {
   return {0, dim3(512)};
 }
 
-// y at N channels. One function, without anything that a compiler may contract in different ways, so that norm_apply
-// repeats the bits of norm_forward.
+// y (N) from x (N), at N channels of gamma and beta (N; beta may be null). One function, without anything that a
+// compiler may contract in different ways, so that norm_apply repeats the bits of norm_forward.
 template <class T, int N>
 __device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean, float inv_std, const T* gamma,
                                           const T* beta) {
@@ -41,6 +41,7 @@ __device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean,
   store(y, v);
 }
 
+// y, sum, x, delta (M,C), stats (M), gamma, beta (C); delta and beta may be null, sum too where delta is.
 // A block owns blockDim.y rows, the blockDim.x threads of a row `each` vectors apiece, blockDim.x apart. x and delta
 // are read once and stay in registers as sum, rounded to T; sum, y and the statistics are written once.
 template <class T, int each>
@@ -100,8 +101,8 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// Rows of any length, one block each: read three times, from L2 after the first. A thread meets only its own channels,
-// so sum needs no barrier.
+// The same arguments. Rows of any length, one block each: read three times, from L2 after the first. A thread meets
+// only its own channels, so sum needs no barrier.
 template <class T>
 __global__ void __launch_bounds__(512)
     norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
@@ -149,7 +150,7 @@ void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stat
   CUDA_CHECK_LAUNCH();
 }
 
-// A thread owns one vector.
+// y, x (M,C), stats (M), gamma, beta (C; may be null). A thread owns one vector.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     norm_apply_kernel(T* y, const float2* stats, const T* x, const T* gamma, const T* beta, int64_t M, int64_t C) {
@@ -173,8 +174,8 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
   CUDA_CHECK_LAUNCH();
 }
 
-// out0[c] (blockIdx.y = 0) and out1[c] (1): sums over p of partials (2, P, C), in a fixed order. A block owns 32
-// columns; its 32 warps take the rows in turn.
+// out0 (C) (blockIdx.y = 0) and out1 (C) (1; null: only out0): sums over P of partials (2,P,C), or (P,C), in a fixed
+// order. A block owns 32 columns; its 32 warps take the rows in turn.
 template <class G>
 __global__ void __launch_bounds__(1024)
     reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C, bool accumulate) {
@@ -202,16 +203,47 @@ void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials
   CUDA_CHECK_LAUNCH();
 }
 
+// A block's row of partial sums (C) from its threads' sums: rows of the block are added up in order by its first row's
+// threads, through `combine` (256 * each * N) where the block has more than one (then it has at most 256 threads).
+template <int each, int N>
+__device__ __forceinline__ void write_partials(float* out, float (&sums)[each][N], float* combine, int vectors) {
+  if (blockDim.y > 1) {
+    float* mine = combine + (threadIdx.y * blockDim.x + threadIdx.x) * each * N;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < each; ++k)
+#pragma unroll
+      for (int j = 0; j < N; ++j) mine[k * N + j] = sums[k][j];
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (unsigned y = 1; y < blockDim.y; ++y)
+#pragma unroll
+      for (int k = 0; k < each; ++k)
+#pragma unroll
+        for (int j = 0; j < N; ++j) sums[k][j] += mine[y * blockDim.x * each * N + k * N + j];
+  }
+#pragma unroll
+  for (int k = 0; k < each; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    if (i >= vectors) continue;
+#pragma unroll
+    for (int j = 0; j < N; j += 4)
+      *reinterpret_cast<float4*>(out + i * N + j) =
+          make_float4(sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]);
+  }
+}
+
+// dx, dy, dres, x (M,C), stats (M), gamma (C), partials (2,gridDim.x,C): of dgamma, dbeta; dres may be null.
 // A block owns the rows blockIdx.x * blockDim.y + threadIdx.y, + gridDim.x * blockDim.y, ...; a thread owns `each`
 // vectors of channels, and their sums for dgamma and dbeta stay in its registers. x, dy, dres are read once (the next
 // row's x and dy while this row is worked on), dx is written once; at the end the block writes one row of partial sums.
-template <class T, int each, int threads>
-__global__ void __launch_bounds__(threads)
+template <class T, int each>
+__global__ void __launch_bounds__(512)
     norm_backward_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
                          const float2* stats, const T* gamma, int64_t M, int64_t C) {
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
-  __shared__ float combine[256 * each * N];  // used by blocks of at most 256 threads
+  __shared__ float combine[256 * each * N];
   const int vectors = int(C / N);
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -238,7 +270,7 @@ __global__ void __launch_bounds__(threads)
   }
   fetch(m);
   int turn = 0;
-  // The whole block goes round together, as long as its first row exists.
+  // All rows of a block iterate as long as its first row exists: row_sums has a barrier.
   for (int64_t first = m - threadIdx.y; first < M; first += stride, m += stride, turn ^= 1) {
     Pack<T, N> x_now[each], g_now[each], r_now[each];
     const float2 s = stat;
@@ -277,40 +309,74 @@ __global__ void __launch_bounds__(threads)
       store(dx + m * C + i * N, r);
     }
   }
+  write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
+  write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
+}
 
-  // Rows of the block are added up in order by its first row's threads.
-  const auto finish = [&](float(&sums)[each][N], float* out) {
-    if (blockDim.y > 1) {
-      float* mine = combine + (threadIdx.y * blockDim.x + threadIdx.x) * each * N;
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < each; ++k)
-#pragma unroll
-        for (int j = 0; j < N; ++j) mine[k * N + j] = sums[k][j];
-      __syncthreads();
-      if (threadIdx.y > 0) return;
-      for (unsigned y = 1; y < blockDim.y; ++y)
-#pragma unroll
-        for (int k = 0; k < each; ++k)
-#pragma unroll
-          for (int j = 0; j < N; ++j) sums[k][j] += mine[y * blockDim.x * each * N + k * N + j];
+// The same, with the same arguments, where the sums leave no registers for rows: in blocks of more than 512 threads,
+// which get 64 each, and with 16 floats of a row to a thread. x and dy are read twice, the second time from L1 or L2;
+// instead of being read ahead, dres and the next row are prefetched into L2. At most 64 registers (sm_80, sm_90), so
+// that an SM holds 1024 threads. The sums have the same order and the same bits as in norm_backward_kernel.
+template <class T, int each, int threads>
+__global__ void __launch_bounds__(threads)
+    norm_backward_wide_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
+                              const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  constexpr int N = width<T>;
+  constexpr bool one_row = threads > 512;  // at a time in a block: then m < M is known
+  __shared__ RowSums<float> shared[2];
+  __shared__ float combine[one_row ? 1 : 256 * each * N];
+  const int vectors = int(C / N);
+  const unsigned y = one_row ? 0 : threadIdx.y;
+  const int64_t line = threadIdx.x * (cache_line / int(sizeof(T)));  // enough: a row has at most 64 bytes to a thread
+  const int64_t stride = int64_t(gridDim.x) * (one_row ? 1 : blockDim.y);
+  float sum_gamma[each][N] = {}, sum_beta[each][N] = {};
+  int turn = 0;
+  for (int64_t first = int64_t(blockIdx.x) * (one_row ? 1 : blockDim.y); first < M; first += stride, turn ^= 1) {
+    const int64_t m = first + y, row = m * C;
+    const int mine = m < M ? vectors : 0;
+    const float2 s = m < M ? stats[m] : make_float2(0, 0);
+    if (line < C && m < M) {
+      if (dres) prefetch(dres + row + line);
+      if (m + stride < M) prefetch(x + row + stride * C + line), prefetch(dy + row + stride * C + line);
     }
+    float sum_g = 0, sum_gx = 0;
 #pragma unroll
     for (int k = 0; k < each; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
-      if (i >= vectors) continue;
+      if (i >= mine) continue;
+      float a[N], g[N], w[N];
+      load(a, x + row + i * N), load(g, dy + row + i * N), load(w, gamma + i * N);
 #pragma unroll
-      for (int j = 0; j < N; j += 4)
-        *reinterpret_cast<float4*>(out + i * N + j) =
-            make_float4(sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]);
+      for (int j = 0; j < N; ++j) {
+        const float xhat = (a[j] - s.x) * s.y;
+        sum_gamma[k][j] += g[j] * xhat, sum_beta[k][j] += g[j];
+        sum_g += g[j] * w[j], sum_gx += g[j] * w[j] * xhat;
+      }
     }
-  };
-  finish(sum_gamma, partials + int64_t(blockIdx.x) * C);
-  finish(sum_beta, partials + (int64_t(gridDim.x) + blockIdx.x) * C);
+    row_sums(sum_g, sum_gx, shared[turn]);
+    const float mean_g = layer ? sum_g / C : 0, mean_gx = sum_gx / C;
+#pragma unroll
+    for (int k = 0; k < each; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= mine) continue;
+      float a[N], g[N], w[N], r[N] = {};
+      load(a, x + row + i * N), load(g, dy + row + i * N), load(w, gamma + i * N);
+      if (dres) load(r, dres + row + i * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float xhat = (a[j] - s.x) * s.y;
+        // Not fused with the subtraction: norm_backward_kernel reuses the rounded product of its sums.
+        r[j] += s.y * (__fmul_rn(g[j], w[j]) - mean_g - xhat * mean_gx);
+      }
+      store(dx + row + i * N, r);
+    }
+  }
+  write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
+  write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }
 
-// Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in memory, of which a
-// thread meets only its own channels.
+// The same arguments. Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in
+// memory, of which a thread meets only its own channels.
 template <class T>
 __global__ void __launch_bounds__(512)
     norm_backward_any_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
@@ -354,17 +420,15 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
     // Sums over no rows: reduce_columns of no partial sums writes zeros.
   } else if (any) {
     norm_backward_any_kernel<<<blocks, 512, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-  } else if (t.x * t.y > 512) {
-    if (shape.each == 1)
-      norm_backward_kernel<T, 1, 1024><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-    else
-      norm_backward_kernel<T, most, 1024><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-  } else if (shape.each == 1) {
-    norm_backward_kernel<T, 1, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
-  } else if (shape.each == 2) {
-    norm_backward_kernel<T, 2, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
-    norm_backward_kernel<T, most, 512><<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    const auto launch = [&](auto kernel) {
+      kernel<<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    };
+    if (t.x * t.y > 512)
+      launch(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
+    else if (shape.each == 1) launch(norm_backward_kernel<T, 1>);
+    else if (shape.each == 2) launch(norm_backward_kernel<T, 2>);
+    else if constexpr (most > 2) launch(norm_backward_wide_kernel<T, most, 512>);
   }
   CUDA_CHECK_LAUNCH();
   reduce_columns(stream, dgamma, dbeta, partials, blocks, C, accumulate);

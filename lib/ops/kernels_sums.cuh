@@ -13,7 +13,7 @@ namespace gpu {
 
 // ----------------------------------------------------------------------------------------------------- column sums
 
-// partials[y][z * C + c] = the sum over a run of the M rows of matrix z, which lie one behind the other. A block owns
+// partials (gridDim.y,gridDim.z,C): sums over a run (y) of the M rows of matrix z of x (gridDim.z,M,ld). A block owns
 // 32 vectors of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// db (C), dy (M,ld), partials (bias_grad_partials(M,C)).
 template <class T, class G>
 void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C, int64_t ld,
                bool accumulate) {
@@ -58,7 +59,7 @@ void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t
 
 // ------------------------------------------------------------------------------------------ gradient of the embedding
 
-// v[N] += rows order[begin..end) of dx, at a thread's channels.
+// total (N) += rows order[begin..end) of dx (M,C), at channels c .. c + N - 1.
 template <class T, int N>
 __device__ __forceinline__ void add_rows(float (&total)[N], const T* dx, const int32_t* order, int begin, int end,
                                          int64_t C, int64_t c) {
@@ -71,8 +72,9 @@ __device__ __forceinline__ void add_rows(float (&total)[N], const T* dx, const i
   }
 }
 
-// A block owns partial sum blockIdx.x (one chunk of the occurrences of a frequent token) and a vector of channels a
-// thread. The launch has as many blocks as there may be partial sums in any batch; those without one leave.
+// partials (gridDim.x,C), dx (M,C). A block owns partial sum blockIdx.x (one chunk of the occurrences of a frequent
+// token) and a vector of channels a thread. The launch has as many blocks as there may be partial sums in any batch;
+// those without one leave.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     embedding_chunks_kernel(float* partials, const T* dx, ops::TokenIndex index, int64_t V, int64_t C) {
@@ -91,7 +93,8 @@ __global__ void __launch_bounds__(256)
   store(partials + slot * C + c, total);
 }
 
-// A thread owns one vector of channels of row v: the sum of its occurrences, or of its partial sums.
+// dtable (V,C), dx (M,C), partials as above. A thread owns one vector of channels of row v: the sum of its occurrences,
+// or of its partial sums.
 template <class T, class G, int N>
 __global__ void __launch_bounds__(256)
     embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index, const float* partials, int64_t V,
@@ -158,9 +161,9 @@ __device__ __forceinline__ float exponential(float x) {
   else return expf(x);
 }
 
-// A block owns a row. First pass: online softmax (Milakov & Gimelshein 2018), every thread over its own vectors, then
-// merged. Second pass: gradient in place; up to V = 64 K in bf16 the row is still in L2, so HBM sees one read and one
-// write.
+// logits (M,V), loss_rows, targets (M). A block owns a row. First pass: online softmax (Milakov & Gimelshein 2018),
+// every thread over its own vectors, then merged. Second pass: gradient in place; up to V = 64 K in bf16 the row is
+// still in L2, so HBM sees one read and one write.
 template <class T, int N>
 __global__ void __launch_bounds__(1024)
     cross_entropy_kernel(T* logits, float* loss_rows, const int32_t* targets, float scale, bool backward, int64_t V) {
@@ -259,7 +262,7 @@ __device__ __forceinline__ A block_total(A x) {
   return x;
 }
 
-// partials[block] = total over the block's share of x. A thread strides over vectors of N.
+// partials (gridDim.x): totals over the blocks' shares of x (n). A thread strides over vectors of N.
 constexpr int sum_threads = 256;
 template <class A, Term term, int N>
 __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, const float* x, int64_t n) {
@@ -278,6 +281,7 @@ __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, const flo
   total = block_total<term>(total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
+// out (1) from partials (blocks).
 template <class A, Term term>
 __global__ void __launch_bounds__(sum_threads)
     sum_finish_kernel(A* out, const A* partials, int blocks, bool accumulate) {
@@ -309,6 +313,7 @@ inline void sum_powers(cudaStream_t stream, ops::GradNorm p, double* out, const 
                                               : sum_by_blocks<Term::largest, double>;
   by(stream, out, x, partials, n, accumulate);
 }
+// x (1).
 static __global__ void power_kernel(double* x, double exponent) { *x = pow(*x, exponent); }
 inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out) {
   if (p == ops::GradNorm::two) return;

@@ -236,7 +236,7 @@ template void adamw(Stream&, float*, bf16*, bf16*, const float*, const double*, 
 }  // namespace ops
 
 #if FSDP_CUDA
-// lib/matmul.cu times this kernel against cuBLASLt's fused one.
+// lib/ops/matmul.cu times this kernel against cuBLASLt's fused one.
 template void gpu::gelu_forward(cudaStream_t, float*, const float*, int64_t);
 template void gpu::gelu_forward(cudaStream_t, bf16*, const bf16*, int64_t);
 #endif

@@ -14,17 +14,17 @@ namespace ops {
 // Planned once, before everything else: cuBLASLt's workspace (GPU only).
 void keep_workspace(Device& dev);
 
-// ---- matmul (lib/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its inputs
-// with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of those
-// that give the same bits as the library's first choice (so timing noise never changes a result). A shape that was
-// never tuned uses the first choice. allow_tf32 concerns float only and is off unless set.
+// ---- matmul (lib/ops/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its
+// inputs with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of
+// those that give the same bits as the library's first choice (so timing noise never changes a result). A shape that
+// was never tuned uses the first choice. allow_tf32 concerns float only and is off unless set.
 void set_allow_tf32(bool on);
 
-// y (M,N) = x (M,K) w^T, w (N,K), + bias (N) if not null, + residual (M,N) if not null (may equal y).
+// y (M,N) = x (M,K) w (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal y).
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
-// h (M,N) = x w^T + bias, g = gelu(h): one call, so that the GPU can fuse it (bf16, tuned, short K) where that gives
-// the same h and a g that differs by rounding alone.
+// h (M,N) = x (M,K) w (N,K)^T + bias (N), g (M,N) = gelu(h): one call, so that the GPU can fuse it (bf16, tuned, short
+// K) where that gives the same h and a g that differs by rounding alone.
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K);
 // dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.
@@ -45,18 +45,18 @@ void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
 
 // ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without; eps 1e-5.
 enum class Norm { layer, rms };
-// sum = x + delta (delta may be null: then sum is not written and may be null); y = norm(sum) * gamma (+ beta).
-// stats (M,2): mean (0 for rms) and 1/std of each row. sum may equal x or delta.
+// sum (M,C) = x (M,C) + delta (M,C); y (M,C) = norm(sum) * gamma (C) (+ beta (C)); stats (M,2): mean (0 for rms) and
+// 1/std of each row. delta may be null: then sum is not written and may be null. sum may equal x or delta.
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
                   const T* beta, int64_t M, int64_t C);
-// y again from the saved input and statistics: the same bits as norm_forward's y.
+// y (M,C) again from the saved input x (M,C) and stats (M,2): the same bits as norm_forward's y.
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
                 int64_t C);
-// dx (M,C) = residual gradient dres (may be null, may equal dx) + gradient through the norm of dy. dgamma, dbeta (C;
-// dbeta null for rms) are written, or added to if accumulate. dx may also equal dy. partials:
-// norm_backward_partials(M, C) numbers.
+// dx (M,C) = dres (M,C), the residual's gradient (may be null, may equal dx), + the gradient through the norm of dy
+// (M,C; may equal dx), from its input x (M,C), stats (M,2) and gamma (C). dgamma, dbeta (C; dbeta null for rms) are
+// written, or added to if accumulate. partials: norm_backward_partials(M, C) numbers.
 int64_t norm_backward_partials(int64_t M, int64_t C);
 template <class T, class G>
 void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
@@ -64,13 +64,14 @@ void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy
                    bool accumulate = false);
 
 // ---- activations
-// tanh-GELU (Hendrycks & Gimpel 2016). Backward in place, and h becomes gelu(h), which the next wgrad wants: dg -> dh.
+// tanh-GELU (Hendrycks & Gimpel 2016): g (n) = gelu(h (n)). Backward in place: dg_dh (n) comes as dg and leaves as dh;
+// h_g (n) comes as h and leaves as gelu(h), which the next wgrad wants.
 template <class T>
 void gelu_forward(Stream& s, T* g, const T* h, int64_t n);
 template <class T>
 void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n);
-// SwiGLU (Shazeer 2020): h (M, 2F) holds gate then up in each row; g (M,F) = silu(gate) * up. Backward in place:
-// h becomes dh, dg becomes g.
+// SwiGLU (Shazeer 2020): h (M,2F) holds gate then up in each row; g (M,F) = silu(gate) * up. Backward in place:
+// dg_g (M,F) comes as dg and leaves as g; h_dh (M,2F) comes as h and leaves as dh.
 template <class T>
 void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F);
 template <class T>
@@ -78,8 +79,8 @@ void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F);
 
 // ---- positions
 // RoPE (Su et al. 2021), half-split pairs (i, i + D/2), in place on `heads` consecutive heads of D at the start of each
-// row of stride ld; the row's position is row % T. inverse: the transposed rotation, which is the backward.
-// table (T, D/2, 2): cos and sin in fp32, made by rope_table; base: e.g. 500000.
+// row of x (M,ld); the row's position is row % T_. inverse: the transposed rotation, which is the backward.
+// table (T_,D/2,2): cos and sin in fp32, made by rope_table; base: e.g. 500000.
 template <class T>
 void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base);
 template <class T>
@@ -101,39 +102,43 @@ void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V
 TokenIndex token_index_at(const int32_t* base, int64_t M, int64_t V);
 int64_t embedding_partials(int64_t M, int64_t C);  // an upper bound over all batches
 
-// x (M,C) = table (V,C)[tokens], + sin/cos positions (Vaswani et al. 2017: even channels sin, odd cos, base 10000,
+// x (M,C) = table (V,C)[tokens (M)], + sin/cos positions (Vaswani et al. 2017: even channels sin, odd cos, base 10000,
 // position row % T_) if add_positions.
 template <class T>
 void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_, int64_t C,
                        bool add_positions);
-// dtable (V,C): every row is written, rows without occurrences with zero; or added to, if accumulate.
+// dtable (V,C) = for each token the sum of dx (M,C) over its occurrences: every row is written, rows without
+// occurrences with zero; or added to, if accumulate. index: of the batch's tokens (M). partials: embedding_partials(M,
+// C) numbers.
 template <class T, class G>
 void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
                         int64_t C, bool accumulate);
 
 // ---- head: softmax cross-entropy on a chunk of tokens
 // logits (M,V) become dlogits = scale * (softmax - onehot(target)) in place if `backward`; loss_rows (M) = -log softmax
-// [target], unscaled. A target of -1 is ignored: zero loss, zero gradient.
+// [targets (M)], unscaled. A target of -1 is ignored: zero loss, zero gradient.
 template <class T>
 void cross_entropy(Stream& s, T* logits, acc_t<T>* loss_rows, const int32_t* targets, acc_t<T> scale, bool backward,
                    int64_t M, int64_t V);
-// out (+)= sum of x[0..n), in a fixed order. One number. partials: sum_partials() numbers.
+// out (1) (+)= the sum of x (n), in a fixed order. partials: sum_partials() numbers.
 int64_t sum_partials();
 template <class A>
 void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate);
 
 // ---- parameters, on shards (n elements)
-// w[i] = mean + std * normal(seed, tensor, first + i), clamped at 3 std; Philox 4x32-10 (Salmon et al. 2011), so an
+// w (n)[i] = mean + std * normal(seed, tensor, first + i), clamped at 3 std; Philox 4x32-10 (Salmon et al. 2011), so an
 // element's value does not depend on how the tensor is cut.
 void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std);
+// w (n) = value; to (n) = from (n), rounded.
 void fill(Stream& s, float* w, float value, int64_t n);
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n);
-// shard = (accumulate ? shard : 0) + grad
+// shard (n) = (accumulate ? shard : 0) + grad (n)
 template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
-// The p-norm of a gradient, in pieces: out = sum of |x|^p in a fixed order (the largest |x| where p is infinity), of
-// what it was before too if accumulate; and out = the square of the norm, from that. partials: sum_partials() doubles.
+// The p-norm of a gradient x (n), in pieces: out (1) = sum of |x|^p in a fixed order (the largest |x| where p is
+// infinity), of what it was before too if accumulate; and out = the square of the norm, from that. partials:
+// sum_partials() doubles.
 enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
 void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate);
 void squared_norm(Stream& s, GradNorm p, double* out);
@@ -145,11 +150,12 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   uint32_t step = 1;
   double summand = 1;  // the step again, which all ranks' are summed of
 };
-// Elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the rest not. a and
-// sumsq are on the device: no number of a step is an argument, so that a CUDA graph of it can be replayed. Gradients
-// are multiplied by min(1, clip / sqrt(*sumsq)) first if clip > 0. Moments in M, float or bf16; bf16 is rounded
-// stochastically (up or down with the odds that make the mean right: Gupta et al. 2015), by Philox with seed, tensor,
-// element and step, or else a beta close to 1 would never let a moment change.
+// w, m, v, grad (n): elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the
+// rest not. a (1) and sumsq (1), the square of the gradient's norm, are on the device: no number of a step is an
+// argument, so that a CUDA graph of it can be replayed. Gradients are multiplied by min(1, clip / sqrt(*sumsq)) first
+// if clip > 0. Moments in M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean
+// right: Gupta et al. 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a
+// moment change.
 template <class M>
 void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
            int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);

@@ -1,12 +1,11 @@
 #include "lib/program/estimate.h"
 
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <limits>
 
 #include "lib/device/error.h"
-#include "lib/program/telemetry.h"
+#include "lib/program/format.h"
 
 namespace {
 
@@ -30,33 +29,11 @@ constexpr double tree = 4.4e-6, tree_hop = 0.52e-6, tree_node_hop = 5e-6;
 
 constexpr double never_ends = std::numeric_limits<double>::infinity();
 
-std::string letters_of(const std::string& s) {
-  std::string t;
-  for (unsigned char c : s)
-    if (std::isalnum(c)) t += char(std::tolower(c));
-  return t;
-}
-
 double link_rate(const Chip& chip, int ranks, Via via) {
   return chip.link * (via == Via::copy_engines ? engine_of_link : ranks == 2 ? pair_of_link : ring_of_link);
 }
 
 }  // namespace
-
-const Chip* chip_named(const std::string& name) {
-  const auto bf16 = [](const char* chip) { return 1e12 * peak_bf16_tflops(chip); };
-  static const Chip chips[] = {
-      //        SMs              fp32     bandwidth memory link   network copy engines
-      {"H200", 132, bf16("H200"), 66.9e12, 4.8e12, 141e9, 450e9, 50e9, true},
-      {"H100", 132, bf16("H100"), 66.9e12, 3.35e12, 80e9, 450e9, 50e9, true},  // SXM, as the next
-      {"A100", 108, bf16("A100"), 19.5e12, 2.039e12, 80e9, 300e9, 25e9, false},
-      {"L40S", 142, bf16("L40S"), 91.6e12, 0.864e12, 48e9, 32e9, 12.5e9, false},
-      {"RTX 4090", 128, bf16("RTX 4090"), 82.6e12, 1.008e12, 24e9, 32e9, 12.5e9, false},
-  };
-  for (const Chip& c : chips)
-    if (letters_of(name).find(letters_of(c.name)) != std::string::npos) return &c;
-  return nullptr;
-}
 
 double Estimate::launched() const { return graph_ ? node : launch; }
 

@@ -6,8 +6,8 @@
 // takes longer for a whole step.
 //
 // An operation takes the longer of two times, for its FLOPs and for its bytes, and a latency for each launch. Chips are
-// described by their datasheets; what part of that an operation reaches was measured on an H200, and is taken to be the
-// same on the others. The parts stand beside the operations (`share`) and in estimate.cc.
+// described by their datasheets (chips.h); what part of that an operation reaches was measured on an H200, and is taken
+// to be the same on the others. The parts stand beside the operations (`share`) and in estimate.cc.
 #pragma once
 
 #include <array>
@@ -15,19 +15,7 @@
 #include <vector>
 
 #include "lib/device/timeline.h"
-
-struct Chip {  // by the datasheet; bytes/s and FLOP/s
-  const char* name;
-  int multiprocessors;
-  double bf16, fp32;  // dense, on tensor cores and beside them
-  double bandwidth;   // of its memory
-  double memory;      // bytes
-  double link;        // to the other GPUs of its node, one direction
-  double network;     // a GPU's part of its node's network: an assumption, 400 Gbit/s and less
-  bool copy_engines;  // that gathers within a node go by; see copy_engines_pay
-};
-// Finds a chip in "h200", "NVIDIA H200" or "NVIDIA A100-SXM4-80GB". Null: not known.
-const Chip* chip_named(const std::string& name);
+#include "lib/program/chips.h"
 
 constexpr int gpus_per_node = 8;  // of a world that is not here
 

@@ -12,6 +12,7 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/device/error.h"
+#include "lib/program/chips.h"
 
 namespace {
 
@@ -436,7 +437,7 @@ const std::vector<Spec>& specs() {
        "gpu",
        "NAME",
        &Options::gpu,
-       {0, 0, "", {"h200", "h100", "a100", "l40s", "rtx4090"}},
+       {0, 0, "", chip_words()},
        "with --plan: estimate the time of a step on this chip",
        "the chip here, without one h200"},
       {"Instead of training",

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nlohmann/json_fwd.hpp"
+#include "nsa_attention.h"
 
 struct Options {
   // Model. The preset fills what the command line leaves at 0 or empty.
@@ -18,7 +19,9 @@ struct Options {
   std::string freeze;  // beginnings of names, with commas
   // Attention.
   std::string attn;  // nsa or dense; empty: nsa where the architecture attends
-  int64_t nsa_block = 32, nsa_stride = 16, nsa_select_block = 64, nsa_selected = 16, nsa_window = 512;
+  int64_t nsa_block = nsa_defaults.block, nsa_stride = nsa_defaults.stride;
+  int64_t nsa_select_block = nsa_defaults.select_block, nsa_selected = nsa_defaults.selected;
+  int64_t nsa_window = nsa_defaults.window;
   std::string nsa_phi = "mean";
   // Batch.
   int64_t batch = 0;         // sequences a rank and micro-batch

@@ -16,68 +16,6 @@
 
 #include "lib/device/error.h"
 
-double peak_bf16_tflops(const std::string& device_name) {
-  // The vendor's datasheets, without sparsity. A name is looked for word by word, and the first entry that fits counts:
-  // the longer names stand first. RTX figures are for fp32 accumulation, which is what matmuls here use.
-  struct Chip {
-    const char* name;
-    double tflops;
-  };
-  static const Chip chips[] = {
-      {"GB300", 2500},      {"GB200", 2500},     {"B300", 2250},       {"B200", 2250},
-      {"B100", 1750},       {"GH200", 989.5},    {"H200 NVL", 835.5},  {"H200", 989.5},
-      {"H800 PCIe", 756.5}, {"H800", 989.5},     {"H100 PCIe", 756.5}, {"H100 NVL", 835.5},
-      {"H100", 989.5},      {"H20", 148},        {"A100", 312},        {"A800", 312},
-      {"A40", 149.7},       {"A30", 165},        {"A10G", 70},         {"A10", 125},
-      {"L40S", 362.05},     {"L40", 181.05},     {"L4", 121},          {"RTX 6000 Ada", 364.25},
-      {"RTX A6000", 154.8}, {"RTX 5090", 209.5}, {"RTX 4090", 165.2},  {"RTX 3090 Ti", 80},
-      {"RTX 3090", 71},
-  };
-  auto lower = [](std::string s) {
-    for (char& c : s) c = char(std::tolower(static_cast<unsigned char>(c)));
-    return s;
-  };
-  const std::string name = lower(device_name);
-  // Laptop chips share names with others, a MIG slice is a part of a chip: no figure rather than a wrong one.
-  if (name.find("laptop") != std::string::npos || name.find(" mig ") != std::string::npos) return 0;
-  for (const Chip& chip : chips) {
-    const std::string want = lower(chip.name);
-    for (size_t at = name.find(want); at != std::string::npos; at = name.find(want, at + 1)) {
-      // Whole words, so that L4 is not found in L40 nor A10 in A100; "A100-SXM4" ends a word at the hyphen.
-      const size_t end = at + want.size();
-      const bool starts = at == 0 || !std::isalnum(static_cast<unsigned char>(name[at - 1]));
-      const bool ends = end == name.size() || !std::isalnum(static_cast<unsigned char>(name[end]));
-      if (starts && ends) return chip.tflops;
-    }
-  }
-  return 0;
-}
-
-std::string grouped(int64_t n) {
-  std::string s = std::to_string(n < 0 ? -n : n);
-  for (int64_t at = int64_t(s.size()) - 3; at > 0; at -= 3) s.insert(size_t(at), ",");
-  return n < 0 ? "-" + s : s;
-}
-
-std::string mib_text(int64_t bytes) { return grouped((bytes + (1 << 19)) >> 20); }
-
-std::string count_text(double n) {
-  if (n < 1000) return strf("%.0f", n);
-  const char* units[] = {"k", "M", "G", "T", "P", "E"};
-  int unit = -1;
-  // 999.95 rounds to 1000.0: the next unit takes over before that.
-  while (n >= 999.95 && unit < 5) n /= 1000, ++unit;
-  return strf("%.1f %s", n, units[unit]);
-}
-
-std::string duration_text(double seconds) {
-  const int64_t s = std::llround(std::fmin(std::fmax(seconds, 0), 1e12));
-  if (s < 60) return strf("%ds", int(s));
-  if (s < 3600) return strf("%dm%02ds", int(s / 60), int(s % 60));
-  if (s < 86400) return strf("%dh%02dm", int(s / 3600), int(s / 60 % 60));
-  return strf("%lldd%02dh", static_cast<long long>(s / 86400), int(s / 3600 % 24));
-}
-
 std::string now_iso8601() {
   const auto now = std::chrono::system_clock::now();
   const std::time_t t = std::chrono::system_clock::to_time_t(now);

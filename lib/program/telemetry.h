@@ -1,14 +1,12 @@
-// What the run says: a line a step for people, JSON lines for programs, the chips' peaks for MFU.
+// What the run says: a line a step for people, JSON lines for programs.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <string>
 
+#include "lib/program/format.h"
 #include "nlohmann/json.hpp"
-
-// Dense bf16 tensor-core peak by the datasheet, TFLOP/s; 0 if the chip is not known ("unknown chip").
-double peak_bf16_tflops(const std::string& device_name);
 
 struct StepRecord {
   int64_t step;                                         // counts from 1
@@ -52,8 +50,4 @@ nlohmann::json step_json(const StepRecord& r);
 // Whether people watch standard output. mpirun gives its ranks a terminal of their own: its own output is what counts.
 bool stdout_is_terminal();
 
-std::string now_iso8601();                  // UTC, milliseconds
-std::string count_text(double n);           // 973.2 M
-std::string mib_text(int64_t bytes);        // 17,203
-std::string grouped(int64_t n);             // 101,123
-std::string duration_text(double seconds);  // 1m32s
+std::string now_iso8601();  // UTC, milliseconds

@@ -1,4 +1,4 @@
-// nsa_select: the CPU twin and every GPU kernel against the definition in double. GPU cases have the tag [gpu]; those
+// nsa_topk: the CPU twin and every GPU kernel against the definition in double. GPU cases have the tag [gpu]; those
 // with [small] too are for compute-sanitizer. [.time], hidden, prints times.
 #include "test/arrays.h"
 
@@ -7,9 +7,9 @@
 #include <cstring>
 #include <numeric>
 
-#include "attention/select.cuh"
+#include "attention/stages.h"
+#include "attention/topk.cuh"
 #include "lib/ops/philox.h"
-#include "nsa_attention.h"
 
 using Doubles = std::vector<double>;
 using Indices = std::vector<int32_t>;
@@ -171,8 +171,8 @@ bool lowest(const Call<T>& c) {
 template <class T>
 void twin(Call<T>& c) {
   Stream& s = test_device(Backend::cpu).compute();
-  std::vector<acc_t<T>> scratch(nsa_select_scratch<T>(c.a));
-  nsa_select<T>(s, c.indices.data(), c.q.data(), c.k.data(), c.lse.data(), scratch.data(), c.a);
+  std::vector<acc_t<T>> scratch(nsa_topk_scratch<T>(c.a));
+  nsa_topk<T>(s, c.indices.data(), c.q.data(), c.k.data(), c.lse.data(), scratch.data(), c.a);
   s.synchronize();
 }
 
@@ -284,7 +284,7 @@ void check_causality(const NsaShape& a, int64_t shorter, Run run) {
 
 // --------------------------------------------------------------------------------------------------------- CPU twins
 
-TEST_CASE("nsa_select takes the blocks of the best scores", "[select]") {
+TEST_CASE("nsa_topk takes the blocks of the best scores", "[topk]") {
   const auto run = [](auto& c) { twin(c); };
   for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127, 400}) {
     check_choice<double>(shape(2, T, 6, 2, 5), run);
@@ -301,28 +301,27 @@ TEST_CASE("nsa_select takes the blocks of the best scores", "[select]") {
   check_causality<float>(blocks(shape(2, 300, 6, 2, 8), 8, 4, 16, 5), 177, run);
 }
 
-TEST_CASE("nsa_select refuses what the equations forbid, and enqueues nothing while planning", "[select]") {
+TEST_CASE("nsa_topk refuses what the equations forbid, and enqueues nothing while planning", "[topk]") {
   Device& dev = test_device(Backend::cpu);
   Call<float> c(shape(1, 100, 2, 1, 4));
   NsaShape bad = c.a;
   bad.block = 40;
-  CHECK_THROWS_AS(nsa_select_scratch<float>(bad), UsageError);
-  CHECK_THROWS_AS(
-      nsa_select<float>(dev.compute(), c.indices.data(), c.q.data(), c.k.data(), c.lse.data(), nullptr, bad),
-      UsageError);
+  CHECK_THROWS_AS(nsa_topk_scratch<float>(bad), UsageError);
+  CHECK_THROWS_AS(nsa_topk<float>(dev.compute(), c.indices.data(), c.q.data(), c.k.data(), c.lse.data(), nullptr, bad),
+                  UsageError);
   dev.mode = Mode::plan;
-  nsa_select<float>(dev.compute(), c.indices.data(), c.q.data(), c.k.data(), c.lse.data(), nullptr, c.a);
+  nsa_topk<float>(dev.compute(), c.indices.data(), c.q.data(), c.k.data(), c.lse.data(), nullptr, c.a);
   dev.mode = Mode::run;
   dev.compute().synchronize();
   CHECK(std::count(c.indices.begin(), c.indices.end(), -7) == int64_t(c.indices.size()));
 }
 
-TEST_CASE("nsa_select's scratch does not grow with the number of queries", "[select]") {
+TEST_CASE("nsa_topk's scratch does not grow with the number of queries", "[topk]") {
   // A few queries' scores for each of some hundred blocks of threads: 264 x 32 queries x 1.25 numbers a block.
-  CHECK(nsa_select_scratch<bf16>(shape(1, 65536, 32, 8, 128)) == 264 * 32 * (1024 + 256));
-  CHECK(nsa_select_scratch<bf16>(shape(8, 65536, 32, 8, 128)) == 264 * 32 * (1024 + 256));
-  CHECK(nsa_select_scratch<bf16>(shape(1, 65536, 64, 4, 128)) == 264 * 8 * (1024 + 256));
-  CHECK(nsa_select_scratch<bf16>(shape(1, 100, 4, 1, 64)) == 4 * 32 * (32 + 8));
+  CHECK(nsa_topk_scratch<bf16>(shape(1, 65536, 32, 8, 128)) == 264 * 32 * (1024 + 256));
+  CHECK(nsa_topk_scratch<bf16>(shape(8, 65536, 32, 8, 128)) == 264 * 32 * (1024 + 256));
+  CHECK(nsa_topk_scratch<bf16>(shape(1, 65536, 64, 4, 128)) == 264 * 8 * (1024 + 256));
+  CHECK(nsa_topk_scratch<bf16>(shape(1, 100, 4, 1, 64)) == 4 * 32 * (32 + 8));
 }
 
 // --------------------------------------------------------------------------------------------------------------- GPU
@@ -343,21 +342,21 @@ void run_gpu(Call<T>& c, int arch) {
   Indices again = c.indices;
   const T *q = on.up(c.q), *k = on.up(c.k);
   const float* lse = on.up(c.lse);
-  float* scratch = on.scratch<float>(nsa_select_scratch<T>(c.a));
+  float* scratch = on.scratch<float>(nsa_topk_scratch<T>(c.a));
   for (int32_t* to : {on.up(c.indices), on.up(again)})
-    if (arch == 0) nsa_select<T>(s, to, q, k, lse, scratch, c.a);
-    else gpu::nsa_select<T>(s.cuda(), arch, to, q, k, lse, scratch, c.a);
+    if (arch == 0) nsa_topk<T>(s, to, q, k, lse, scratch, c.a);
+    else gpu::nsa_topk<T>(s.cuda(), arch, to, q, k, lse, scratch, c.a);
   on.down();
   CHECK(again == c.indices);
 }
 
-// What gpu::nsa_select says it has launched for a shape.
+// What gpu::nsa_topk says it has launched for a shape.
 template <class T>
 std::string kernel_for(const NsaShape& a, int arch) {
   Call<T> c(a);
   Arrays on(gpu_stream());
-  const Kernel ran = gpu::nsa_select<T>(gpu_stream().cuda(), arch, on.up(c.indices), on.up(c.q), on.up(c.k),
-                                        on.up(c.lse), on.scratch<float>(nsa_select_scratch<T>(a)), a);
+  const Kernel ran = gpu::nsa_topk<T>(gpu_stream().cuda(), arch, on.up(c.indices), on.up(c.q), on.up(c.k), on.up(c.lse),
+                                      on.scratch<float>(nsa_topk_scratch<T>(a)), a);
   on.down();
   return name_of(ran) + (ran.general ? " (general)" : "");
 }
@@ -380,7 +379,7 @@ void every_kernel(F check) {
 }  // namespace
 #endif
 
-TEST_CASE("GPU: nsa_select, a few small shapes", "[select][gpu][small]") {
+TEST_CASE("GPU: nsa_topk, a few small shapes", "[topk][gpu][small]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
@@ -395,7 +394,7 @@ TEST_CASE("GPU: nsa_select, a few small shapes", "[select][gpu][small]") {
 #endif
 }
 
-TEST_CASE("GPU: nsa_select for every length", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk for every length", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
@@ -411,7 +410,7 @@ TEST_CASE("GPU: nsa_select for every length", "[select][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: nsa_select for every group", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk for every group", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
@@ -426,7 +425,7 @@ TEST_CASE("GPU: nsa_select for every group", "[select][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: nsa_select for other blocks", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk for other blocks", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
@@ -440,7 +439,7 @@ TEST_CASE("GPU: nsa_select for other blocks", "[select][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: nsa_select for scores of every profile", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk for scores of every profile", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
@@ -452,7 +451,7 @@ TEST_CASE("GPU: nsa_select for scores of every profile", "[select][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: nsa_select of permuted heads and of shorter sequences", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk of permuted heads and of shorter sequences", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
@@ -466,7 +465,7 @@ TEST_CASE("GPU: nsa_select of permuted heads and of shorter sequences", "[select
 #endif
 }
 
-TEST_CASE("GPU: nsa_select over a long sequence", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk over a long sequence", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   for (int arch : archs()) {
@@ -479,7 +478,7 @@ TEST_CASE("GPU: nsa_select over a long sequence", "[select][gpu]") {
 #endif
 }
 
-TEST_CASE("GPU: nsa_select through a stream takes the device's kernels", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk through a stream takes the device's kernels", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   const NsaShape a = blocks(shape(2, 500, 8, 2, 64), 8, 4, 16, 16);
@@ -489,13 +488,13 @@ TEST_CASE("GPU: nsa_select through a stream takes the device's kernels", "[selec
     CHECK(direct.indices == x.indices);
   }
   Stream& s = gpu_stream();
-  CHECK_THROWS_AS(nsa_select<double>(s, nullptr, nullptr, nullptr, nullptr, nullptr, a), Error);
-  CHECK_THROWS_AS(nsa_select<bf16>(s, nullptr, nullptr, nullptr, nullptr, nullptr, shape(1, 4, 2, 1, 96)), Error);
-  CHECK_THROWS_AS(nsa_select<float>(s, nullptr, nullptr, nullptr, nullptr, nullptr, shape(1, 4, 2, 1, 136)), Error);
+  CHECK_THROWS_AS(nsa_topk<double>(s, nullptr, nullptr, nullptr, nullptr, nullptr, a), Error);
+  CHECK_THROWS_AS(nsa_topk<bf16>(s, nullptr, nullptr, nullptr, nullptr, nullptr, shape(1, 4, 2, 1, 96)), Error);
+  CHECK_THROWS_AS(nsa_topk<float>(s, nullptr, nullptr, nullptr, nullptr, nullptr, shape(1, 4, 2, 1, 136)), Error);
 #endif
 }
 
-TEST_CASE("GPU: nsa_select says which kernel it launched", "[select][gpu]") {
+TEST_CASE("GPU: nsa_topk says which kernel it launched", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   for (int arch : archs()) {
@@ -517,7 +516,7 @@ TEST_CASE("GPU: nsa_select says which kernel it launched", "[select][gpu]") {
 }
 
 // Random q and k in rows as wide as NSA's; TFLOP/s of the products that are wanted, those with visible keys.
-TEST_CASE("GPU: nsa_select, times", "[.time]") {
+TEST_CASE("GPU: nsa_topk, times", "[.time]") {
   NEEDS_GPU();
 #if FSDP_CUDA
   Device& dev = test_device(Backend::gpu);
@@ -536,7 +535,7 @@ TEST_CASE("GPU: nsa_select, times", "[.time]") {
         const NsaShape a = shape(1, T, H, HKV, 128);
         const int64_t q_bytes = T * a.ld * 2, all = int64_t(numbers.size()) * 2;
         Arrays on(s);
-        const int64_t k_bytes = a.compressed() * HKV * a.D * 2, scratch_floats = nsa_select_scratch<bf16>(a);
+        const int64_t k_bytes = a.compressed() * HKV * a.D * 2, scratch_floats = nsa_topk_scratch<bf16>(a);
         bf16 *q = on.scratch<bf16>(q_bytes / 2), *k = on.scratch<bf16>(k_bytes / 2);
         for (int64_t at = 0; at < q_bytes; at += all)
           CUDA_CHECK(cudaMemcpy(reinterpret_cast<char*>(q) + at, numbers.data(), size_t(std::min(all, q_bytes - at)),
@@ -548,7 +547,7 @@ TEST_CASE("GPU: nsa_select, times", "[.time]") {
         float *lse = on.up(rows), *scratch = on.scratch<float>(scratch_floats);
         int32_t* indices = on.scratch<int32_t>(HKV * T * a.selected);
         const auto run = [&](int times) {
-          for (int i = 0; i < times; ++i) gpu::nsa_select<bf16>(s.cuda(), arch, indices, q, k, lse, scratch, a);
+          for (int i = 0; i < times; ++i) gpu::nsa_topk<bf16>(s.cuda(), arch, indices, q, k, lse, scratch, a);
         };
         const int times = T > 40000 ? 5 : 20;
         Event from(dev, Event::timed), to(dev, Event::timed);
@@ -557,7 +556,7 @@ TEST_CASE("GPU: nsa_select, times", "[.time]") {
         const double ms = elapsed_ms(from, to) / times;
         double flops = 0;
         for (int64_t t = 0; t < T; ++t) flops += 2.0 * double(seen(a, t)) * double(H * a.D);
-        std::printf("nsa_select sm_%d T %lld heads %lld/%lld D 128: %.3f ms, %.0f TFLOP/s, scratch %.0f MB\n", arch,
+        std::printf("nsa_topk sm_%d T %lld heads %lld/%lld D 128: %.3f ms, %.0f TFLOP/s, scratch %.0f MB\n", arch,
                     (long long)T, (long long)H, (long long)HKV, ms, flops / ms * 1e-9, double(scratch_floats) * 4e-6);
         std::fflush(stdout);
       }

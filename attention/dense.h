@@ -1,0 +1,92 @@
+// Dense attention: exact softmax attention in one pass over tiles (FlashAttention-2: Dao 2023, arXiv 2307.08691, Alg. 1
+// and 2), causal, in a sliding window, or to compressed keys: NSA's baseline, and two of its three branches.
+//
+//   AttentionShape a = {B, T, H, HKV, D, ld, ld, H * D, ld, ld, 1 / std::sqrt(double(D))};  // causal; q, k, v: columns
+//   attention_forward<bf16>(stream, o, lse, x, x + H * D, x + (H + HKV) * D, a);            // of rows x (B*T, ld)
+//   attention_backward<bf16>(stream, dx, dx + H * D, dx + (H + HKV) * D, d_o, x, x + H * D, x + (H + HKV) * D, o, lse,
+//                            workspace, a);  // attention_backward_workspace<bf16>(a) numbers
+//
+// Shapes: q, o (B,T,H,D), k and v (B,keys,HKV,D), lse (B,H,T). H is a multiple of HKV; query head h reads KV head h /
+// (H/HKV). Element (b,t,h,d) of a tensor lies at p[(b*T + t) * ld + h*D + d]. lse: natural logarithm of the softmax's
+// denominator; -inf where a query sees no key, and o is zero there. Backwards write every gradient without atomics:
+// each sum has one order, so two runs agree bit for bit.
+//
+// bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer); float on a GPU: any D <= 128
+// that 8 divides, simple kernels; both: addresses (but lse's) and row strides are multiples of 16 bytes. CPU: any D,
+// float, bf16 and double. Anything else throws Error.
+#pragma once
+
+#include <string>
+
+#include "lib/device/device.h"
+
+// Which keys j query t sees. Both count from 0.
+enum class Sees {
+  causal,      // j <= t
+  window,      // t - window < j <= t: `window` keys, the query's own among them
+  compressed,  // key j stands for tokens [stride*j, stride*j + block): the last of them must not lie after t
+};
+
+// How many compressed keys end within the first `tokens` tokens of a sequence: of T tokens there are
+// compressed_keys(T, ...), and query t sees compressed_keys(t + 1, ...) of them.
+template <class I>
+HD constexpr I compressed_keys(I tokens, I block, I stride) {
+  return tokens < block ? 0 : (tokens - block) / stride + 1;
+}
+
+struct AttentionShape {
+  int64_t B, T, H, HKV, D;    // sequences, queries of each, query heads, KV heads, head dim
+  int64_t ld_q, ld_kv, ld_o;  // row strides in numbers: q; k and v; o and do
+  int64_t ld_dq, ld_dkv;      // dq; dk and dv
+  double scale;               // positive; 1/sqrt(D) unless the caller says otherwise
+  Sees sees = Sees::causal;
+  int64_t keys = 0;  // rows of k and v in a sequence; 0: T. Only with Sees::compressed another number
+  int64_t window = 0, block = 0, stride = 0;
+};
+
+// Which kernel a call launched, for logs and tests.
+struct Kernel {
+  const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: no tensor cores), plain loops; null: none ran
+  const char* variant = "";
+  bool general = false;  // the fallback for any shape, where other shapes have a specialised kernel
+};
+constexpr Kernel plain_loops = {"plain loops"};
+std::string name_of(const Kernel& k);
+
+// o (B,T,H,D) and lse (B,H,T) from q (B,T,H,D), k and v (B,keys,HKV,D).
+template <class T>
+Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a);
+
+// Numbers of acc_t<T> in the backward's workspace: rowsum(do * o) (B,H,T), and partial sums of dk and dv where few keys
+// are seen by many queries.
+template <class T>
+int64_t attention_backward_workspace(const AttentionShape& a);
+
+// A gate on attention's output: y = sigmoid(gate) * o, and the backward gets dy in place of do. gate and dgate (B,T,H)
+// lie at p[(b*T + t) * ld + h]. Null pointers: no gate.
+template <class T>
+struct Gate {
+  const T* gate = nullptr;
+  T* dgate = nullptr;  // written
+  int64_t ld = 0;
+};
+
+// dq, dk, dv, shaped as q, k, v with row strides ld_dq and ld_dkv, are written, and dgate where there is a gate. d_o:
+// the gradient of o, or of sigmoid(gate) * o.
+template <class T>
+Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
+                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {});
+
+#if FSDP_CUDA
+// The kernels behind these on a bare CUDA stream, for tests and timings: the same arguments and shapes. arch: compute
+// capability (90, 80, ...) whose kernels are to run; an H200 runs both 90's and 80's. T: float or bf16.
+namespace gpu {
+template <class T>
+Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
+                         const AttentionShape& a);
+template <class T>
+Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
+                          const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,
+                          Gate<T> gate = {});
+}  // namespace gpu
+#endif

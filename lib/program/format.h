@@ -1,0 +1,10 @@
+// Numbers as people read them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+std::string count_text(double n);           // 973.2 M
+std::string mib_text(int64_t bytes);        // 17,203
+std::string grouped(int64_t n);             // 101,123
+std::string duration_text(double seconds);  // 1m32s

@@ -1,0 +1,98 @@
+// The table of chips: names that drivers report and people type, and nothing for what only looks like one of them.
+#include <set>
+#include <string>
+#include <utility>
+
+#include "lib/program/chips.h"
+#include "test/catch.h"
+
+TEST_CASE("chips are found by what people and drivers call them", "[chips]") {
+  for (const char* name : {"h200", "h100", "a100", "l40s", "rtx4090", "NVIDIA H200", "NVIDIA A100-SXM4-80GB",
+                           "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"})
+    CHECK(chip_named(name) != nullptr);
+  REQUIRE(chip_named("NVIDIA H200") != nullptr);
+  CHECK(std::string(chip_named("NVIDIA H200")->name) == "H200");
+  CHECK(chip_named("NVIDIA T4") == nullptr);
+  CHECK(chip_named("") == nullptr);
+}
+
+TEST_CASE("peaks of chips", "[chips]") {
+  CHECK(peak_bf16_tflops("NVIDIA H200") == 989.5);
+  CHECK(peak_bf16_tflops("NVIDIA H100 80GB HBM3") == 989.5);
+  CHECK(peak_bf16_tflops("NVIDIA H100 PCIe") == 756.5);
+  CHECK(peak_bf16_tflops("NVIDIA H100 NVL") == 835.5);
+  CHECK(peak_bf16_tflops("NVIDIA A100-SXM4-80GB") == 312);
+  CHECK(peak_bf16_tflops("NVIDIA A10") == 125);
+  CHECK(peak_bf16_tflops("NVIDIA L4") == 121);
+  CHECK(peak_bf16_tflops("NVIDIA L40S") == 362.05);
+  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 4090") == 165.2);
+  CHECK(peak_bf16_tflops("NVIDIA RTX 6000 Ada Generation") == 364.25);
+  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 4090 Laptop GPU") == 0);
+  CHECK(peak_bf16_tflops("NVIDIA A100-SXM4-40GB MIG 3g.20gb") == 0);
+  CHECK(peak_bf16_tflops("Tesla V100-SXM2-16GB") == 0);
+  CHECK(peak_bf16_tflops("Intel Xeon") == 0);
+}
+
+namespace {
+std::string known_as(const std::string& name) {
+  const Chip* chip = chip_named(name);
+  return chip ? chip->name : "none";
+}
+}  // namespace
+
+TEST_CASE("a chip is not taken for its sister", "[chips]") {
+  const std::pair<const char*, const char*> names[] = {
+      {"NVIDIA H200", "H200"},
+      {"NVIDIA H200 NVL", "H200 NVL"},
+      {"NVIDIA GH200 480GB", "GH200"},
+      {"NVIDIA GH200 144G HBM3e", "GH200 144G"},
+      {"NVIDIA H100 80GB HBM3", "H100"},
+      {"NVIDIA H100 PCIe", "H100 PCIe"},
+      {"NVIDIA H100 NVL", "H100 NVL"},
+      {"NVIDIA A100-SXM4-80GB", "A100"},
+      {"NVIDIA A100-SXM4-40GB", "A100 40GB"},
+      {"NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB"},
+      {"NVIDIA A100 80GB PCIe", "A100 PCIe"},
+      {"A100-SXM4-40GB", "A100 40GB"},  // old drivers
+      {"NVIDIA L40S", "L40S"},
+      {"NVIDIA GeForce RTX 4090", "RTX 4090"},
+      // No more than a peak, or nothing at all, is known of these.
+      {"NVIDIA GB200", "none"},
+      {"NVIDIA B200", "none"},
+      {"NVIDIA H800", "none"},
+      {"NVIDIA H20", "none"},
+      {"NVIDIA L40", "none"},
+      {"NVIDIA GeForce RTX 3090", "none"},
+      {"NVIDIA GeForce RTX 4090 Laptop GPU", "none"},
+      {"NVIDIA A100-SXM4-40GB MIG 3g.20gb", "none"},
+      {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", "none"},
+      {"NVIDIA H2000", "none"},
+  };
+  for (const auto& [name, chip] : names) {
+    INFO(name);
+    CHECK(known_as(name) == chip);
+  }
+  CHECK(peak_bf16_tflops("NVIDIA GH200 480GB") == 989.5);
+  CHECK(peak_bf16_tflops("NVIDIA H200 NVL") == 835.5);
+  CHECK(peak_bf16_tflops("NVIDIA H20") == 148);
+  CHECK(peak_bf16_tflops("NVIDIA H800 PCIe") == 756.5);
+  CHECK(peak_bf16_tflops("NVIDIA L40") == 181.05);
+  CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 3090 Ti") == 80);
+}
+
+TEST_CASE("every word of --gpu names one chip, whose figures are all there", "[chips]") {
+  std::set<const Chip*> chips;
+  for (const char* word : chip_words()) {
+    INFO(word);
+    const Chip* c = chip_named(word);
+    REQUIRE(c != nullptr);
+    CHECK(std::string(c->word) == word);
+    CHECK(chip_named(c->name) == c);
+    CHECK(peak_bf16_tflops(c->name) == c->bf16 / 1e12);
+    CHECK(chips.insert(c).second);
+    for (double figure : {double(c->multiprocessors), c->bf16, c->fp32, c->bandwidth, c->memory, c->link, c->network})
+      CHECK(figure > 0);
+    CHECK(c->bf16 > c->fp32);
+    CHECK(c->network <= 50e9);
+  }
+}
