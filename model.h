@@ -22,8 +22,6 @@
 #include "nsa_attention.h"
 
 enum class Arch { simple, rope, llama, mlp };
-const char* name_of(Arch a);
-Arch arch_named(const std::string& name);  // throws UsageError
 
 // What a block's backward makes again instead of keeping it, norms and all; indices of selected blocks are always kept.
 enum class Recompute {
@@ -74,16 +72,6 @@ struct ModelConfig {
   int attention_module(int64_t block) const { return 1 + 2 * int(block); }
   int mlp_module(int64_t block) const { return attends() ? 2 + 2 * int(block) : 1 + int(block); }
 };
-
-struct Preset {
-  const char* name;
-  ModelConfig model;
-  int64_t batch, grad_accum;
-};
-const Preset& preset_named(const std::string& name);  // throws UsageError
-
-// Throws UsageError: which sizes do not fit together, or not what the kernels can do.
-void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
 
 // Units in the order of the forward pass, and at the end that of the replicated parameters, if there are any.
 std::vector<Unit> parameter_table(const ModelConfig& c);

@@ -17,6 +17,8 @@
 #include "lib/program/data.h"
 #include "lib/program/estimate.h"
 #include "lib/program/options.h"
+#include "lib/program/presets.h"
+#include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 #include "model.h"
 
@@ -37,166 +39,6 @@ int cores() { return int(std::max(1u, std::thread::hardware_concurrency())); }
 double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 
 // ------------------------------------------------------------------------------------------------- what is to be run
-
-// Options with every choice made: what they leave open depends on the machine and on the number of ranks.
-struct Run {
-  Options o;
-  std::string preset;
-  ModelConfig model;
-  FsdpOptions fsdp;
-  Backend backend = Backend::cpu;
-  Dtype dtype = Dtype::f32, reduce_dtype = Dtype::f32;
-  int64_t batch = 0, grad_accum = 1, global_batch = 0;
-  int64_t steps = 0, last_step = 0, warmup = 0;
-  std::vector<std::string> notices;  // what was chosen that a user may not expect
-  int64_t tokens_per_step() const { return global_batch * model.seq; }
-};
-
-// The knobs of sharding. gathered: the dtype in which parameters are gathered.
-void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
-  FsdpOptions& f = r->fsdp;
-  ModelConfig& m = r->model;
-  const std::string hybrid = "hybrid:";
-  if (o.shard.rfind(hybrid, 0) == 0) {
-    const std::string k = o.shard.substr(hybrid.size());
-    f.shard_ranks = k.size() < 7 && k.find_first_not_of("0123456789") == std::string::npos ? std::atoi(k.c_str()) : 0;
-    REQUIRE_USER(f.shard_ranks > 0, "--shard %s: hybrid:K wants a number of ranks, as in hybrid:2", o.shard.c_str());
-    REQUIRE_USER(world_size % f.shard_ranks == 0, "--shard %s: %d ranks cannot be cut into groups of %d",
-                 o.shard.c_str(), world_size, f.shard_ranks);
-  } else {
-    REQUIRE_USER(o.shard == "full" || o.shard == "grad" || o.shard == "none",
-                 "--shard %s: allowed is full, grad, none or hybrid:K", o.shard.c_str());
-    f.shard_ranks = o.shard == "none" ? 1 : 0;
-  }
-  const bool keeps = o.shard == "grad" || o.shard == "none" || o.reshard_after_forward == 0;
-  f.reshard_after_forward = !keeps;
-  if (o.limit_all_gathers == "off") {
-    f.gather_slots = 0;
-  } else if (!o.limit_all_gathers.empty()) {
-    const std::string& n = o.limit_all_gathers;
-    f.gather_slots = n.size() < 3 && n.find_first_not_of("0123456789") == std::string::npos ? std::atoi(n.c_str()) : 0;
-    REQUIRE_USER(f.gather_slots >= 1 && f.gather_slots <= 64,
-                 "--limit-all-gathers %s: allowed is a number of slots from 1 to 64, or off", n.c_str());
-  }
-  f.gradient_slots = int(o.gradient_slots);
-  f.reduce_dtype = r->reduce_dtype;
-  f.gather_wide = !o.autocast.empty();
-  f.moment_dtype = o.moments == "bf16" ? Dtype::bf16 : Dtype::f32;
-  f.reduce_last = o.accum_sync == "last";
-  f.update_in_backward = o.optimizer_in_backward == 1;
-  f.norm = o.clip_norm == "inf" ? ops::GradNorm::inf : ops::GradNorm(std::atoi(o.clip_norm.c_str()));
-  f.whole_init = o.meta_init == 0;
-  f.gather_over_mpi = o.gather == "mpi";
-  f.gather_by_copy_engine = o.gather == "copy-engine";
-  f.seed = o.seed;
-
-  const std::pair<const char*, Wrap> wraps[] = {
-      {"block", Wrap::block}, {"sublayer", Wrap::sublayer}, {"auto", Wrap::size}, {"single", Wrap::single}};
-  for (const auto& w : wraps)
-    if (o.wrap == w.first) m.wrap = w.second;
-  m.wrap_min_params = o.wrap_min_params;
-  m.bucket_params = (o.bucket_mb << 20) / size_of(gathered);
-  m.replicate_below = (o.replicate_below + size_of(gathered) - 1) / size_of(gathered);
-  m.tied = o.tie_embeddings;
-  for (size_t at = 0; at < o.freeze.size();) {
-    const size_t end = std::min(o.freeze.find(',', at), o.freeze.size());
-    if (end > at) m.frozen.push_back(o.freeze.substr(at, end - at));
-    at = end + 1;
-  }
-  // Slots that are asked for are to be used.
-  const int slots_ahead = f.gather_slots ? std::max(1, f.gather_slots - 1) : 1 << 20;
-  m.forward_prefetch = o.forward_prefetch >= 0 ? int(o.forward_prefetch) : slots_ahead;
-  m.backward_prefetch = o.backward_prefetch == "pre"    ? BackwardPrefetch::pre
-                        : o.backward_prefetch == "post" ? BackwardPrefetch::post
-                                                        : BackwardPrefetch::none;
-}
-
-Run resolve(const Options& o, int world_size, int gpus) {
-  Run r;
-  r.o = o;
-  REQUIRE_USER(o.device != "gpu" || gpus > 0 || o.plan || o.show_schedule,
-               FSDP_CUDA
-                   ? "--device gpu: there is no GPU here that this process can use (nvidia-smi lists them); "
-                     "--device cpu runs without"
-                   : "--device gpu: this build has no GPU backend; install CUDA and rebuild, or use --device cpu");
-  r.backend = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || o.plan || o.show_schedule)) ? Backend::gpu
-                                                                                                   : Backend::cpu;
-  const bool gpu = r.backend == Backend::gpu;
-  const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
-  r.preset = p.name;
-  if (!gpu && o.device == "auto")
-    r.notices.push_back(strf("no GPU here: training preset %s in %s on the CPU", p.name,
-                             o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
-
-  auto or_preset = [](int64_t given, int64_t preset) { return given ? given : preset; };
-  ModelConfig& m = r.model;
-  m = p.model;
-  if (!o.arch.empty()) m.arch = arch_named(o.arch);
-  m.dim = or_preset(o.dim, m.dim), m.depth = or_preset(o.depth, m.depth), m.vocab = or_preset(o.vocab, m.vocab);
-  m.heads = or_preset(o.heads, m.heads), m.kv_heads = or_preset(o.kv_heads, m.kv_heads);
-  m.seq = or_preset(o.seq, m.seq), m.rope_base = o.rope_base;
-  // A width given alone keeps the preset's proportion of the MLP.
-  m.hidden = or_preset(o.hidden, o.dim ? p.model.hidden * m.dim / p.model.dim : m.hidden);
-
-  REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
-               name_of(m.arch));
-  m.sparse = m.attends() && o.attn != "dense";
-  REQUIRE_USER(!o.nsa_stats || m.sparse, "--nsa-stats: %s has none", m.attends() ? "dense attention" : name_of(m.arch));
-  m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
-  m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window;
-  m.nsa.phi = o.nsa_phi == "mean" ? Phi::mean : o.nsa_phi == "linear" ? Phi::linear : Phi::mlp;
-
-  const std::pair<const char*, Recompute> modes[] = {{"none", Recompute::none},
-                                                     {"mlp", Recompute::mlp},
-                                                     {"attn", Recompute::attn},
-                                                     {"both", Recompute::both},
-                                                     {"block", Recompute::block}};
-  m.diagnostics = o.nsa_stats;
-  for (const auto& mode : modes)
-    if (o.recompute == mode.first) m.recompute = mode.second;
-  m.keep_attention = o.keep_attention == 1;
-
-  auto dtype = [&](const std::string& name, Dtype otherwise) {
-    return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
-  };
-  const bool autocast = !o.autocast.empty();
-  r.dtype = autocast ? Dtype::bf16 : dtype(o.param_dtype, gpu ? Dtype::bf16 : Dtype::f32);
-  r.reduce_dtype = dtype(o.reduce_dtype, autocast ? Dtype::f32 : r.dtype);
-  shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
-
-  // A preset's accumulation holds as long as nothing is said about batches.
-  const bool batch_said = o.batch || o.global_batch || o.grad_accum != 1;
-  r.grad_accum = batch_said ? o.grad_accum : p.grad_accum;
-  const int64_t places = world_size * r.grad_accum;
-  r.batch = o.batch ? o.batch : o.global_batch ? (o.global_batch + places - 1) / places : p.batch;
-  r.global_batch = o.global_batch ? o.global_batch : r.batch * places;
-  // Rows are dealt out rank by rank, so the first ranks may hold one more.
-  const int64_t most = (r.global_batch + world_size - 1) / world_size;
-  REQUIRE_USER(
-      most <= r.batch * r.grad_accum,
-      "--global-batch %lld: %d ranks x --batch %lld x --grad-accum %lld hold only %lld sequences; --grad-accum "
-      "%lld would do",
-      ll(r.global_batch), world_size, ll(r.batch), ll(r.grad_accum), ll(places * r.batch),
-      ll((most + r.batch - 1) / r.batch));
-  check_config(m, r.batch, r.backend, r.dtype);
-  const std::vector<Unit> units = parameter_table(m);
-  for (const std::string& start : m.frozen) {
-    bool any = false;
-    for (const Unit& u : units)
-      for (const Param& p : u.params) any = any || p.name.compare(0, start.size(), start) == 0;
-    REQUIRE_USER(any, "--freeze %s: no parameter's name begins so; --show-params lists them", start.c_str());
-  }
-  REQUIRE_USER(std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.trained(); }),
-               "--freeze %s: nothing is left to train; leave a name out", o.freeze.c_str());
-
-  const int64_t for_tokens = (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step();
-  r.steps = o.steps ? o.steps : o.tokens ? for_tokens : gpu ? 200 : 32;
-  r.last_step = r.steps;
-  if (o.tokens) r.last_step = std::min(r.last_step, for_tokens);
-  if (o.stop_after) r.last_step = std::min(r.last_step, o.stop_after);
-  r.warmup = o.warmup >= 0 ? o.warmup : std::min<int64_t>(100, r.steps / 10);
-  return r;
-}
 
 // Linear warm-up, then half a cosine down to min_lr_ratio at the schedule's end. step counts from 1.
 double learning_rate(const Run& r, int64_t step) {
@@ -336,33 +178,6 @@ std::string choices_text(const Run& r, Transport transport) {
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
                      f.whole_init ? "whole, then cut" : "sharded",
                      r.o.graph ? "a step is one CUDA graph" : "kernels are issued one by one");
-}
-
-// All options, as they were resolved: for logs, and for checkpoints.
-json settings(const Run& r) {
-  json j = to_json(r.o);
-  const ModelConfig& m = r.model;
-  j.update({{"preset", r.preset},
-            {"arch", name_of(m.arch)},
-            {"attn", m.sparse      ? "nsa"
-                     : m.attends() ? "dense"
-                                   : ""},
-            {"dim", m.dim},
-            {"depth", m.depth},
-            {"heads", m.heads},
-            {"kv_heads", m.kv_heads},
-            {"hidden", m.hidden},
-            {"vocab", m.vocab},
-            {"seq", m.seq},
-            {"batch", r.batch},
-            {"grad_accum", r.grad_accum},
-            {"global_batch", r.global_batch},
-            {"steps", r.steps},
-            {"warmup", r.warmup},
-            {"param_dtype", name_of(r.dtype)},
-            {"reduce_dtype", name_of(r.reduce_dtype)},
-            {"device", r.backend == Backend::gpu ? "gpu" : "cpu"}});
-  return j;
 }
 
 // estimated_ms: of a step; negative if nothing is known of the chip.
@@ -711,32 +526,6 @@ std::string train(const Context& c, const Run& r) {
   return wrong;
 }
 
-// T of activations, G of whole gradients: the reduction's own dtype where that loses nothing.
-template <class F>
-void with_types(const Run& r, F f) {
-  if (r.dtype == Dtype::f32) f(float(), float());
-  else if (r.reduce_dtype == Dtype::bf16) f(bf16(), bf16());
-  else f(bf16(), float());
-}
-
-// Who gathers and reduces: what the options ask for, or the best that there is. Throws if they ask for what there is
-// not. one_host: the ranks that shard among themselves are on one; engines: copy engines pay there.
-void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines) {
-  const Options& o = r->o;
-  REQUIRE_USER(o.graph == 0 || (r->backend == Backend::gpu && transport != Transport::mpi),
-               "--graph 1 needs a GPU for each rank, and NCCL: %s",
-               r->backend == Backend::gpu ? "here collectives go over MPI" : "this run is on the CPU");
-  REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
-               "--gather %s needs a GPU for each rank, and NCCL", o.gather.c_str());
-  REQUIRE_USER(o.gather != "copy-engine" || r->backend == Backend::gpu,
-               "--gather copy-engine needs GPUs: this run is on the CPU");
-  REQUIRE_USER(o.gather != "copy-engine" || one_host,
-               "--gather copy-engine: ranks that shard among themselves are on several hosts, and copy engines reach "
-               "one; --shard hybrid:K with the K ranks of a host");
-  if (o.gather.empty())
-    r->fsdp.gather_by_copy_engine = transport == Transport::nccl && one_host && engines && r->fsdp.shards(ranks) > 1;
-}
-
 // ------------------------------------------------------------------------------------------------------------- main
 
 // A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's gathers.
@@ -965,7 +754,7 @@ void run(Options o, const World& world, const std::string& command) {
   const bool gpu = r.backend == Backend::gpu;
   if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
-  choose_gathers(&r, world.size, transport, one_host, false);  // what cannot be is said before a device is opened
+  check_gathers(r, transport, one_host);  // what cannot be is said before a device is opened
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
   const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "lib/program/estimate.h"
+#include "lib/program/presets.h"
 #include "model.h"
 #include "test/catch.h"
 

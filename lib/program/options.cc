@@ -12,6 +12,7 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/device/device.h"
+#include "lib/program/presets.h"
 
 namespace {
 
@@ -36,23 +37,20 @@ struct Spec {
 };
 
 constexpr double most = 9e15;  // whole numbers up to here are exact in double
-const std::vector<const char*> presets = {"tiny",     "simple",   "rope",     "class",    "m7c",
-                                          "mlp-1024", "mlp-4096", "llama-1b", "llama-8b", "llama-47b"};
-
 const std::vector<Spec>& specs() {
   static const std::vector<Spec> table = {
       {"Model",
        "preset",
        "NAME",
        &Options::preset,
-       {0, 0, "", presets},
+       {0, 0, "", preset_names()},
        "a shape that fills in every size not given here",
        "tiny on a CPU, m7c on a GPU"},
       {"Model",
        "arch",
        "NAME",
        &Options::arch,
-       {0, 0, "", {"simple", "rope", "llama", "mlp"}},
+       {0, 0, "", names_of(arch_names)},
        "simple: LayerNorm, sin/cos positions, biases; rope: RMSNorm, RoPE, no biases; llama: rope with SwiGLU; mlp: no "
        "attention",
        "the preset's"},
