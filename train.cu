@@ -5,26 +5,21 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
-#include <functional>
 #include <memory>
-#include <thread>
 
 #include "cblas.h"
 #include "nlohmann/json.hpp"
 
-#include "build/version.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
-#include "lib/program/estimate.h"
-#include "lib/program/options.h"
-#include "lib/program/presets.h"
+#include "lib/program/plan.h"
+#include "lib/program/report.h"
+#include "lib/program/resume.h"
 #include "lib/program/run.h"
+#include "lib/program/step.h"
 #include "lib/program/telemetry.h"
 #include "model.h"
 
-#if FSDP_CUDA
-#include <cublasLt.h>
-#endif
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
 #endif
@@ -34,9 +29,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 using ll = long long;
-
-int cores() { return int(std::max(1u, std::thread::hardware_concurrency())); }
-double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 
 // ------------------------------------------------------------------------------------------------- what is to be run
 
@@ -49,165 +41,6 @@ double learning_rate(const Run& r, int64_t step) {
 }
 
 // ------------------------------------------------------------------------------------------------------ what is said
-
-std::string versions() {
-  std::string cuda = "none (CPU backend alone)";
-#if FSDP_CUDA
-  const size_t lt = cublasLtGetVersion();
-  cuda = strf("%d.%d, cuBLASLt %zu.%zu.%zu", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, lt / 10000,
-              lt / 100 % 100, lt % 100);
-#endif
-  return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", FSDP_COMMIT, cuda.c_str(), nccl_version().c_str(),
-              mpi_version().c_str());
-}
-
-json hardware(const Device* dev, int gpus) {
-  json j = {{"gpus", gpus}, {"cpus", cores()}};
-  if (dev) {
-    j["name"] = dev->name, j["memory_bytes"] = dev->total_bytes;
-  } else {
-    Device d(gpus > 0 ? Backend::gpu : Backend::cpu, 0);
-    j["name"] = d.name, j["memory_bytes"] = d.total_bytes;
-  }
-  return j;
-}
-
-std::string memory_table(const MemoryReport& m, int world_size) {
-  std::string text = strf("memory of a rank of %d, MiB %12s %14s %10s\n", world_size, "init", "before step 1", "peak");
-  for (int p = 0; p < purposes; p++)
-    text += strf("  %-26s %12.1f %14.1f %10.1f\n", name_of(Purpose(p)), mib(m.init[p]), mib(m.before_step[p]),
-                 mib(m.peak[p]));
-  text += strf("  %-26s %12.1f %14.1f %10.1f\n", "sum", mib(m.init_total), mib(m.before_step_total), mib(m.live_peak));
-  text += strf("  %-26s %38.1f   the peak: %s; largest there: %s\n", "arena", mib(m.arena), m.peak_phase.c_str(),
-               m.largest.c_str());
-  return text;
-}
-
-std::string parameters_text(const ModelConfig& c, const FsdpOptions& o, int world_size) {
-  std::vector<Unit> units = parameter_table(c);
-  const int shards = o.shards(world_size);
-  lay_out(&units, shards);
-  std::string text = strf("%-28s %-18s %14s  %-22s %s\n", "parameter", "shape", "elements", "initial weights", "decay");
-  int64_t total = 0;
-  for (const Unit& u : units) {
-    for (const Param& p : u.params) {
-      std::string shape;
-      for (int64_t n : p.shape) shape += (shape.empty() ? "" : " x ") + std::to_string(n);
-      const std::string init = p.std > 0 ? strf("normal(%g, %.4g)", p.mean, p.std) : strf("%g", p.mean);
-      text +=
-          strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(), init.c_str(),
-               p.frozen  ? "frozen"
-               : p.decay ? "yes"
-                         : "no");
-    }
-    text += strf("  unit %-21s %-18s %14s  ", u.name.c_str(), "", grouped(u.numel).c_str());
-    text += u.replicated || shards == 1 ? "whole on every rank\n"
-                                        : strf("shard of a rank of %d: %s, padding %s\n", shards,
-                                               grouped(u.shard).c_str(), grouped(u.padded - u.numel).c_str());
-    total += u.numel;
-  }
-  return text + strf("%s parameters\n", grouped(total).c_str());
-}
-
-json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels) {
-  json all = json::array();
-  for (size_t i = 0; i < kernels.size(); i++) {
-    const NsaStats& b = blocks[i];
-    json ran = json::object();
-    for (int s = 0; s < nsa_stages; s++)
-      if (kernels[i].latest[s].code) ran[name_of(Stage(s))] = name_of(kernels[i].latest[s]);
-    all.push_back({{"gate_entropy_mean", b.entropy_mean},
-                   {"gate_entropy_min", b.entropy_min},
-                   {"gate_max", b.gate_max},
-                   {"branch_shares", {b.share[0], b.share[1], b.share[2]}},
-                   {"gate_collapse_frac", b.collapsed},
-                   {"sel_k_mean", b.keys_mean},
-                   {"sel_k_max", b.keys_max},
-                   {"sel_rows", b.rows},
-                   {"sel_pct_at_max", b.at_max},
-                   {"kernels", ran},
-                   {"kernel_calls", kernels[i].calls},
-                   {"general", kernels[i].general}});
-  }
-  return {{"nsa", all}};
-}
-
-// host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited for it.
-void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
-  if (!telemetry) return;
-  double sum = 0;
-  json j = json::object();
-  for (const auto& t : times) sum += t.second, j[t.first] = t.second;
-  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", host_ms));
-  for (const auto& t : times)
-    telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
-  telemetry->note(strf("  %-36s %9.3f", "sum", sum));
-  telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
-}
-
-std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size) {
-  std::vector<Unit> units = parameter_table(c);
-  std::string text = strf("%5s  %-8s %-19s %-20s %12s\n", "", "stream", "what", "unit", "MiB");
-  double gathered = 0, reduced = 0;
-  for (size_t i = 0; i < issued.size(); i++) {
-    const Issued& e = issued[i];
-    const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
-    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e.kind));
-    if (e.bytes == 0) text += unit + "\n";
-    else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
-    else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
-    (e.kind == Issued::all_gather ? gathered : reduced) += e.sent() / (1 << 20);
-  }
-  return text + strf("a rank of %d sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
-                     gathered, reduced);
-}
-
-// The choices that are no event of the schedule.
-std::string choices_text(const Run& r, Transport transport) {
-  const FsdpOptions& f = r.fsdp;
-  auto count = [](int n, const char* what) { return strf("%d %s%s", n, what, n == 1 ? "" : "s"); };
-  std::string text = "gathers by ";
-  text += f.gather_by_copy_engine                            ? "copy engines"
-          : f.gather_over_mpi || transport == Transport::mpi ? "MPI"
-          : transport == Transport::nccl                     ? "NCCL's kernels"
-                                                             : "nobody";
-  text += ", into " +
-          (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
-  return text + strf("; %s; moments in %s; %s; weights made %s; %s\n", count(f.gradient_slots, "gradient slot").c_str(),
-                     name_of(f.moment_dtype),
-                     r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
-                     f.whole_init ? "whole, then cut" : "sharded",
-                     r.o.graph ? "a step is one CUDA graph" : "kernels are issued one by one");
-}
-
-// estimated_ms: of a step; negative if nothing is known of the chip.
-json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus_used,
-            double estimated_ms, const std::string& command) {
-  json config = settings(r);
-  config.update({{"limit_all_gathers", r.fsdp.gather_slots},
-                 {"reshard_after_forward", r.fsdp.reshard_after_forward},
-                 {"gather", r.fsdp.gather_by_copy_engine   ? "copy-engine"
-                            : r.fsdp.gather_over_mpi       ? "mpi"
-                            : transport == Transport::none ? "none"
-                                                           : name_of(transport)},
-                 {"parameters", parameter_count(r.model)},
-                 {"flops_per_token", flops_per_token(r.model)}});
-  json h = hardware(&dev, gpus_used);
-  h["ranks"] = world.size, h["transport"] = name_of(transport);
-  const MemoryReport mem = dev.mem.report();
-  return {{"command", command},
-          {"commit", FSDP_COMMIT},
-          {"versions", versions()},
-          {"config", config},
-          {"hardware", h},
-          {"estimated_ms", estimated_ms < 0 ? json() : json(estimated_ms)},
-          {"memory",
-           {{"init_mib", mib(mem.init_total)},
-            {"before_step_mib", mib(mem.before_step_total)},
-            {"planned_peak_mib", mib(mem.arena)},
-            {"live_peak_mib", mib(mem.live_peak)},
-            {"peak_mib", mib(dev.mem.device_reported_bytes())}}}};
-}
 
 // --------------------------------------------------------------------------------------------------------- the data
 
@@ -243,96 +76,6 @@ struct Context {
   Telemetry* telemetry;  // rank 0's
   const json& state;     // of the checkpoint that the run goes on from; null: none
 };
-
-// The programs whose memory is planned: one step, and one batch of a validation. The host's pointers are not read
-// unless the device's mode is run.
-template <class T, class G>
-void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, const ops::AdamW* adamw,
-                  Event& copied) {
-  dev.mem.begin("step");
-  model.begin_step(adamw, float(r.o.clip));
-  const double scale = 1.0 / double(r.tokens_per_step());
-  for (int64_t m = 0; m < r.grad_accum; m++)
-    model.forward_backward(host + m * batch_ints(r.model, r.batch), scale, m == 0, m + 1 == r.grad_accum, copied);
-  model.end_step();
-  dev.mem.end();
-}
-template <class T, class G>
-void validation_program(Device& dev, Model<T, G>& model, const int32_t* host, bool first, Event& copied) {
-  dev.mem.begin("validation");
-  model.evaluate(host, first, copied);
-  dev.mem.end();
-}
-
-// Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak, and an estimate the time
-// of a step that follows another; returns what a step issues.
-template <class T, class G>
-std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r) {
-  dev.mode = Mode::plan;
-  ops::keep_workspace(dev);
-  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
-  Event copied(dev);
-  Estimate* const estimate = std::exchange(dev.estimate, nullptr);  // of the step alone
-  model.init_weights();
-  dev.estimate = estimate;
-  model.fsdp.begin_trace();
-  step_program(dev, model, r, nullptr, nullptr, copied);
-  std::vector<Issued> issued = model.fsdp.trace();
-  if (dev.estimate && r.o.graph == 0) {  // one graph begins when the one before has ended
-    dev.estimate->next_step();
-    step_program(dev, model, r, nullptr, nullptr, copied);
-  }
-  if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
-  return issued;
-}
-
-// What a checkpoint says beside weights and moments. The order of the data and the learning rate follow from the step.
-json state_at(const Run& r, int64_t step) {
-  return {{"step", step}, {"sequences", step * r.global_batch}, {"commit", FSDP_COMMIT}, {"options", settings(r)}};
-}
-
-// What a run that goes on takes over, and may be told otherwise.
-const std::vector<std::string> carried = {"rope-base",    "nsa-block",  "nsa-stride", "nsa-select-block",
-                                          "nsa-selected", "nsa-window", "lr",         "min-lr-ratio",
-                                          "warmup",       "beta1",      "beta2",      "eps",
-                                          "weight-decay", "clip",       "clip-norm",  "data",
-                                          "val-data",     "val-every"};
-
-// What the command line leaves open is the checkpoint's, but for what a run may shed: frozen parameters are trained
-// when they are not named again, and how a model is sharded, rounded and kept is each run's own.
-void take_up(const json& state, Options* o) {
-  if (state.is_null()) return;
-  const json& was = state.at("options");
-  std::vector<std::string> names = carried;
-  auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
-  also({"nsa-phi", "seed", "val-batches"});
-  if (!o->gives("preset") || o->preset == was.at("preset"))
-    also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
-  if (!o->gives("batch") && !o->gives("global-batch") && !o->gives("grad-accum")) also({"global-batch", "grad-accum"});
-  if (!o->gives("tokens")) also({"steps"});
-  take_over(was, names, o);
-}
-
-// Refuses what contradicts the checkpoint and does not show in its tensors; says what goes on in another way.
-void compare(const json& state, Run* r) {
-  if (state.is_null()) return;
-  const json now = settings(*r), &was = state.at("options");
-  auto differs = [&](const std::string& name) { return now.at(key_of(name)) != was.at(key_of(name)); };
-  auto here = [&](const std::string& name) { return "--" + name + " " + now.at(key_of(name)).dump(); };
-  auto there = [&](const std::string& name) { return was.at(key_of(name)).dump(); };
-  for (const char* name : {"seed", "heads", "kv-heads"})
-    REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", here(name).c_str(), there(name).c_str());
-  REQUIRE_USER(!differs("global-batch"),
-               "a step of %lld sequences: the checkpoint was made with --global-batch %s, and its place in the data "
-               "counts in those",
-               ll(r->global_batch), there("global-batch").c_str());
-  std::vector<std::string> names = {"seq", "steps", "freeze"};
-  names.insert(names.end(), carried.begin(), carried.end());
-  std::string others;
-  for (const std::string& name : names)
-    if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (" + there(name) + " there)";
-  if (!others.empty()) r->notices.push_back("not as in the checkpoint:" + others);
-}
 
 // Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
 template <class T, class G>
@@ -453,17 +196,7 @@ std::string train(const Context& c, const Run& r) {
       } else {
         if (!graphs[slot].made()) {
           graphs[slot].make(issue);
-          const Graph::Nodes& n = graphs[slot].nodes();
-          if (speaks && step == done_before + 3) {
-            c.telemetry->record({{"graph",
-                                  {{"kernels", n.kernels},
-                                   {"nccl_kernels", n.nccl_kernels},
-                                   {"copies", n.copies},
-                                   {"others", n.others}}}});
-            c.telemetry->note(
-                strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears, %d other nodes",
-                     n.kernels, n.nccl_kernels, n.copies, n.others));
-          }
+          if (speaks && step == done_before + 3) { report_graph(graphs[slot].nodes(), c.telemetry); }
         }
         graphs[slot].launch();
       }
@@ -473,7 +206,8 @@ std::string train(const Context& c, const Run& r) {
       s.record(done[slot]);
       if (profiled) {
         const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();
-        report_profile(dev.end_profile(), host_ms, speaks ? c.telemetry : nullptr);
+        const auto times = dev.end_profile();
+        if (speaks) report_profile(times, host_ms, c.telemetry);
       }
 
       if (r.o.val_every > 0 && step % r.o.val_every == 0) {
@@ -527,194 +261,11 @@ std::string train(const Context& c, const Run& r) {
 
 // ------------------------------------------------------------------------------------------------------------- main
 
-// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's gathers.
-struct Elsewhere {
-  World world;
-  Transport transport;
-};
-Elsewhere elsewhere(Run* r, int ranks, bool engines) {
-  const bool gpu = r->backend == Backend::gpu;
-  Elsewhere e;
-  e.world.size = ranks, e.world.local_size = gpu ? std::min(ranks, gpus_per_node) : ranks;
-  e.transport = ranks == 1 ? Transport::none : gpu ? Transport::nccl : Transport::mpi;
-  choose_gathers(r, ranks, e.transport, on_one_host(e.world, r->fsdp.shards(ranks)), engines);
-  return e;
-}
-
-// Memory and time of a step, by a dry run.
-struct Price {
-  double bytes, seconds, tokens_per_sec;  // of a GPU
-  std::string text;
-};
-Price price(Run r, const World& world, const Chip& chip) {
-  Estimate estimate(chip, r.o.graph == 1);
-  Device dev(Backend::gpu, Device::plan_only);
-  dev.estimate = &estimate;
-  r.o.val_every = 0;  // a step alone
-  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
-  with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
-  const double tokens = double(r.tokens_per_step()) / world.size, bytes = double(dev.mem.arena_bytes());
-  return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
-}
-Price price(Run r, int ranks, const Chip& chip) {
-  const World world = elsewhere(&r, ranks, chip.copy_engines).world;
-  return price(r, world, chip);
-}
-
-// CUDA and NCCL keep something for themselves.
-bool fits(double bytes, const Chip& chip) { return bytes + 1.5e9 <= chip.memory; }
-
-// What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s.
-std::string advice(const Options& o, int ranks, const Chip& chip) {
-  const Run now = resolve(o, ranks, 0);
-  using Change = std::pair<std::string, std::function<void(Options*)>>;
-  std::vector<std::vector<Change>> groups;  // one of each group at most
-  groups.emplace_back();
-  for (const char* mode : {"mlp", "attn", "both", "block"})
-    for (int64_t keep : {0, 1})
-      if (o.recompute != mode || o.keep_attention != keep)
-        groups.back().push_back({strf("--recompute %s%s", mode, keep ? " --keep-attention 1" : ""),
-                                 [=](Options* c) { c->recompute = mode, c->keep_attention = keep; }});
-  if (!now.fsdp.reshard_after_forward || now.fsdp.shard_ranks > 0)
-    groups.push_back({{"--shard full", [](Options* c) { c->shard = "full", c->reshard_after_forward = -1; }}});
-  if (o.moments == "fp32") groups.push_back({{"--moments bf16", [](Options* c) { c->moments = "bf16"; }}});
-  groups.emplace_back();
-  for (const char* wrap : {"block", "sublayer"})
-    if (o.wrap != wrap && o.wrap != "sublayer")
-      groups.back().push_back({strf("--wrap %s", wrap), [=](Options* c) { c->wrap = wrap; }});
-  if (o.limit_all_gathers == "off" || now.fsdp.gather_slots > 2)
-    groups.push_back({{"--limit-all-gathers 2", [](Options* c) { c->limit_all_gathers = "2"; }}});
-  if (o.accum_sync == "last") groups.push_back({{"--accum-sync every", [](Options* c) { c->accum_sync = "every"; }}});
-  if (o.replicate_below > 0) groups.push_back({{"--replicate-below 0", [](Options* c) { c->replicate_below = 0; }}});
-  if (!o.autocast.empty()) groups.push_back({{"without --autocast", [](Options* c) { c->autocast.clear(); }}});
-  if (now.reduce_dtype != now.dtype && o.autocast.empty())
-    groups.push_back({{"--reduce-dtype bf16", [](Options* c) { c->reduce_dtype = "bf16"; }}});
-  if (o.gradient_slots > 1) groups.push_back({{"--gradient-slots 1", [](Options* c) { c->gradient_slots = 1; }}});
-  if (o.optimizer_in_backward == 0)
-    groups.push_back(
-        {{"--clip 0 --optimizer-in-backward 1", [](Options* c) { c->clip = 0, c->optimizer_in_backward = 1; }}});
-  groups.emplace_back();
-  for (int64_t part = 2; part <= 8 && now.batch % part == 0; part *= 2) {
-    const int64_t batch = now.batch / part, accum = now.grad_accum * part;
-    groups.back().push_back({strf("--batch %lld --grad-accum %lld", ll(batch), ll(accum)),
-                             [=](Options* c) { c->batch = batch, c->grad_accum = accum, c->global_batch = 0; }});
-  }
-  for (size_t changes = 1; changes <= 3; changes++) {
-    std::string best;
-    double most = 0;
-    std::function<void(size_t, size_t, Options, std::string)> go = [&](size_t from, size_t left, Options c,
-                                                                       std::string said) {
-      if (left > 0) {
-        for (size_t g = from; g < groups.size(); g++)
-          for (const Change& change : groups[g]) {
-            Options next = c;
-            change.second(&next);
-            go(g + 1, left - 1, next, said + (said.empty() ? "" : " ") + change.first);
-          }
-        return;
-      }
-      try {
-        const Price p = price(resolve(c, ranks, 0), ranks, chip);
-        if (fits(p.bytes, chip) && p.tokens_per_sec > most) {
-          most = p.tokens_per_sec;
-          best = strf("%s: %.1f GB, %s tokens/s a GPU", said.c_str(), 1e-9 * p.bytes, grouped(ll(most)).c_str());
-        }
-      } catch (const UsageError&) {}  // this model cannot
-    };
-    go(0, changes, o, "");
-    if (!best.empty()) return "the cheapest change that fits: " + best + "\n";
-  }
-  for (int more = 2 * ranks; more <= 65536; more *= 2) {
-    Options c = o;
-    c.recompute = "block", c.keep_attention = 0, c.shard = "full", c.reshard_after_forward = -1;
-    try {
-      const Price p = price(resolve(c, more, 0), more, chip);
-      if (fits(p.bytes, chip))
-        return strf(
-            "up to three changes of those tried do not make it fit on %d GPUs; --recompute block on %d does: %.1f GB\n",
-            ranks, more, 1e-9 * p.bytes);
-    } catch (const UsageError&) {}
-  }
-  return "nothing that is tried makes it fit: a batch is too large for one GPU; lower --seq or --batch\n";
-}
-
-// --gpu's, the one here, or an H200.
-std::string chip_for(const Run& r) {
-  return !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
-}
-
-// The step on that chip, and whether there is room for it.
-std::string estimate_text(const Run& r, int ranks) {
-  const Chip* chip = chip_named(chip_for(r));
-  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", chip_for(r).c_str());
-  Price p = price(r, ranks, *chip);
-  if (r.fsdp.gather_over_mpi && ranks > 1)
-    p.text = "a step with --gather mpi is not estimated: it takes what hosts take\n";
-  if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
-  return p.text +
-         strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA takes some\n", 1e-9 * p.bytes, chip->name,
-              1e-9 * chip->memory) +
-         advice(r.o, ranks, *chip);
-}
-
-// Units with what a rank has of them; neighbours that are alike in one line.
-std::string units_text(const Run& r, int ranks) {
-  const int shards = r.fsdp.shards(ranks);
-  std::vector<Unit> units = parameter_table(r.model);
-  lay_out(&units, shards);
-  std::string text = strf("%-34s %6s %16s %16s %10s\n", "units", "", "parameters", "shard of a rank", "padding");
-  for (size_t i = 0, end; i < units.size(); i = end) {
-    const Unit& u = units[i];
-    for (end = i + 1; end < units.size() && units[end].numel == u.numel && units[end].shard == u.shard;) end++;
-    text += strf("  %-32s %6s %16s %16s %10s\n", (end > i + 1 ? u.name + " to " + units[end - 1].name : u.name).c_str(),
-                 end > i + 1 ? strf("%zu x", end - i).c_str() : "", grouped(u.numel).c_str(), grouped(u.shard).c_str(),
-                 grouped(u.padded - u.numel).c_str());
-  }
-  return text;
-}
-
-// --help and its kind: no MPI, no memory. Under mpirun only the first process speaks.
-int answer(const Options& o) {
-  auto number = [](std::initializer_list<const char*> names, int otherwise) {
-    for (const char* name : names)
-      if (const char* value = std::getenv(name)) return std::atoi(value);
-    return otherwise;
-  };
-  const int rank = number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0);
-  const int ranks = o.world ? int(o.world) : number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1);
-  if (rank != 0) return 0;
-  if (o.version) {
-    std::printf("%s", versions().c_str());
-  } else if (o.hardware) {
-    std::printf("%s\n", hardware(nullptr, gpu_count()).dump().c_str());
-  } else {
-    Run r = resolve(o, ranks, gpu_count());
-    if (o.show_params) {
-      std::printf("%s", parameters_text(r.model, r.fsdp, ranks).c_str());
-    } else {
-      Device dev(r.backend, Device::plan_only);
-      const Chip* chip = chip_named(chip_for(r));
-      const Elsewhere there = elsewhere(&r, ranks, chip && chip->copy_engines);
-      std::vector<Issued> issued;
-      with_types(
-          r, [&](auto t, auto g) { issued = plan<decltype(t), decltype(g)>(dev, there.world, there.transport, r); });
-      std::printf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
-                  r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
-                  name_of(r.dtype), ll(r.batch), ll(r.model.seq));
-      if (o.plan) std::printf("%s%s", units_text(r, ranks).c_str(), memory_table(dev.mem.report(), ranks).c_str());
-      if (o.plan && r.backend == Backend::gpu) std::printf("%s", estimate_text(r, ranks).c_str());
-      if (o.show_schedule)
-        std::printf("%s%s", choices_text(r, there.transport).c_str(), schedule_text(issued, r.model, ranks).c_str());
-    }
-  }
-  return 0;
-}
-
 // From here on every rank takes part. An error that all ranks can know of is agreed on and said once; any other ends
 // all ranks from where it happened.
 void run(Options o, const World& world, const std::string& command) {
   const int gpus = gpu_count();
-  std::string text = to_config(o) + "commit = " + FSDP_COMMIT;
+  std::string text = to_config(o) + "commit = " + commit();
   std::replace(text.begin(), text.end(), '\n', ';');
   require_same(text, "the configuration");
 
@@ -765,7 +316,7 @@ void run(Options o, const World& world, const std::string& command) {
     dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
                                    gpu && transport == Transport::mpi);
     engines = copy_engines_pay(*dev);
-    with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
+    plan(*dev, world, transport, r);
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
   if (!error.empty()) throw Error(error);
@@ -775,18 +326,7 @@ void run(Options o, const World& world, const std::string& command) {
   if (world.rank == 0) {
     const Chip* chip = gpu && transport != Transport::mpi && !r.fsdp.gather_over_mpi ? chip_named(dev->name) : nullptr;
     if (chip) estimated_ms = 1e3 * price(r, world, *chip).seconds;
-    for (const std::string& notice : r.notices) std::printf("note: %s\n", notice.c_str());
-    const std::string batch =
-        strf("%lld x %lld", ll(r.global_batch), ll(r.model.seq)) + (r.grad_accum > 1 ? " accumulated" : "");
-    std::printf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s%s\n",
-                name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
-                count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
-                world.size > 1 ? "s" : "", dev->name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
-                name_of(transport), r.fsdp.gather_by_copy_engine ? ", gathers by copy engines" : "");
-    std::printf("data: %s; %s tokens a step (%s), %lld steps\n", data->description.c_str(),
-                grouped(r.tokens_per_step()).c_str(), batch.c_str(), ll(r.last_step));
-    std::printf("%s", memory_table(dev->mem.report(), world.size).c_str());
-    if (chip) std::printf("estimated: %.1f ms a step\n", estimated_ms);
+    std::printf("%s", opening_text(r, *dev, world, transport, data->description, estimated_ms).c_str());
     std::fflush(stdout);
   }
   std::unique_ptr<Telemetry> telemetry;

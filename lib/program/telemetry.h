@@ -48,8 +48,9 @@ nlohmann::json step_json(const StepRecord& r);
 // Whether people watch standard output. mpirun gives its ranks a terminal of their own: its own output is what counts.
 bool stdout_is_terminal();
 
-std::string now_iso8601();                  // UTC, milliseconds
-std::string count_text(double n);           // 973.2 M
-std::string mib_text(int64_t bytes);        // 17,203
+std::string now_iso8601();            // UTC, milliseconds
+std::string count_text(double n);     // 973.2 M
+std::string mib_text(int64_t bytes);  // 17,203
+inline double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 std::string grouped(int64_t n);             // 101,123
 std::string duration_text(double seconds);  // 1m32s
