@@ -30,7 +30,18 @@ using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 using ll = long long;
 
-// ------------------------------------------------------------------------------------------------- what is to be run
+// What all ranks have agreed on, and what a rank has opened, before the first step: see run().
+struct Job {
+  const World& world;
+  const std::string& command;
+  json state = {};  // of the checkpoint that the run goes on from; null: none
+  Run r = {};
+  std::unique_ptr<Corpus> data = {}, val_data = {};
+  Transport transport = Transport::none;
+  int gpus_used = 0;  // by all ranks
+  std::unique_ptr<Device> dev = {};
+  std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
+};
 
 // Linear warm-up, then half a cosine down to min_lr_ratio at the schedule's end. step counts from 1.
 double learning_rate(const Run& r, int64_t step) {
@@ -39,10 +50,6 @@ double learning_rate(const Run& r, int64_t step) {
   const double cosine = 0.5 * (1 + std::cos(3.14159265358979323846 * std::min(1.0, progress)));
   return r.o.lr * (r.o.min_lr_ratio + (1 - r.o.min_lr_ratio) * cosine);
 }
-
-// ------------------------------------------------------------------------------------------------------ what is said
-
-// --------------------------------------------------------------------------------------------------------- the data
 
 // This rank's rows of a step, in the layout that the model loads. Rows are numbered over all ranks: rank r has those
 // from r * global / W on, and puts them into its micro-batches one after another; places left over are padding.
@@ -65,284 +72,319 @@ void fill_batches(const Run& r, const World& world, const Sampler& sampler, int6
   }
 }
 
-// --------------------------------------------------------------------------------------------------------- the loop
+// --------------------------------------------------------------------------------------------------------- the step
 
-struct Context {
+// What the host keeps of a step from its preparation to its report. There are two, used in turn: while the device runs
+// one step the host prepares the next and reports the one before.
+struct StepInFlight {
   Device& dev;
-  const World& world;
-  Transport transport;
-  int gpus_used;
-  Corpus *data, *val_data;
-  Telemetry* telemetry;  // rank 0's
-  const json& state;     // of the checkpoint that the run goes on from; null: none
+  const Run& r;
+  HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};  // micro-batches, one behind the other
+  HostBuffer<ops::AdamW> adamw{dev, 1};
+  HostBuffer<StepScalars> trained{dev, 1}, validated{dev, 1};
+  HostBuffer<NsaStats> stats{dev, r.o.nsa_stats ? r.model.depth : 1};  // of each block
+  std::vector<NsaKernels> kernels = {};
+  Graph graph{dev};   // of this step and every second one after it: it holds addresses of this struct
+  Event copied{dev};  // the device has read the micro-batches
+  Event started{dev, /*timing=*/true}, done{dev, /*timing=*/true}, validation_done{dev};
 };
 
-// Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
 template <class T, class G>
-std::string train(const Context& c, const Run& r) {
-  Device& dev = c.dev;
-  const World& world = c.world;
-  const bool speaks = world.rank == 0;
+struct Training {
+  const Job& job;
+  Model<T, G>& model;
+  const Run& r = job.r;
+  Device& dev = *job.dev;
+  StepInFlight slots[2] = {{dev, r}, {dev, r}};
+  HostBuffer<int32_t> val_batch{dev, batch_ints(r.model, r.batch)};
+  Event val_copied{dev};
+  Sampler sampler{job.data.get(), r.model.seq, r.o.seed};
+  Sampler val_sampler{job.val_data.get(), r.model.seq, r.o.seed, /*shuffle=*/false};
+  // Of a validation, all ranks together.
+  int64_t val_rows = job.val_data ? std::min(val_sampler.windows(), job.world.size* r.batch* r.o.val_batches) : 0;
+  int64_t first = 1;                  // step of this run
+  std::unique_ptr<Saver> saver = {};  // with --save
+  StepInFlight& slot(int64_t step) { return slots[step % 2]; }
+  bool speaks() const { return job.world.rank == 0; }
+  bool validates(int64_t step) const { return r.o.val_every > 0 && step % r.o.val_every == 0; }
+};
 
-  // Everything that can fail for want of memory or of a file has done so before this point, on all ranks together.
+// Enqueues a step, and the copies of what is told of it. Nothing waits for the device but for the step before the last.
+template <class T, class G>
+void issue_step(Training<T, G>& t, int64_t step) {
+  const Run& r = t.r;
+  StepInFlight& now = t.slot(step);
+  Stream& s = t.dev.compute();
+  synchronize(now.done);  // two steps ago
+  fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, now.batches.get());
+  now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
+                            float(r.o.weight_decay), step);
+  const bool profiled = r.o.profile && step == r.last_step;
+  if (profiled) t.dev.start_profile();
+  const auto from = Clock::now();
+  s.record(now.started);
+  t.dev.mark("tokens");
+  if (r.o.comm_timing) t.model.fsdp.begin_timing();
+  auto issue = [&] { step_program(t.dev, t.model, r, now.batches.get(), now.adamw.get(), now.copied); };
+  // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
+  if (r.o.graph == 0 || step < t.first + 2) {
+    issue();
+  } else {
+    if (!now.graph.made()) {
+      now.graph.make(issue);
+      if (t.speaks() && step == t.first + 2) report_graph(now.graph.nodes(), t.job.telemetry.get());
+    }
+    now.graph.launch();
+  }
+  s.copy(now.trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
+  if (t.model.stats()) s.copy(now.stats.get(), t.model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
+  now.kernels = t.model.kernels();
+  s.record(now.done);
+  if (profiled) {
+    const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - from).count();
+    const auto times = t.dev.end_profile();
+    if (t.speaks()) report_profile(times, host_ms, t.job.telemetry.get());
+  }
+}
+
+template <class T, class G>
+void issue_validation(Training<T, G>& t, int64_t step) {
+  const Run& r = t.r;
+  StepInFlight& now = t.slot(step);
+  const int64_t rows = r.batch * t.job.world.size;
+  for (int64_t at = 0; at < t.val_rows; at += rows) {
+    synchronize(t.val_copied);
+    fill_batches(r, t.job.world, t.val_sampler, at, std::min(rows, t.val_rows - at), 1, t.val_batch.get());
+    validation_program(t.dev, t.model, t.val_batch.get(), at == 0, t.val_copied);
+  }
+  t.model.finish_evaluation();
+  t.dev.compute().copy(now.validated.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
+  t.dev.compute().record(now.validation_done);
+}
+
+// Waits for a step and says what came of it. Returns what ends the run, the same on all ranks, or nothing.
+// latest: no step has been issued after it.
+template <class T, class G>
+std::string report_step(Training<T, G>& t, int64_t step, bool latest) {
+  const Run& r = t.r;
+  StepInFlight& was = t.slot(step);
+  synchronize(t.validates(step) ? was.validation_done : was.done);
+  t.dev.check();
+  const StepScalars& of = was.trained[0];
+  const double at_one = double(step) * t.job.world.size;
+  if (of.steps != at_one && t.speaks())  // all ranks see it, and one says it
+    abort_all_ranks(strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
+                         "has skipped or repeated one, and weights are of several steps; --resume a step before this",
+                         ll(step), of.steps, at_one),
+                    1);
+  if (t.speaks()) {
+    StepRecord s = {};
+    s.step = step;
+    s.grad_norm = std::sqrt(of.norm2);
+    s.loss = of.loss / double(r.tokens_per_step());
+    s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
+    s.lr = learning_rate(r, step);
+    s.step_ms = elapsed_ms(was.started, was.done);
+    s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
+    const double peak = 1e12 * peak_bf16_tflops(t.dev.name) * t.job.gpus_used;
+    s.mfu = peak > 0 ? flops_per_token(r.model) * s.tokens_per_sec / peak : -1;
+    s.peak_mib = mib(t.dev.mem.device_reported_bytes());
+    s.exposed_gather_ms = s.exposed_reduce_ms = -1;
+    if (r.o.comm_timing) t.model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+    if (t.model.stats()) s.more = stats_json(was.stats.get(), was.kernels);
+    t.job.telemetry->step(s);
+  }
+  // All ranks have the same norm. What is not finite makes weights that are not, for ever.
+  if (std::isfinite(of.norm2)) return "";
+  t.dev.compute().synchronize();  // with a step that is still running
+  return strf(
+      "step %lld: the norm of the gradient is %g: the run has diverged, and nothing of it is saved from here; "
+      "a lower --lr, a longer --warmup or a --clip would help%s",
+      ll(step), std::sqrt(of.norm2),
+      t.saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
+}
+
+// --------------------------------------------------------------------------------------------------------- the loop
+
+// Returns what ended the run before its last step, the same on all ranks, or nothing.
+template <class T, class G>
+std::string loop(Training<T, G>& t) {
+  const Run& r = t.r;
+  const auto begin = Clock::now();
+  int64_t step = t.first, saved = 0;
+  for (; step <= r.last_step; step++) {
+    issue_step(t, step);
+    if (t.validates(step)) issue_validation(t, step);
+    if (step > t.first) {
+      const std::string wrong = report_step(t, step - 1, false);
+      if (!wrong.empty()) return wrong;
+    }
+    if (t.saver) {
+      t.saver->check();
+      if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || t.saver->idle(step)))
+        t.saver->begin(saved = step, state_at(r, step));
+    }
+    if (r.o.minutes > 0) {  // rank 0's clock counts
+      const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
+      if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
+    }
+  }
+  const int64_t last = std::min(step, r.last_step);
+  if (last >= t.first) {
+    const std::string wrong = report_step(t, last, true);
+    if (!wrong.empty()) return wrong;
+    if (t.speaks() && last < r.last_step) t.job.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
+    if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
+  }
+  if (t.saver) t.saver->finish();
+  t.dev.compute().synchronize();
+  return "";
+}
+
+// Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
+// Everything that can fail for want of memory or of a file has done so before, on all ranks together.
+template <class T, class G>
+std::string train(const Job& job) {
+  const Run& r = job.r;
+  Device& dev = *job.dev;
   dev.mem.rewind();
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
-  Model<T, G> model(dev, world, c.transport, r.model, r.batch, r.fsdp, true);
-  const int64_t ints = batch_ints(r.model, r.batch);
-  // The host is one step ahead of the device: two of each, for the step that runs and the one being prepared.
-  std::vector<HostBuffer<int32_t>> batches;
-  std::vector<HostBuffer<StepScalars>> results;
-  std::vector<HostBuffer<char>> stats;
-  std::vector<NsaKernels> kernels[2];
-  std::vector<Graph> graphs;
-  std::vector<HostBuffer<ops::AdamW>> adamw;
-  std::vector<Event> copied, started, done, val_done;
-  for (int i = 0; i < 2; i++) {
-    batches.emplace_back(dev, ints * r.grad_accum);
-    adamw.emplace_back(dev, 1);
-    results.emplace_back(dev, 2);  // the step's, and validation's
-    stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
-    graphs.emplace_back(dev);
-    copied.emplace_back(dev), val_done.emplace_back(dev);
-    started.emplace_back(dev, true), done.emplace_back(dev, true);
-  }
-  HostBuffer<int32_t> val_batch(dev, ints);
-  Event val_copied(dev);
-  step_program(dev, model, r, batches[0].get(), adamw[0].get(), copied[0]);  // times the matmuls
-  if (r.o.val_every > 0) validation_program(dev, model, val_batch.get(), true, val_copied);
+  Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, true);
+  Training<T, G> t{job, model};
+  StepInFlight& any = t.slots[0];
+  step_program(dev, model, r, any.batches.get(), any.adamw.get(), any.copied);  // times the matmuls
+  if (r.o.val_every > 0) validation_program(dev, model, t.val_batch.get(), true, t.val_copied);
   dev.mode = Mode::run;
   model.init_weights();
   dev.compute().synchronize();
+
   const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_of(model.fsdp, true);
-  std::unique_ptr<Saver> saver;
-  int64_t done_before = 0, saved = 0;
+  auto note = [&](const std::string& line) { job.telemetry->note(line); };
   try {
-    auto note = [&](const std::string& line) { c.telemetry->note(line); };
-    if (!c.state.is_null())
-      load_checkpoint(r.o.resume, r.o.save, dev, world, parts, note).at("step").get_to(done_before);
-    if (!r.o.save.empty()) saver = std::make_unique<Saver>(dev, world, r.o.save, r.o.keep, own_parts, note);
+    if (!job.state.is_null())
+      t.first += load_checkpoint(r.o.resume, r.o.save, dev, job.world, parts, note).at("step").template get<int64_t>();
+    if (!r.o.save.empty()) t.saver = std::make_unique<Saver>(dev, job.world, r.o.save, r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
-  if (speaks && done_before > 0)
-    c.telemetry->note(strf("going on after step %lld of %s", ll(done_before), r.o.resume.c_str()));
+  if (t.speaks() && t.first > 1) note(strf("going on after step %lld of %s", ll(t.first - 1), r.o.resume.c_str()));
+  if (t.speaks() && r.backend == Backend::gpu && peak_bf16_tflops(dev.name) == 0)
+    note(strf("unknown chip %s: no MFU is given", dev.name.c_str()));
 
-  const Sampler sampler{c.data, r.model.seq, r.o.seed};
-  const Sampler val_sampler{c.val_data, r.model.seq, r.o.seed, false};
-  const int64_t val_rows = c.val_data ? std::min(val_sampler.windows(), r.o.val_batches * r.batch * world.size) : 0;
-  const double peak_tflops = peak_bf16_tflops(dev.name) * c.gpus_used, flops = flops_per_token(r.model);
-  if (speaks && r.backend == Backend::gpu && peak_tflops == 0)
-    c.telemetry->note(strf("unknown chip %s: no MFU is given", dev.name.c_str()));
-
-  auto report = [&](int64_t step, bool latest) {
-    const int slot = int(step % 2);
-    const bool validated = r.o.val_every > 0 && step % r.o.val_every == 0;
-    synchronize(validated ? val_done[slot] : done[slot]);
-    dev.check();
-    const double steps = results[slot][0].steps, at_one = double(step) * world.size;
-    if (steps != at_one && speaks)  // all ranks see it, and one says it
-      abort_all_ranks(strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
-                           "has skipped or repeated one, and weights are of several steps; --resume a step before this",
-                           ll(step), steps, at_one),
-                      1);
-    if (!speaks) return;
-    StepRecord s = {};
-    s.step = step;
-    s.grad_norm = std::sqrt(results[slot][0].norm2);
-    s.loss = results[slot][0].loss / double(r.tokens_per_step());
-    s.val_loss = validated ? results[slot][1].loss / double(val_rows * r.model.seq) : std::nan("");
-    s.lr = learning_rate(r, step);
-    s.step_ms = elapsed_ms(started[slot], done[slot]);
-    s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
-    s.mfu = peak_tflops > 0 ? flops * s.tokens_per_sec / (peak_tflops * 1e12) : -1;
-    s.peak_mib = mib(dev.mem.device_reported_bytes());
-    s.exposed_gather_ms = s.exposed_reduce_ms = -1;
-    if (r.o.comm_timing) model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
-    if (model.stats()) s.more = stats_json(reinterpret_cast<const NsaStats*>(stats[slot].get()), kernels[slot]);
-    c.telemetry->step(s);
-  };
-
-  // All ranks have the same norm. What is not finite makes weights that are not, for ever.
-  auto diverged = [&](int64_t step) { return !std::isfinite(results[int(step % 2)][0].norm2); };
-  auto divergence = [&](int64_t step) {
-    dev.compute().synchronize();  // with a step that is still running
-    return strf(
-        "step %lld: the norm of the gradient is %g: the run has diverged, and nothing of it is saved from here; "
-        "a lower --lr, a longer --warmup or a --clip would help%s",
-        ll(step), std::sqrt(results[int(step % 2)][0].norm2),
-        saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
-  };
-
-  auto loop = [&]() -> std::string {
-    const auto begin = Clock::now();
-    int64_t step = done_before + 1;
-    for (; step <= r.last_step; step++) {
-      const int slot = int(step % 2);
-      synchronize(done[slot]);  // two steps ago
-      fill_batches(r, world, sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, batches[slot].get());
-
-      Stream& s = dev.compute();
-      const bool profiled = r.o.profile && step == r.last_step;
-      if (profiled) dev.start_profile();
-      const auto issued = Clock::now();
-      s.record(started[slot]);
-      dev.mark("tokens");
-      if (r.o.comm_timing) model.fsdp.begin_timing();
-      adamw[slot][0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
-                                  float(r.o.weight_decay), step);
-      auto issue = [&] { step_program(dev, model, r, batches[slot].get(), adamw[slot].get(), copied[slot]); };
-      // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
-      if (r.o.graph == 0 || step <= done_before + 2) {
-        issue();
-      } else {
-        if (!graphs[slot].made()) {
-          graphs[slot].make(issue);
-          if (speaks && step == done_before + 3) { report_graph(graphs[slot].nodes(), c.telemetry); }
-        }
-        graphs[slot].launch();
-      }
-      s.copy(results[slot].get(), model.fsdp.scalars(), sizeof(StepScalars));
-      if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
-      kernels[slot] = model.kernels();
-      s.record(done[slot]);
-      if (profiled) {
-        const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - issued).count();
-        const auto times = dev.end_profile();
-        if (speaks) report_profile(times, host_ms, c.telemetry);
-      }
-
-      if (r.o.val_every > 0 && step % r.o.val_every == 0) {
-        const int64_t rows = r.batch * world.size;
-        for (int64_t at = 0; at < val_rows; at += rows) {
-          synchronize(val_copied);
-          fill_batches(r, world, val_sampler, at, std::min(rows, val_rows - at), 1, val_batch.get());
-          validation_program(dev, model, val_batch.get(), at == 0, val_copied);
-        }
-        model.finish_evaluation();
-        s.copy(results[slot].get() + 1, model.fsdp.scalars(), sizeof(StepScalars));
-        s.record(val_done[slot]);
-      }
-
-      if (step > done_before + 1) {
-        report(step - 1, false);
-        if (diverged(step - 1)) return divergence(step - 1);
-      }
-      if (saver) {
-        saver->check();
-        if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || saver->idle(step)))
-          saver->begin(saved = step, state_at(r, step));
-      }
-      if (r.o.minutes > 0) {  // rank 0's clock counts
-        const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
-        if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
-      }
-    }
-    const int64_t last = std::min(step, r.last_step);
-    if (last > done_before) {
-      report(last, true);
-      if (diverged(last)) return divergence(last);
-      if (speaks && last < r.last_step) c.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
-      if (saver && saved != last) saver->begin(last, state_at(r, last));
-    }
-    if (saver) saver->finish();
-    dev.compute().synchronize();
-    if (!r.o.export_to.empty()) {
-      try {
-        export_safetensors(r.o.export_to, r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32, dev, world, own_parts);
-      } catch (const Error& e) { return e.what(); }
-      if (speaks) c.telemetry->note("the model is in " + r.o.export_to);
-    }
-    return "";
-  };
   // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.
   std::string wrong;
-  or_abort([&] { wrong = loop(); });
+  or_abort([&] {
+    wrong = loop(t);
+    if (!wrong.empty() || r.o.export_to.empty()) return;
+    const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
+    try {
+      export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
+      if (t.speaks()) note("the model is in " + r.o.export_to);
+    } catch (const Error& e) { wrong = e.what(); }
+  });
   return wrong;
 }
 
-// ------------------------------------------------------------------------------------------------------------- main
+// ---------------------------------------------------------------------------------------------------- run and main
 
 // From here on every rank takes part. An error that all ranks can know of is agreed on and said once; any other ends
 // all ranks from where it happened.
-void run(Options o, const World& world, const std::string& command) {
-  const int gpus = gpu_count();
-  std::string text = to_config(o) + "commit = " + commit();
+
+template <class E>
+void throw_agreed(std::string error) {
+  error = agree(error);
+  if (!error.empty()) throw E(error);
+}
+
+// The options resolved and the data opened, alike on all ranks.
+void agree_on_run(Options o, int gpus, Job* job) {
+  const World& world = job->world;
+  std::string text = to_config(o) + "commit = " + commit(), error;
   std::replace(text.begin(), text.end(), '\n', ';');
   require_same(text, "the configuration");
-
-  json state;
-  if (!o.resume.empty()) state = load_state(o.resume, o.save, world);
-
-  Run r;
-  std::unique_ptr<Corpus> data, val_data;
-  std::unique_ptr<Device> dev;
-  Transport transport = Transport::none;
-  std::string error, sharing;
+  if (!o.resume.empty()) job->state = load_state(o.resume, o.save, world);
+  Run& r = job->r;
   try {
-    take_up(state, &o);
+    take_up(job->state, &o);
     r = resolve(o, world.size, gpus);
-    compare(state, &r);
+    compare(job->state, &r);
     if (world.rank == 0 && !o.save.empty()) check_save(o.save, o.resume);
     if (world.rank == 0 && !o.export_to.empty()) check_export(o.export_to);
     const bool splits = o.val_every > 0 && o.val_data.empty();
-    data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
+    job->data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
     if (o.val_every > 0)
-      val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, 2)
-                        : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, 0);
-    const bool gpu = r.backend == Backend::gpu;
-    if (world.size > 1 && gpu && (world.local_size > gpus || !FSDP_NCCL))
-      sharing = world.local_size > gpus ? strf("%d ranks share %d GPU%s", world.local_size, gpus, gpus > 1 ? "s" : "")
-                                        : "this build has no NCCL";
+      job->val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, 2)
+                             : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, 0);
   } catch (const Error& e) { error = e.what(); }
-  error = agree(error);
-  if (!error.empty()) throw UsageError(error);
-  require_same(strf("%s, %s, %lld tokens", r.backend == Backend::gpu ? "GPU" : "CPU", data->description.c_str(),
-                    ll(data->count)),
+  throw_agreed<UsageError>(error);
+  require_same(strf("%s, %s, %lld tokens", r.backend == Backend::gpu ? "GPU" : "CPU", job->data->description.c_str(),
+                    ll(job->data->count)),
                "what the machine holds");
+}
 
-  // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
-  sharing = agree(sharing);
+// Finds out who talks to whom and how, opens the device, and plans the step's memory.
+void open_device(int gpus, Job* job) {
+  const World& world = job->world;
+  Run& r = job->r;
   const bool gpu = r.backend == Backend::gpu;
-  if (world.size > 1) transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
+  // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
+  std::string sharing, error;
+  if (world.size > 1 && gpu && (world.local_size > gpus || !FSDP_NCCL))
+    sharing = world.local_size > gpus ? strf("%d ranks share %d GPU%s", world.local_size, gpus, gpus > 1 ? "s" : "")
+                                      : "this build has no NCCL";
+  sharing = agree(sharing);
+  if (world.size > 1) job->transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
-  check_gathers(r, transport, one_host);  // what cannot be is said before a device is opened
+  check_gathers(r, job->transport, one_host);  // what cannot be is said before a device is opened
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   const int sharers = gpu ? (world.local_size + gpus - 1) / gpus : world.local_size;
-  const int gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
+  job->gpus_used = gpu ? std::max(1, world.size / sharers) : 0;
   if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
-  ops::set_allow_tf32(o.tf32);
+  ops::set_allow_tf32(r.o.tf32);
 
-  bool engines = false;
+  bool engines_pay = false;
   try {
-    dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
-                                   gpu && transport == Transport::mpi);
-    engines = copy_engines_pay(*dev);
-    plan(*dev, world, transport, r);
+    job->dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
+                                        gpu && job->transport == Transport::mpi);
+    engines_pay = copy_engines_pay(*job->dev);
+    plan(*job->dev, world, job->transport, r);
   } catch (const Error& e) { error = e.what(); }
-  error = agree(error);
-  if (!error.empty()) throw Error(error);
-  choose_gathers(&r, world.size, transport, one_host, agree(engines ? "" : "no").empty());
+  throw_agreed<Error>(error);
+  choose_gathers(&r, world.size, job->transport, one_host, agree(engines_pay ? "" : "no").empty());
+}
 
+// Says what is about to run, takes the memory that was planned, and opens the log.
+void begin(Job* job) {
+  const Run& r = job->r;
+  Device& dev = *job->dev;
+  const bool over_mpi = job->transport == Transport::mpi || r.fsdp.gather_over_mpi;
   double estimated_ms = -1;
-  if (world.rank == 0) {
-    const Chip* chip = gpu && transport != Transport::mpi && !r.fsdp.gather_over_mpi ? chip_named(dev->name) : nullptr;
-    if (chip) estimated_ms = 1e3 * price(r, world, *chip).seconds;
-    std::printf("%s", opening_text(r, *dev, world, transport, data->description, estimated_ms).c_str());
+  if (job->world.rank == 0) {
+    const Chip* chip = r.backend == Backend::gpu && !over_mpi ? chip_named(dev.name) : nullptr;
+    if (chip) estimated_ms = 1e3 * price(r, job->world, *chip).seconds;
+    std::printf("%s", opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
     std::fflush(stdout);
   }
-  std::unique_ptr<Telemetry> telemetry;
+  std::string error;
   try {
-    if (r.fsdp.gather_by_copy_engine && transport == Transport::nccl) use_nccl_memory(*dev);
-    dev->mem.commit();
-    if (world.rank == 0)
-      telemetry = std::make_unique<Telemetry>(o.log, !o.resume.empty(),
-                                              header(r, *dev, world, transport, gpus_used, estimated_ms, command),
-                                              r.last_step, o.log_every);
+    if (r.fsdp.gather_by_copy_engine && job->transport == Transport::nccl) use_nccl_memory(dev);
+    dev.mem.commit();
+    if (job->world.rank == 0)
+      job->telemetry = std::make_unique<Telemetry>(
+          r.o.log, !r.o.resume.empty(),
+          header(r, dev, job->world, job->transport, job->gpus_used, estimated_ms, job->command), r.last_step,
+          r.o.log_every);
   } catch (const Error& e) { error = e.what(); }
-  error = agree(error);
-  if (!error.empty()) throw Error(error);
+  throw_agreed<Error>(error);
+}
 
-  const Context context{*dev, world, transport, gpus_used, data.get(), val_data.get(), telemetry.get(), state};
-  or_abort([&] { with_types(r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(context, r); }); });
+void run(const Options& o, const World& world, const std::string& command) {
+  Job job{world, command};
+  const int gpus = gpu_count();
+  agree_on_run(o, gpus, &job);
+  open_device(gpus, &job);
+  begin(&job);
+  std::string error;
+  or_abort([&] { with_types(job.r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(job); }); });
   if (!error.empty()) throw UsageError(error);
 }
 
