@@ -102,6 +102,7 @@ struct Training {
   Sampler val_sampler{job.val_data.get(), r.model.seq, r.o.seed, /*shuffle=*/false};
   // Of a validation, all ranks together.
   int64_t val_rows = job.val_data ? std::min(val_sampler.windows(), job.world.size* r.batch* r.o.val_batches) : 0;
+  const double flops = flops_per_token(r.model), peak = 1e12 * peak_bf16_tflops(dev.name) * job.gpus_used;  // for MFU
   int64_t first = 1;                  // step of this run
   std::unique_ptr<Saver> saver = {};  // with --save
   StepInFlight& slot(int64_t step) { return slots[step % 2]; }
@@ -186,8 +187,7 @@ std::string report_step(Training<T, G>& t, int64_t step, bool latest) {
     s.lr = learning_rate(r, step);
     s.step_ms = elapsed_ms(was.started, was.done);
     s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
-    const double peak = 1e12 * peak_bf16_tflops(t.dev.name) * t.job.gpus_used;
-    s.mfu = peak > 0 ? flops_per_token(r.model) * s.tokens_per_sec / peak : -1;
+    s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
     s.peak_mib = mib(t.dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
     if (r.o.comm_timing) t.model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
@@ -267,7 +267,7 @@ std::string train(const Job& job) {
     if (!r.o.save.empty()) t.saver = std::make_unique<Saver>(dev, job.world, r.o.save, r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
   if (t.speaks() && t.first > 1) note(strf("going on after step %lld of %s", ll(t.first - 1), r.o.resume.c_str()));
-  if (t.speaks() && r.backend == Backend::gpu && peak_bf16_tflops(dev.name) == 0)
+  if (t.speaks() && r.backend == Backend::gpu && t.peak == 0)
     note(strf("unknown chip %s: no MFU is given", dev.name.c_str()));
 
   // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.

@@ -8,6 +8,8 @@
 
 #include "nlohmann/json_fwd.hpp"
 
+#include "nsa_attention.h"
+
 struct Options {
   // Model. The preset fills what the command line leaves at 0 or empty.
   std::string preset;  // empty: chosen by the machine
@@ -18,7 +20,8 @@ struct Options {
   std::string freeze;  // beginnings of names, with commas
   // Attention.
   std::string attn;  // nsa or dense; empty: nsa where the architecture attends
-  int64_t nsa_block = 32, nsa_stride = 16, nsa_select_block = 64, nsa_selected = 16, nsa_window = 512;
+  int64_t nsa_block = NsaShape{}.block, nsa_stride = NsaShape{}.stride, nsa_select_block = NsaShape{}.select_block;
+  int64_t nsa_selected = NsaShape{}.selected, nsa_window = NsaShape{}.window;
   std::string nsa_phi = "mean";
   // Batch.
   int64_t batch = 0;         // sequences a rank and micro-batch
