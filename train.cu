@@ -174,10 +174,11 @@ std::string report_step(Training<T, G>& t, int64_t step, bool latest) {
   const StepScalars& of = was.trained[0];
   const double at_one = double(step) * t.job.world.size;
   if (of.steps != at_one && t.speaks())  // all ranks see it, and one says it
-    abort_all_ranks(strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
-                         "has skipped or repeated one, and weights are of several steps; --resume a step before this",
-                         ll(step), of.steps, at_one),
-                    1);
+    abort_all_ranks(
+        strf("step %lld: the ranks are at different steps (their sum is %.0f, not %.0f): one has skipped or "
+             "repeated a step, and weights belong to several; --resume from a step before this one",
+             ll(step), of.steps, at_one),
+        1);
   if (t.speaks()) {
     StepRecord s = {};
     s.step = step;
@@ -198,10 +199,10 @@ std::string report_step(Training<T, G>& t, int64_t step, bool latest) {
   if (std::isfinite(of.norm2)) return "";
   t.dev.compute().synchronize();  // with a step that is still running
   return strf(
-      "step %lld: the norm of the gradient is %g: the run has diverged, and nothing of it is saved from here; "
-      "a lower --lr, a longer --warmup or a --clip would help%s",
+      "step %lld: the gradient norm is %g: the run has diverged, and is not saved from here on; try a lower --lr, a "
+      "longer --warmup or --clip%s",
       ll(step), std::sqrt(of.norm2),
-      t.saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
+      t.saver ? ("; --resume " + r.o.save + " resumes from its latest step").c_str() : "");
 }
 
 // --------------------------------------------------------------------------------------------------------- the loop
@@ -233,7 +234,8 @@ std::string loop(Training<T, G>& t) {
   if (last >= t.first) {
     const std::string wrong = report_step(t, last, true);
     if (!wrong.empty()) return wrong;
-    if (t.speaks() && last < r.last_step) t.job.telemetry->note(strf("stopped after step %lld: time is up", ll(last)));
+    if (t.speaks() && last < r.last_step)
+      t.job.telemetry->note(strf("stopped after step %lld: --minutes is over", ll(last)));
     if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
   }
   if (t.saver) t.saver->finish();
@@ -266,9 +268,9 @@ std::string train(const Job& job) {
       t.first += load_checkpoint(r.o.resume, r.o.save, dev, job.world, parts, note).at("step").template get<int64_t>();
     if (!r.o.save.empty()) t.saver = std::make_unique<Saver>(dev, job.world, r.o.save, r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
-  if (t.speaks() && t.first > 1) note(strf("going on after step %lld of %s", ll(t.first - 1), r.o.resume.c_str()));
+  if (t.speaks() && t.first > 1) note(strf("resuming after step %lld of %s", ll(t.first - 1), r.o.resume.c_str()));
   if (t.speaks() && r.backend == Backend::gpu && t.peak == 0)
-    note(strf("unknown chip %s: no MFU is given", dev.name.c_str()));
+    note(strf("unknown chip %s: MFU is not shown", dev.name.c_str()));
 
   // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.
   std::string wrong;
@@ -278,7 +280,7 @@ std::string train(const Job& job) {
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {
       export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
-      if (t.speaks()) note("the model is in " + r.o.export_to);
+      if (t.speaks()) note("exported the model to " + r.o.export_to);
     } catch (const Error& e) { wrong = e.what(); }
   });
   return wrong;

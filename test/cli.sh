@@ -240,7 +240,7 @@ knob 'activations 0.0 0.0 1.5;' 1 0 --recompute attn --keep-attention 1
 knob 'reduce_scatter ' 8 4 --grad-accum 2
 knob 'reduce_scatter ' 4 4 --grad-accum 2 --accum-sync last
 knob 'reduce all_reduce replicated' 1 0 --replicate-below 65536
-knob ' master 2.4 .*made whole, then cut;' 1 0 --meta-init 0
+knob ' master 2.4 .*initialized unsharded, then sharded;' 1 0 --meta-init 0
 knob 'reduce optimizer block' 2 0 --optimizer-in-backward 1 --clip 0
 knob 'reduce all_reduce all ' 2 1 --clip-norm inf
 knob 'no clipping' 1 0 --clip 0
@@ -361,7 +361,7 @@ wrong=""
 [ -s "$dir/model.safetensors" ] || wrong="$wrong; nothing was exported"
 verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --lr 0.0001
-verdict "what goes on in another way is said" "$(grep -q 'not as in the checkpoint: --lr 0.0001 (0.0003 there)' "$dir/out" || echo "it is not")"
+verdict "what goes on in another way is said" "$(grep -q 'differs from the checkpoint: --lr 0.0001 (was 0.0003)' "$dir/out" || echo "it is not")"
 mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
 mpi -np 3 ./train "${run[@]}" --stop-after 2 --resume "$dir/frozen"
 verdict "what was frozen trains without old moments, and that is said" \
@@ -405,7 +405,7 @@ wrong=""
 [ "$(losses "$dir/as-whole.jsonl")" = "$(losses "$dir/as-again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 [ "$(grep -o '"val_loss":.*' "$dir/as-whole.jsonl" | tail -n 2)" = "$(grep -o '"val_loss":.*' "$dir/as-again.jsonl")" ] ||
   wrong="$wrong; nor is what validation says"
-! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
+! grep -q "differs from" "$dir/out" || wrong="$wrong; it says that something changed"
 verdict "a run goes on as its checkpoint says" "${wrong#; }"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --heads 4
 judge "a checkpoint of other heads" "--heads 4" "made with 2"
@@ -417,9 +417,9 @@ mpi -np 2 ./train "${run[@]}" --resume "$dir/none"
 judge "no checkpoint" "$dir/none" "No such file"
 # What diverges ends, and nothing of it is saved.
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --lr 10 --clip 0 --weight-decay 10 --save "$dir/diverged" --save-every 5
-judge "a run that diverges" "the norm of the gradient" "diverged" "$dir/diverged"
+judge "a run that diverges" "gradient norm" "diverged" "$dir/diverged"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
-verdict "a run that diverged leaves what can be loaded" "$(grep -q "going on after step" "$dir/out" || echo "it does not go on")"
+verdict "a run that diverged leaves what can be loaded" "$(grep -q "resuming after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
 # A directory holds one run.
 mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
@@ -437,7 +437,7 @@ for delay in 0.5 0.8 1.1; do
   [ -e "$dir/killed/latest" ] && resume=(--resume latest)
 done
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
-[ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="it does not go on: exit status $status"
+[ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="it does not go on: exit status $status"
 verdict "a killed run goes on from what it had saved" "$wrong"
 # A save that fails while training goes on: here its directory is moved away.
 # shellcheck disable=SC2086
@@ -460,7 +460,7 @@ wrong=""
 [ "$status" != 0 ] && [ "$status" != 124 ] || wrong="exit status $status"
 grep -q "signal 9" "$dir/out" || wrong="$wrong; no rank was killed"
 mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
-[ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
+[ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
 verdict "a rank that is killed ends all" "${wrong#; }"
 
 # ------------------------------------------------------------------------------------------- builds that are not here

@@ -74,7 +74,10 @@ Price price(Run r, int ranks, const Chip& chip) {
   return price(r, world, chip);
 }
 
-bool fits(double bytes, const Chip& chip) { return bytes + 1.5e9 <= chip.memory; }
+// What CUDA, NCCL and cuBLAS take beside the plan.
+constexpr double reserve = 1.5e9;
+
+bool fits(double bytes, const Chip& chip) { return bytes + reserve <= chip.memory; }
 
 namespace {
 
@@ -161,12 +164,11 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
     try {
       const Price p = price(resolve(c, more, 0), more, chip);
       if (fits(p.bytes, chip))
-        return strf(
-            "up to three changes of those tried do not make it fit on %d GPUs; --recompute block on %d does: %.1f GB\n",
-            ranks, more, 1e-9 * p.bytes);
+        return strf("no combination of up to three changes fits on %d GPUs; --recompute block on %d does: %.1f GB\n",
+                    ranks, more, 1e-9 * p.bytes);
     } catch (const UsageError&) {}
   }
-  return "nothing that is tried makes it fit: a batch is too large for one GPU; lower --seq or --batch\n";
+  return "no change makes it fit: a micro-batch is too large for one GPU; lower --batch or --seq\n";
 }
 
 namespace {
@@ -179,14 +181,13 @@ std::string chip_for(const Run& r) {
 // The step on that chip, and whether there is room for it.
 std::string estimate_text(const Run& r, int ranks) {
   const Chip* chip = chip_named(chip_for(r));
-  if (!chip) return strf("unknown chip %s: no time is estimated; --gpu h200 would\n", chip_for(r).c_str());
+  if (!chip) return strf("unknown chip %s: no time estimated; name one, as in --gpu h200\n", chip_for(r).c_str());
   Price p = price(r, ranks, *chip);
-  if (r.fsdp.gather_over_mpi && ranks > 1)
-    p.text = "a step with --gather mpi is not estimated: it takes what hosts take\n";
+  if (r.fsdp.gather_over_mpi && ranks > 1) p.text = "the time of a step with --gather mpi is not estimated\n";
   if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
   return p.text +
-         strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA takes some\n", 1e-9 * p.bytes, chip->name,
-              1e-9 * chip->memory) +
+         strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA and NCCL take %.1f\n", 1e-9 * p.bytes,
+              chip->name, 1e-9 * chip->memory, 1e-9 * reserve) +
          advice(r.o, ranks, *chip);
 }
 

@@ -40,7 +40,7 @@ std::string memory_table(const MemoryReport& m, int world_size) {
     text += strf("  %-26s %12.1f %14.1f %10.1f\n", name_of(Purpose(p)), mib(m.init[p]), mib(m.before_step[p]),
                  mib(m.peak[p]));
   text += strf("  %-26s %12.1f %14.1f %10.1f\n", "sum", mib(m.init_total), mib(m.before_step_total), mib(m.live_peak));
-  text += strf("  %-26s %38.1f   the peak: %s; largest there: %s\n", "arena", mib(m.arena), m.peak_phase.c_str(),
+  text += strf("  %-26s %38.1f   peak in %s; largest buffer: %s\n", "arena", mib(m.arena), m.peak_phase.c_str(),
                m.largest.c_str());
   return text;
 }
@@ -49,7 +49,7 @@ std::string units_text(const Run& r, int world_size) {
   const int shards = r.fsdp.shards(world_size);
   std::vector<Unit> units = parameter_table(r.model);
   lay_out(&units, shards);
-  std::string text = strf("%-34s %6s %16s %16s %10s\n", "units", "", "parameters", "shard of a rank", "padding");
+  std::string text = strf("%-34s %6s %16s %16s %10s\n", "units", "", "parameters", "shard per rank", "padding");
   for (size_t i = 0, end; i < units.size(); i = end) {
     const Unit& u = units[i];
     for (end = i + 1; end < units.size() && units[end].numel == u.numel && units[end].shard == u.shard;) end++;
@@ -78,9 +78,11 @@ std::string parameters_text(const Run& r, int world_size) {
                          : "no");
     }
     text += strf("  unit %-21s %-18s %14s  ", u.name.c_str(), "", grouped(u.numel).c_str());
-    text += u.replicated || shards == 1 ? "whole on every rank\n"
-                                        : strf("shard of a rank of %d: %s, padding %s\n", shards,
-                                               grouped(u.shard).c_str(), grouped(u.padded - u.numel).c_str());
+    if (u.replicated) text += "replicated on every rank\n";
+    else if (shards == 1) text += "unsharded\n";
+    else
+      text += strf("shard of each of %d ranks: %s, padding %s\n", shards, grouped(u.shard).c_str(),
+                   grouped(u.padded - u.numel).c_str());
     total += u.numel;
   }
   return text + strf("%s parameters\n", grouped(total).c_str());
@@ -89,18 +91,17 @@ std::string parameters_text(const Run& r, int world_size) {
 std::string choices_text(const Run& r, Transport transport) {
   const FsdpOptions& f = r.fsdp;
   auto count = [](int n, const char* what) { return strf("%d %s%s", n, what, n == 1 ? "" : "s"); };
-  std::string text = "gathers by ";
-  text += f.gather_by_copy_engine                            ? "copy engines"
-          : f.gather_over_mpi || transport == Transport::mpi ? "MPI"
-          : transport == Transport::nccl                     ? "NCCL's kernels"
-                                                             : "nobody";
+  std::string text = f.gather_by_copy_engine                            ? "gathers by copy engines"
+                     : f.gather_over_mpi || transport == Transport::mpi ? "gathers by MPI"
+                     : transport == Transport::nccl                     ? "gathers by NCCL's kernels"
+                                                                        : "gathers are local casts";
   text += ", into " +
           (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
-  return text + strf("; %s; moments in %s; %s; weights made %s; %s\n", count(f.gradient_slots, "gradient slot").c_str(),
-                     name_of(f.moment_dtype),
+  return text + strf("; %s; moments in %s; %s; weights initialized %s; %s\n",
+                     count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
-                     f.whole_init ? "whole, then cut" : "sharded",
-                     r.o.graph ? "a step is one CUDA graph" : "kernels are issued one by one");
+                     f.whole_init ? "unsharded, then sharded" : "sharded",
+                     r.o.graph ? "a step is one CUDA graph" : "kernels are launched one by one");
 }
 
 std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size) {
@@ -116,7 +117,7 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
     else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
     (e.kind == Issued::all_gather ? gathered : reduced) += e.sent() / (1 << 20);
   }
-  return text + strf("a rank of %d sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
+  return text + strf("each of %d ranks sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
                      gathered, reduced);
 }
 

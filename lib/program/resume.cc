@@ -46,14 +46,15 @@ void compare(const json& state, Run* r) {
   auto there = [&](const std::string& name) { return was.at(key_of(name)).dump(); };
   for (const char* name : {"seed", "heads", "kv-heads"})
     REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", here(name).c_str(), there(name).c_str());
-  REQUIRE_USER(!differs("global-batch"),
-               "a step of %lld sequences: the checkpoint was made with --global-batch %s, and its place in the data "
-               "counts in those",
-               static_cast<long long>(r->global_batch), there("global-batch").c_str());
+  REQUIRE_USER(
+      !differs("global-batch"),
+      "a global batch of %lld: the checkpoint was made with --global-batch %s, in which its position in the data is "
+      "counted",
+      static_cast<long long>(r->global_batch), there("global-batch").c_str());
   std::vector<std::string> names = {"seq", "steps", "freeze"};
   names.insert(names.end(), carried.begin(), carried.end());
   std::string others;
   for (const std::string& name : names)
-    if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (" + there(name) + " there)";
-  if (!others.empty()) r->notices.push_back("not as in the checkpoint:" + others);
+    if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (was " + there(name) + ")";
+  if (!others.empty()) r->notices.push_back("differs from the checkpoint:" + others);
 }

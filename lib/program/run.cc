@@ -17,26 +17,26 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   }
   REQUIRE_USER(c.dim % 8 == 0, "--dim %lld is not a multiple of 8, which vector loads need", ll(c.dim));
   REQUIRE_USER(c.hidden % 8 == 0, "--hidden %lld is not a multiple of 8, which vector loads need", ll(c.hidden));
-  REQUIRE_USER(batch * c.seq < int64_t(1) << 31, "--batch %lld x --seq %lld is more than 2^31 - 1 tokens a micro-batch",
-               ll(batch), ll(c.seq));
+  REQUIRE_USER(batch * c.seq < int64_t(1) << 31,
+               "--batch %lld x --seq %lld is more than 2^31 - 1 tokens per micro-batch", ll(batch), ll(c.seq));
   const bool narrow_gpu = backend == Backend::gpu && dtype == Dtype::bf16;
   REQUIRE_USER(!narrow_gpu || c.vocab % 8 == 0,
-               "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; --vocab %lld leaves the rest unused",
-               ll(c.vocab), ll((c.vocab + 7) / 8 * 8));
+               "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; use --vocab %lld", ll(c.vocab),
+               ll((c.vocab + 7) / 8 * 8));
   REQUIRE_USER(c.attends() || c.recompute != Recompute::attn, "--recompute attn: architecture %s has no attention",
                name_of(c.arch));
-  REQUIRE_USER(!c.keep_attention || (!c.keeps_queries() && c.attends()),
-               "--keep-attention 1: %s; it is for --recompute attn, both and block",
-               c.attends() ? "attention is not recomputed" : "there is no attention");
+  REQUIRE_USER(!c.keep_attention || c.attends(), "--keep-attention 1: architecture %s has no attention",
+               name_of(c.arch));
+  REQUIRE_USER(!c.keep_attention || !c.keeps_queries(), "--keep-attention 1 needs --recompute attn, both or block");
   if (!c.attends()) return;
   const int64_t D = c.head_dim();
   REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
                ll(c.heads));
   REQUIRE_USER(!narrow_gpu || D == 64 || D == 128,
-               "head dim %lld (--dim %lld / --heads %lld): attention in bf16 on a GPU is made for 64 and 128", ll(D),
+               "head dim %lld (--dim %lld / --heads %lld): bf16 attention on a GPU supports 64 and 128", ll(D),
                ll(c.dim), ll(c.heads));
   REQUIRE_USER(backend == Backend::cpu || D <= 128,
-               "head dim %lld (--dim %lld / --heads %lld): attention on a GPU goes up to 128", ll(D), ll(c.dim),
+               "head dim %lld (--dim %lld / --heads %lld): attention on a GPU supports at most 128", ll(D), ll(c.dim),
                ll(c.heads));
   if (c.sparse) check_nsa(c.nsa_shape(batch));
 }
@@ -64,12 +64,12 @@ int shard_ranks(const Options& o, int world_size) {
   const std::string hybrid = "hybrid:";
   if (o.shard.rfind(hybrid, 0) != 0) {
     REQUIRE_USER(o.shard == "full" || o.shard == "grad" || o.shard == "none",
-                 "--shard %s: allowed is full, grad, none or hybrid:K", o.shard.c_str());
+                 "--shard %s: choose full, grad, none or hybrid:K", o.shard.c_str());
     return o.shard == "none" ? 1 : 0;
   }
   const int ranks = small_number(o.shard.substr(hybrid.size()), 6);
-  REQUIRE_USER(ranks > 0, "--shard %s: hybrid:K wants a number of ranks, as in hybrid:2", o.shard.c_str());
-  REQUIRE_USER(world_size % ranks == 0, "--shard %s: %d ranks cannot be cut into groups of %d", o.shard.c_str(),
+  REQUIRE_USER(ranks > 0, "--shard %s: K must be a number of ranks, as in hybrid:2", o.shard.c_str());
+  REQUIRE_USER(world_size % ranks == 0, "--shard %s: %d ranks cannot be divided into groups of %d", o.shard.c_str(),
                world_size, ranks);
   return ranks;
 }
@@ -80,8 +80,7 @@ int gather_slots(const Options& o, int otherwise) {
   if (n.empty()) return otherwise;
   if (n == "off") return 0;
   const int slots = small_number(n, 2);
-  REQUIRE_USER(slots >= 1 && slots <= 64, "--limit-all-gathers %s: allowed is a number of slots from 1 to 64, or off",
-               n.c_str());
+  REQUIRE_USER(slots >= 1 && slots <= 64, "--limit-all-gathers %s: choose 1 to 64 slots, or off", n.c_str());
   return slots;
 }
 
@@ -135,7 +134,8 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
   REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
                name_of(m.arch));
   m.sparse = m.attends() && o.attn != "dense";
-  REQUIRE_USER(!o.nsa_stats || m.sparse, "--nsa-stats: %s has none", m.attends() ? "dense attention" : name_of(m.arch));
+  REQUIRE_USER(!o.nsa_stats || m.sparse, "--nsa-stats needs --attn nsa; this run has %s",
+               m.attends() ? "dense attention" : "no attention");
   m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
   m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window, m.nsa.phi = value_of(phi_names, o.nsa_phi);
   m.diagnostics = o.nsa_stats;
@@ -154,8 +154,8 @@ void resolve_batch(const Options& o, const Preset& p, int world_size, Run* r) {
   const int64_t most = (r->global_batch + world_size - 1) / world_size;
   REQUIRE_USER(
       most <= r->batch * r->grad_accum,
-      "--global-batch %lld: %d ranks x --batch %lld x --grad-accum %lld hold only %lld sequences; --grad-accum "
-      "%lld would do",
+      "--global-batch %lld: %d ranks x --batch %lld x --grad-accum %lld hold only %lld sequences; use --grad-accum "
+      "%lld",
       ll(r->global_batch), world_size, ll(r->batch), ll(r->grad_accum), ll(places * r->batch),
       ll((most + r->batch - 1) / r->batch));
 }
@@ -166,10 +166,11 @@ void check_frozen(const ModelConfig& m, const std::string& freeze) {
     bool any = false;
     for (const Unit& u : units)
       for (const Param& p : u.params) any = any || p.name.compare(0, start.size(), start) == 0;
-    REQUIRE_USER(any, "--freeze %s: no parameter's name begins so; --show-params lists them", start.c_str());
+    REQUIRE_USER(any, "--freeze %s: no parameter's name starts with that; --show-params lists the names",
+                 start.c_str());
   }
   REQUIRE_USER(std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.trained(); }),
-               "--freeze %s: nothing is left to train; leave a name out", freeze.c_str());
+               "--freeze %s: nothing is left to train; drop a name", freeze.c_str());
 }
 
 void resolve_schedule(const Options& o, Run* r) {
@@ -188,16 +189,15 @@ Run resolve(const Options& o, int world_size, int gpus) {
   r.o = o;
   const bool only_planned = o.plan || o.show_schedule;
   REQUIRE_USER(o.device != "gpu" || gpus > 0 || only_planned,
-               FSDP_CUDA
-                   ? "--device gpu: there is no GPU here that this process can use (nvidia-smi lists them); "
-                     "--device cpu runs without"
-                   : "--device gpu: this build has no GPU backend; install CUDA and rebuild, or use --device cpu");
+               FSDP_CUDA ? "--device gpu: no GPU that this process can use (nvidia-smi lists the machine's); "
+                           "use --device cpu"
+                         : "--device gpu: built without CUDA; install CUDA and rebuild, or use --device cpu");
   const bool gpu = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || only_planned));
   r.backend = gpu ? Backend::gpu : Backend::cpu;
   const Preset& p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
   r.preset = p.name;
   if (!gpu && o.device == "auto")
-    r.notices.push_back(strf("no GPU here: training preset %s in %s on the CPU", p.name,
+    r.notices.push_back(strf("no GPU found: training preset %s in %s on the CPU", p.name,
                              o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
   r.model = resolve_model(o, p.model);
   const bool autocast = !o.autocast.empty();
@@ -214,15 +214,16 @@ Run resolve(const Options& o, int world_size, int gpus) {
 void check_gathers(const Run& r, Transport transport, bool one_host) {
   const Options& o = r.o;
   REQUIRE_USER(o.graph == 0 || (r.backend == Backend::gpu && transport != Transport::mpi),
-               "--graph 1 needs a GPU for each rank, and NCCL: %s",
-               r.backend == Backend::gpu ? "here collectives go over MPI" : "this run is on the CPU");
+               "--graph 1 needs NCCL and one GPU per rank; %s",
+               r.backend == Backend::gpu ? "collectives go over MPI here" : "this run is on the CPU");
   REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
-               "--gather %s needs a GPU for each rank, and NCCL", o.gather.c_str());
+               "--gather %s needs NCCL and one GPU per rank", o.gather.c_str());
   REQUIRE_USER(o.gather != "copy-engine" || r.backend == Backend::gpu,
-               "--gather copy-engine needs GPUs: this run is on the CPU");
-  REQUIRE_USER(o.gather != "copy-engine" || one_host,
-               "--gather copy-engine: ranks that shard among themselves are on several hosts, and copy engines reach "
-               "one; --shard hybrid:K with the K ranks of a host");
+               "--gather copy-engine needs GPUs; this run is on the CPU");
+  REQUIRE_USER(
+      o.gather != "copy-engine" || one_host,
+      "--gather copy-engine: a shard group spans several hosts, and copy engines reach only their own; use --shard "
+      "hybrid:K with K ranks of one host");
 }
 
 void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay) {
