@@ -51,13 +51,14 @@ double learning_rate(const Run& r, int64_t step) {
   return r.o.lr * (r.o.min_lr_ratio + (1 - r.o.min_lr_ratio) * cosine);
 }
 
-// This rank's rows of a step, in the layout that the model loads. Rows are numbered over all ranks: rank r has those
-// from r * global / W on, and puts them into its micro-batches one after another; places left over are padding.
-void fill_batches(const Run& r, const World& world, const Sampler& sampler, int64_t first_sequence, int64_t rows_in_all,
-                  int64_t micro_batches, int32_t* host) {
+// This rank's rows of a batch, in the layout that the model loads. Rows are numbered over all ranks: rank r has those
+// from r * rows / W on, and puts them into its micro-batches one after another. What is left of those is padding, whose
+// targets are -1: they have no loss and no gradient.
+void fill_batches(const Run& r, const World& world, const Sampler& sampler, int64_t first_sequence, int64_t rows,
+                  int32_t* host) {
   const int64_t T = r.model.seq, M = r.batch * T, ints = batch_ints(r.model, r.batch);
-  const int64_t from = world.rank * rows_in_all / world.size, to = (world.rank + 1) * rows_in_all / world.size;
-  for (int64_t m = 0; m < micro_batches; m++, host += ints) {
+  const int64_t from = world.rank * rows / world.size, to = (world.rank + 1) * rows / world.size;
+  for (int64_t m = 0; m < r.grad_accum; m++, host += ints) {
     for (int64_t i = 0; i < r.batch; i++) {
       const int64_t row = from + m * r.batch + i;
       int32_t *tokens = host + i * T, *targets = host + M + i * T;
@@ -96,14 +97,14 @@ struct Training {
   const Run& r = job.r;
   Device& dev = *job.dev;
   StepInFlight slots[2] = {{dev, r}, {dev, r}};
-  HostBuffer<int32_t> val_batch{dev, batch_ints(r.model, r.batch)};
+  HostBuffer<int32_t> val_batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};
   Event val_copied{dev};
   Sampler sampler{job.data.get(), r.model.seq, r.o.seed};
   Sampler val_sampler{job.val_data.get(), r.model.seq, r.o.seed, /*shuffle=*/false};
-  // Of a validation, all ranks together.
-  int64_t val_rows = job.val_data ? std::min(val_sampler.windows(), job.world.size* r.batch* r.o.val_batches) : 0;
+  // Of a validation, all ranks together: counted in global batches, so that they are the same at any number of ranks.
+  int64_t val_rows = job.val_data ? std::min(r.o.val_batches * r.global_batch, val_sampler.windows()) : 0;
   const double flops = flops_per_token(r.model), peak = 1e12 * peak_bf16_tflops(dev.name) * job.gpus_used;  // for MFU
-  int64_t first = 1;                  // step of this run
+  int64_t first = 1, issued = 0;      // steps: the first of this run, the latest that the device was given
   std::unique_ptr<Saver> saver = {};  // with --save
   StepInFlight& slot(int64_t step) { return slots[step % 2]; }
   bool speaks() const { return job.world.rank == 0; }
@@ -114,10 +115,10 @@ struct Training {
 template <class T, class G>
 void issue_step(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
-  StepInFlight& now = t.slot(step);
+  StepInFlight& now = t.slot(t.issued = step);
   Stream& s = t.dev.compute();
   synchronize(now.done);  // two steps ago
-  fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, r.grad_accum, now.batches.get());
+  fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
   const bool profiled = r.o.profile && step == r.last_step;
@@ -152,11 +153,12 @@ template <class T, class G>
 void issue_validation(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
   StepInFlight& now = t.slot(step);
-  const int64_t rows = r.batch * t.job.world.size;
-  for (int64_t at = 0; at < t.val_rows; at += rows) {
+  for (int64_t at = 0; at < t.val_rows; at += r.global_batch) {
     synchronize(t.val_copied);
-    fill_batches(r, t.job.world, t.val_sampler, at, std::min(rows, t.val_rows - at), 1, t.val_batch.get());
-    validation_program(t.dev, t.model, t.val_batch.get(), at == 0, t.val_copied);
+    fill_batches(r, t.job.world, t.val_sampler, at, std::min(r.global_batch, t.val_rows - at), t.val_batches.get());
+    for (int64_t m = 0; m < r.grad_accum; m++)
+      validation_program(t.dev, t.model, t.val_batches.get() + m * batch_ints(r.model, r.batch), at + m == 0,
+                         t.val_copied);
   }
   t.model.finish_evaluation();
   t.dev.compute().copy(now.validated.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
@@ -164,9 +166,8 @@ void issue_validation(Training<T, G>& t, int64_t step) {
 }
 
 // Waits for a step and says what came of it. Returns what ends the run, the same on all ranks, or nothing.
-// latest: no step has been issued after it.
 template <class T, class G>
-std::string report_step(Training<T, G>& t, int64_t step, bool latest) {
+std::string report_step(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
   StepInFlight& was = t.slot(step);
   synchronize(t.validates(step) ? was.validation_done : was.done);
@@ -191,7 +192,7 @@ std::string report_step(Training<T, G>& t, int64_t step, bool latest) {
     s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
     s.peak_mib = mib(t.dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
-    if (r.o.comm_timing) t.model.fsdp.exposed_ms(latest, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+    if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
     if (t.model.stats()) s.more = stats_json(was.stats.get(), was.kernels);
     t.job.telemetry->step(s);
   }
@@ -217,7 +218,7 @@ std::string loop(Training<T, G>& t) {
     issue_step(t, step);
     if (t.validates(step)) issue_validation(t, step);
     if (step > t.first) {
-      const std::string wrong = report_step(t, step - 1, false);
+      const std::string wrong = report_step(t, step - 1);
       if (!wrong.empty()) return wrong;
     }
     if (t.saver) {
@@ -232,7 +233,7 @@ std::string loop(Training<T, G>& t) {
   }
   const int64_t last = std::min(step, r.last_step);
   if (last >= t.first) {
-    const std::string wrong = report_step(t, last, true);
+    const std::string wrong = report_step(t, last);
     if (!wrong.empty()) return wrong;
     if (t.speaks() && last < r.last_step)
       t.job.telemetry->note(strf("stopped after step %lld: --minutes is over", ll(last)));
@@ -256,7 +257,7 @@ std::string train(const Job& job) {
   Training<T, G> t{job, model};
   StepInFlight& any = t.slots[0];
   step_program(dev, model, r, any.batches.get(), any.adamw.get(), any.copied);  // times the matmuls
-  if (r.o.val_every > 0) validation_program(dev, model, t.val_batch.get(), true, t.val_copied);
+  if (r.o.val_every > 0) validation_program(dev, model, t.val_batches.get(), true, t.val_copied);
   dev.mode = Mode::run;
   model.init_weights();
   dev.compute().synchronize();

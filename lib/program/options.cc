@@ -103,7 +103,7 @@ const std::vector<Spec> specs = flat({
   {"data", "FILE", &Options::data, any, "text or token file (data/README.md), or random", "a built-in synthetic corpus"},
   {"val-data", "FILE", &Options::val_data, any, "validation data", "the last tenth of the data"},
   {"val-every", "STEPS", &Options::val_every, at_least(0), "validate every so many steps; 0: never"},
-  {"val-batches", "N", &Options::val_batches, from(1, 1 << 20), "batches per validation"},
+  {"val-batches", "N", &Options::val_batches, from(1, 1 << 20), "batches of the global batch size per validation"},
 }},
 {"Precision", {
   {"param-dtype", "TYPE", &Options::param_dtype, one_of({"bf16", "fp32"}), "type of gathered parameters and activations; master weights are fp32", "bf16 on a GPU, fp32 on a CPU"},
