@@ -3,69 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-const char* name_of(Arch a) {
-  static const char* names[] = {"simple", "rope", "llama", "mlp"};
-  return names[int(a)];
-}
-
-Arch arch_named(const std::string& name) {
-  for (Arch a : {Arch::simple, Arch::rope, Arch::llama, Arch::mlp})
-    if (name == name_of(a)) return a;
-  throw UsageError("unknown architecture '" + name + "': simple, rope, llama and mlp there are");
-}
-
-const Preset& preset_named(const std::string& name) {
-  //                          arch         dim  depth  h  kv  hidden  vocab   seq          batch, accumulation
-  static const Preset table[] = {
-      {"tiny", {Arch::rope, 128, 2, 2, 1, 512, 256, 512}, 1, 1},
-      {"simple", {Arch::simple, 4096, 4, 32, 8, 16384, 32768, 4096}, 8, 1},
-      {"rope", {Arch::rope, 4096, 4, 32, 8, 16384, 32768, 4096}, 8, 1},
-      {"class", {Arch::simple, 768, 6, 12, 12, 3072, 32000, 256}, 8, 2},
-      {"m7c", {Arch::rope, 768, 12, 12, 2, 3072, 256, 2048}, 1, 1},
-      {"mlp-1024", {Arch::mlp, 1024, 3, 1, 1, 4096, 32768, 1024}, 8, 1},
-      {"mlp-4096", {Arch::mlp, 4096, 4, 1, 1, 16384, 32768, 4096}, 8, 1},
-      {"llama-1b", {Arch::llama, 2048, 16, 32, 8, 8192, 128256, 4096}, 2, 1},
-      {"llama-8b", {Arch::llama, 4096, 32, 32, 8, 14336, 128256, 8192}, 1, 1},
-      {"llama-47b", {Arch::llama, 8192, 54, 64, 8, 28672, 32768, 2048}, 1, 1},
-  };
-  for (const Preset& p : table)
-    if (name == p.name) return p;
-  throw UsageError("unknown preset '" + name + "'; see --help");
-}
-
-void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype) {
-  auto ll = [](int64_t n) { return static_cast<long long>(n); };
-  if (c.attends()) {
-    REQUIRE_USER(c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld", ll(c.dim), ll(c.heads));
-    REQUIRE_USER(c.heads % c.kv_heads == 0, "--heads %lld is not divisible by --kv-heads %lld", ll(c.heads),
-                 ll(c.kv_heads));
-  }
-  REQUIRE_USER(c.dim % 8 == 0, "--dim %lld is not a multiple of 8, which vector loads need", ll(c.dim));
-  REQUIRE_USER(c.hidden % 8 == 0, "--hidden %lld is not a multiple of 8, which vector loads need", ll(c.hidden));
-  REQUIRE_USER(batch * c.seq < int64_t(1) << 31, "--batch %lld x --seq %lld is more than 2^31 - 1 tokens a micro-batch",
-               ll(batch), ll(c.seq));
-  const bool narrow_gpu = backend == Backend::gpu && dtype == Dtype::bf16;
-  REQUIRE_USER(!narrow_gpu || c.vocab % 8 == 0,
-               "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; --vocab %lld leaves the rest unused",
-               ll(c.vocab), ll((c.vocab + 7) / 8 * 8));
-  REQUIRE_USER(c.attends() || c.recompute != Recompute::attn, "--recompute attn: architecture %s has no attention",
-               name_of(c.arch));
-  REQUIRE_USER(!c.keep_attention || (!c.keeps_queries() && c.attends()),
-               "--keep-attention 1: %s; it is for --recompute attn, both and block",
-               c.attends() ? "attention is not recomputed" : "there is no attention");
-  if (!c.attends()) return;
-  const int64_t D = c.head_dim();
-  REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
-               ll(c.heads));
-  REQUIRE_USER(!narrow_gpu || D == 64 || D == 128,
-               "head dim %lld (--dim %lld / --heads %lld): attention in bf16 on a GPU is made for 64 and 128", ll(D),
-               ll(c.dim), ll(c.heads));
-  REQUIRE_USER(backend == Backend::cpu || D <= 128,
-               "head dim %lld (--dim %lld / --heads %lld): attention on a GPU goes up to 128", ll(D), ll(c.dim),
-               ll(c.heads));
-  if (c.sparse) check_nsa(c.nsa_shape(batch));
-}
-
 NsaShape ModelConfig::nsa_shape(int64_t batch) const {
   NsaShape n = nsa;
   n.B = batch, n.T = seq, n.H = heads, n.HKV = kv_heads, n.D = head_dim();
@@ -547,14 +484,14 @@ template <class T, class G>
 void Model<T, G>::end_step() {
   dev_.mem.phase("optimizer");
   dev_.mark("optimizer, with the last reductions");
-  ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
+  ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.end_step();
 }
 
 template <class T, class G>
 void Model<T, G>::finish_evaluation() {
-  dev_.compute().zero(fsdp.scalars(), 8);
-  ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
+  dev_.compute().zero(&fsdp.scalars()->norm2, sizeof(double));
+  ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.sum_scalars();
   fsdp.empty_slots();
 }

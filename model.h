@@ -22,8 +22,6 @@
 #include "nsa_attention.h"
 
 enum class Arch { simple, rope, llama, mlp };
-const char* name_of(Arch a);
-Arch arch_named(const std::string& name);  // throws UsageError
 
 // What a block's backward makes again instead of keeping it, norms and all; indices of selected blocks are always kept.
 enum class Recompute {
@@ -75,16 +73,6 @@ struct ModelConfig {
   int mlp_module(int64_t block) const { return attends() ? 2 + 2 * int(block) : 1 + int(block); }
 };
 
-struct Preset {
-  const char* name;
-  ModelConfig model;
-  int64_t batch, grad_accum;
-};
-const Preset& preset_named(const std::string& name);  // throws UsageError
-
-// Throws UsageError: which sizes do not fit together, or not what the kernels can do.
-void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
-
 // Units in the order of the forward pass, and at the end that of the replicated parameters, if there are any.
 std::vector<Unit> parameter_table(const ModelConfig& c);
 int64_t parameter_count(const ModelConfig& c);
@@ -116,9 +104,9 @@ class Model {
   void forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied);
   // The loss alone; nothing is saved for a backward.
   void evaluate(const int32_t* host, bool first, Event& copied);
-  // Ends a step: fsdp.scalars() then holds the squared gradient norm and the sum of losses over all ranks.
+  // Ends a step: fsdp.scalars() then holds the step's, of all ranks.
   void end_step();
-  // Ends a validation: scalars()[1] holds the sum of losses.
+  // Ends a validation: fsdp.scalars()->loss then holds the sum of losses.
   void finish_evaluation();
 
   // On the device, one for each block; null without ModelConfig::diagnostics.

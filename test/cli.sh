@@ -240,7 +240,7 @@ knob 'activations 0.0 0.0 1.5;' 1 0 --recompute attn --keep-attention 1
 knob 'reduce_scatter ' 8 4 --grad-accum 2
 knob 'reduce_scatter ' 4 4 --grad-accum 2 --accum-sync last
 knob 'reduce all_reduce replicated' 1 0 --replicate-below 65536
-knob ' master 2.4 .*made whole, then cut;' 1 0 --meta-init 0
+knob ' master 2.4 .*initialized unsharded, then sharded;' 1 0 --meta-init 0
 knob 'reduce optimizer block' 2 0 --optimizer-in-backward 1 --clip 0
 knob 'reduce all_reduce all ' 2 1 --clip-norm inf
 knob 'no clipping' 1 0 --clip 0
@@ -384,7 +384,7 @@ wrong=""
 [ -s "$dir/model.safetensors" ] || wrong="$wrong; nothing was exported"
 verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --lr 0.0001
-verdict "what goes on in another way is said" "$(grep -q 'not as in the checkpoint: --lr 0.0001 (0.0003 there)' "$dir/out" || echo "it is not")"
+verdict "what goes on in another way is said" "$(grep -q 'differs from the checkpoint: --lr 0.0001 (was 0.0003)' "$dir/out" || echo "it is not")"
 mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
 mpi -np 3 ./train "${run[@]}" --stop-after 2 --resume "$dir/frozen"
 verdict "what was frozen trains without old moments, and that is said" \
@@ -396,6 +396,36 @@ mpi -np 2 ./train "${one[@]}" --val-every 1 --log "$dir/validated.jsonl"
 first() { grep '"step":1,' "$1" | sed 's/.*"loss":\([^,]*\),.*/\1/'; }
 verdict "a run that validates begins as one that does not" \
   "$([ -n "$(first "$dir/plain.jsonl")" ] && [ "$(first "$dir/plain.jsonl")" = "$(first "$dir/validated.jsonl")" ] || echo "its first loss is another")"
+# A step is the same however its rows are dealt out: to one rank, two, or three with padding, in one micro-batch or more.
+# So is a validation, which counts batches of the global size; 64 are all of the data, and the last of them is smaller.
+dealt=(--device cpu --preset tiny --seq 64 --data "$dir/a/text.txt" --steps 3 --val-every 1 --global-batch 4)
+losses_of() { grep '"step"' "$1" 2>/dev/null | sed 's/.*"loss":\([^,]*\),.*"val_loss":\([^,}]*\).*/\1 \2/'; }
+wrong=""
+for batches in 2 64; do
+  : >"$dir/dealt"
+  for how in 1 2 3 "1 --grad-accum 4" "3 --grad-accum 2 --batch 3"; do
+    read -r -a how <<<"$how"
+    mpi -np "${how[0]}" ./train "${dealt[@]}" --val-batches $batches "${how[@]:1}" --log "$dir/dealt.jsonl"
+    [ -s "$dir/dealt" ] || losses_of "$dir/dealt.jsonl" >"$dir/dealt"
+    losses_of "$dir/dealt.jsonl" | paste "$dir/dealt" - | awk '
+      { a = $1 - $3; b = $2 - $4; n += NF == 4 && a * a < 1e-10 && b * b < 1e-10 } END { exit n != 3 }' ||
+      wrong="$wrong; not with -np ${how[*]}: $(losses_of "$dir/dealt.jsonl" | xargs)"
+  done
+done
+verdict "a step and a validation are the same for any ranks and micro-batches" "${wrong#; }"
+# All of the data is 65 sequences: 16 batches and one sequence, or one batch.
+for n in 4 65; do
+  mpi -np 2 ./train "${dealt[@]:0:8}" --val-every 1 --val-batches 64 --steps 1 --lr 1e-9 --global-batch $n --log "$dir/dealt.jsonl"
+  losses_of "$dir/dealt.jsonl"
+done | awk '{ print $2 }' >"$dir/dealt"
+verdict "a smaller batch at a validation's end counts as what it is" \
+  "$(xargs <"$dir/dealt" | awk '{ d = $1 - $2; exit !(NF == 2 && d * d < 1e-10) }' || echo "it does not")"
+# The learning rate of each step, beside its formula: linear warm-up, then a cosine from the peak to a part of it.
+good "a learning rate" "step" --device cpu --preset tiny --seq 64 --steps 10 --lr 0.01 --min-lr-ratio 0.25 --warmup 3 --log "$dir/lr.jsonl"
+sed -n 's/.*"lr":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/p' "$dir/lr.jsonl" >"$dir/out"
+verdict "the learning rate is that of the schedule" "$(awk '
+  { lr = $1 <= 3 ? 0.01 * $1 / 3 : 0.0025 + 0.0075 * (1 + cos(3.141592653589793 * ($1 - 3) / 7)) / 2
+    n += $1 == NR && $2 > lr - 1e-9 && $2 < lr + 1e-9 } END { exit n != 10 }' "$dir/out" || echo "it is not")"
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"
@@ -428,7 +458,7 @@ wrong=""
 [ "$(losses "$dir/as-whole.jsonl")" = "$(losses "$dir/as-again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 [ "$(grep -o '"val_loss":.*' "$dir/as-whole.jsonl" | tail -n 2)" = "$(grep -o '"val_loss":.*' "$dir/as-again.jsonl")" ] ||
   wrong="$wrong; nor is what validation says"
-! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
+! grep -q "differs from" "$dir/out" || wrong="$wrong; it says that something changed"
 verdict "a run goes on as its checkpoint says" "${wrong#; }"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --heads 4
 judge "a checkpoint of other heads" "--heads 4" "made with 2"
@@ -440,9 +470,9 @@ mpi -np 2 ./train "${run[@]}" --resume "$dir/none"
 judge "no checkpoint" "$dir/none" "No such file"
 # What diverges ends, and nothing of it is saved.
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --lr 10 --clip 0 --weight-decay 10 --save "$dir/diverged" --save-every 5
-judge "a run that diverges" "the norm of the gradient" "diverged" "$dir/diverged"
+judge "a run that diverges" "gradient norm" "diverged" "$dir/diverged"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
-verdict "a run that diverged leaves what can be loaded" "$(grep -q "going on after step" "$dir/out" || echo "it does not go on")"
+verdict "a run that diverged leaves what can be loaded" "$(grep -q "resuming after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
 bad "a directory that nobody can write to" "--save|/proc/.tmp-probe-" --save /proc
 verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
@@ -494,7 +524,7 @@ for delay in 0.5 0.8 1.1; do
   [ -e "$dir/killed/latest" ] && resume=(--resume latest)
 done
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
-[ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="it does not go on: exit status $status"
+[ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="it does not go on: exit status $status"
 verdict "a killed run goes on from what it had saved" "$wrong"
 # A save that fails while training goes on: here its directory is moved away.
 # shellcheck disable=SC2086
@@ -517,7 +547,7 @@ wrong=""
 [ "$status" != 0 ] && [ "$status" != 124 ] || wrong="exit status $status"
 grep -q "signal 9" "$dir/out" || wrong="$wrong; no rank was killed"
 mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
-[ "$status" = 0 ] && grep -q "going on after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
+[ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
 verdict "a rank that is killed ends all" "${wrong#; }"
 
 # ------------------------------------------------------------------------------------------- builds that are not here

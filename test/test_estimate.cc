@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lib/program/estimate.h"
+#include "lib/program/presets.h"
 #include "lib/ops/ops.h"
 #include "model.h"
 #include "nlohmann/json.hpp"

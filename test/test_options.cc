@@ -293,7 +293,7 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   for (const char* bad : {"abc", "1.5", "0", "-3", "1048577", "99999999999999999999", "1e3", " 3", "3 ", "0x10", "+3"})
     refused({"--dim", bad}, {"--dim", bad, "a whole number from 1 to 1048576"});
   for (const char* bad : {"abc", "nan", "inf", "-1", "0", "11", "1e999", "1,5"})
-    refused({"--lr", bad}, {"--lr", bad, "a number above 0 to 10"});
+    refused({"--lr", bad}, {"--lr", bad, "a number above 0, up to 10"});
   refused({"--beta2", "1"}, {"--beta2 1", "to below 1"});
   refused({"--seed", "-1"}, {"--seed -1", "0 or more"});
   refused({"--preset", "huge"}, {"--preset huge", "tiny", "llama-47b"});

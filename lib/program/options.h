@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nlohmann/json_fwd.hpp"
+
 #include "nsa_attention.h"
 
 struct Options {
@@ -19,9 +20,9 @@ struct Options {
   std::string freeze;  // beginnings of names, with commas
   // Attention.
   std::string attn;  // nsa or dense; empty: nsa where the architecture attends
-  int64_t nsa_block = nsa_defaults.block, nsa_stride = nsa_defaults.stride;
-  int64_t nsa_select_block = nsa_defaults.select_block, nsa_selected = nsa_defaults.selected;
-  int64_t nsa_window = nsa_defaults.window;
+  int64_t nsa_block = nsa_defaults.block, nsa_stride = nsa_defaults.stride,
+          nsa_select_block = nsa_defaults.select_block;
+  int64_t nsa_selected = nsa_defaults.selected, nsa_window = nsa_defaults.window;
   std::string nsa_phi = "mean";
   // Batch.
   int64_t batch = 0;         // sequences a rank and micro-batch
@@ -94,12 +95,9 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
 std::string key_of(std::string name);  // there, of an option
-// The state of a checkpoint, {"step": N, "options": {...}}, as this program takes it: with a value for every option
-// that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
+// Sets the options of these names, but those that are given, to what to_json said of another run.
+void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // by the machine or the preset. Throws UsageError that names `file` and the key of a value of another type.
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
-// Sets the options of these names, but those that are given, to what to_json said of another run. What is not there, or
-// null, leaves the option as it is.
-void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // What --config reads: a line for every option that is not at its default.
 std::string to_config(const Options& o);

@@ -153,7 +153,7 @@ void Telemetry::record(const nlohmann::json& j) {
   if (!file_) return;
   const bool written = std::fprintf(file_, "%s\n", j.dump().c_str()) > 0 && std::fflush(file_) == 0;
   if (!written && !std::exchange(full_, true))
-    note(strf("--log: lines from here on are missing, or not whole: %s; training goes on", std::strerror(errno)));
+    note(strf("--log: lines from here on are missing or incomplete: %s; training continues", std::strerror(errno)));
 }
 
 void Telemetry::note(const std::string& line) {

@@ -1,0 +1,235 @@
+#include "lib/program/plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <initializer_list>
+#include <utility>
+
+#include "nlohmann/json.hpp"
+
+#include "lib/program/presets.h"
+#include "lib/program/report.h"
+#include "lib/program/step.h"
+
+using ll = long long;
+
+namespace {
+
+template <class T, class G>
+std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport, const Run& r) {
+  dev.mode = Mode::plan;
+  ops::keep_workspace(dev);
+  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
+  Event copied(dev);
+  Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
+  model.init_weights();
+  dev.timeline = timeline;
+  model.fsdp.begin_trace();
+  step_program(dev, model, r, nullptr, nullptr, copied);
+  std::vector<Issued> issued = model.fsdp.trace();
+  if (dev.timeline && r.o.graph == 0) {  // one graph begins when the one before has ended
+    dev.timeline->next_step();
+    step_program(dev, model, r, nullptr, nullptr, copied);
+  }
+  if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
+  return issued;
+}
+
+// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's gathers.
+struct Elsewhere {
+  World world;
+  Transport transport;
+};
+Elsewhere elsewhere(Run* r, int ranks, bool engines) {
+  const bool gpu = r->backend == Backend::gpu;
+  Elsewhere e;
+  e.world.size = ranks, e.world.local_size = gpu ? std::min(ranks, gpus_per_node) : ranks;
+  e.transport = ranks == 1 ? Transport::none : gpu ? Transport::nccl : Transport::mpi;
+  choose_gathers(r, ranks, e.transport, on_one_host(e.world, r->fsdp.shards(ranks)), engines);
+  return e;
+}
+
+}  // namespace
+
+std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r) {
+  std::vector<Issued> issued;
+  with_types(r, [&](auto t, auto g) { issued = dry_run<decltype(t), decltype(g)>(dev, world, transport, r); });
+  return issued;
+}
+
+Price price(Run r, const World& world, const Chip& chip) {
+  Estimate estimate(chip, r.o.graph == 1);
+  Device dev(Backend::gpu, Device::plan_only);
+  dev.timeline = &estimate;
+  r.o.val_every = 0;  // a step alone
+  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
+  plan(dev, world, transport, r);
+  const double tokens = double(r.tokens_per_step()) / world.size, bytes = double(dev.mem.arena_bytes());
+  return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
+}
+Price price(Run r, int ranks, const Chip& chip) {
+  const World world = elsewhere(&r, ranks, chip.copy_engines).world;
+  return price(r, world, chip);
+}
+
+// CUDA, NCCL and cuBLAS take some beside the plan.
+bool fits(double bytes, const Chip& chip) {
+  return bytes + double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)) <= chip.memory;
+}
+
+namespace {
+
+using Change = std::pair<std::string, std::function<void(Options*)>>;
+using Changes = std::vector<std::vector<Change>>;  // one of each group at most
+
+// What can be changed in a run that does not fit.
+Changes possible_changes(const Options& o, int ranks) {
+  const Run now = resolve(o, ranks, 0);
+  Changes groups;
+  groups.emplace_back();
+  for (const char* mode : {"mlp", "attn", "both", "block"})
+    for (int64_t keep : {0, 1})
+      if (o.recompute != mode || o.keep_attention != keep)
+        groups.back().push_back({strf("--recompute %s%s", mode, keep ? " --keep-attention 1" : ""),
+                                 [=](Options* c) { c->recompute = mode, c->keep_attention = keep; }});
+  if (!now.fsdp.reshard_after_forward || now.fsdp.shard_ranks > 0)
+    groups.push_back({{"--shard full", [](Options* c) { c->shard = "full", c->reshard_after_forward = -1; }}});
+  if (o.moments == "fp32") groups.push_back({{"--moments bf16", [](Options* c) { c->moments = "bf16"; }}});
+  groups.emplace_back();
+  for (const char* wrap : {"block", "sublayer"})
+    if (o.wrap != wrap && o.wrap != "sublayer")
+      groups.back().push_back({strf("--wrap %s", wrap), [=](Options* c) { c->wrap = wrap; }});
+  if (o.limit_all_gathers == "off" || now.fsdp.gather_slots > 2)
+    groups.push_back({{"--limit-all-gathers 2", [](Options* c) { c->limit_all_gathers = "2"; }}});
+  if (o.accum_sync == "last") groups.push_back({{"--accum-sync every", [](Options* c) { c->accum_sync = "every"; }}});
+  if (o.replicate_below > 0) groups.push_back({{"--replicate-below 0", [](Options* c) { c->replicate_below = 0; }}});
+  if (!o.autocast.empty()) groups.push_back({{"without --autocast", [](Options* c) { c->autocast.clear(); }}});
+  if (now.reduce_dtype != now.dtype && o.autocast.empty())
+    groups.push_back({{"--reduce-dtype bf16", [](Options* c) { c->reduce_dtype = "bf16"; }}});
+  if (o.gradient_slots > 1) groups.push_back({{"--gradient-slots 1", [](Options* c) { c->gradient_slots = 1; }}});
+  if (o.optimizer_in_backward == 0)
+    groups.push_back(
+        {{"--clip 0 --optimizer-in-backward 1", [](Options* c) { c->clip = 0, c->optimizer_in_backward = 1; }}});
+  groups.emplace_back();
+  for (int64_t part = 2; part <= 8 && now.batch % part == 0; part *= 2) {
+    const int64_t batch = now.batch / part, accum = now.grad_accum * part;
+    groups.back().push_back({strf("--batch %lld --grad-accum %lld", ll(batch), ll(accum)),
+                             [=](Options* c) { c->batch = batch, c->grad_accum = accum, c->global_batch = 0; }});
+  }
+  return groups;
+}
+
+// Of all ways to make so many of the changes: the one that fits with the most tokens/s.
+struct Cheapest {
+  const Changes& groups;
+  int ranks;
+  const Chip& chip;
+  std::string best = {};
+  double most = 0;
+
+  // Groups from `from` on, so many changes left to make; said: those that are in `o`.
+  void search(size_t from, size_t left, const Options& o, const std::string& said) {
+    if (left == 0) return look_at(o, said);
+    for (size_t g = from; g < groups.size(); g++)
+      for (const Change& change : groups[g]) {
+        Options next = o;
+        change.second(&next);
+        search(g + 1, left - 1, next, said + (said.empty() ? "" : " ") + change.first);
+      }
+  }
+  void look_at(const Options& o, const std::string& said) {
+    try {
+      const Price p = price(resolve(o, ranks, 0), ranks, chip);
+      if (!fits(p.bytes, chip) || p.tokens_per_sec <= most) return;
+      most = p.tokens_per_sec;
+      best = strf("%s: %.1f GB, %s tokens/s a GPU", said.c_str(), 1e-9 * p.bytes, grouped(ll(most)).c_str());
+    } catch (const UsageError&) {}  // this model cannot
+  }
+};
+
+}  // namespace
+
+std::string advice(const Options& o, int ranks, const Chip& chip) {
+  const Changes groups = possible_changes(o, ranks);
+  for (size_t changes = 1; changes <= 3; changes++) {
+    Cheapest cheapest{groups, ranks, chip};
+    cheapest.search(0, changes, o, "");
+    if (!cheapest.best.empty()) return "the cheapest change that fits: " + cheapest.best + "\n";
+  }
+  for (int more = 2 * ranks; more <= 65536; more *= 2) {
+    Options c = o;
+    c.recompute = "block", c.keep_attention = 0, c.shard = "full", c.reshard_after_forward = -1;
+    try {
+      const Price p = price(resolve(c, more, 0), more, chip);
+      if (fits(p.bytes, chip))
+        return strf("no combination of up to three changes fits on %d GPUs; --recompute block on %d does: %.1f GB\n",
+                    ranks, more, 1e-9 * p.bytes);
+    } catch (const UsageError&) {}
+  }
+  return "no change makes it fit: a micro-batch is too large for one GPU; lower --batch or --seq\n";
+}
+
+namespace {
+
+// --gpu's, the one here, or an H200.
+std::string chip_for(const Run& r) {
+  return !r.o.gpu.empty() ? r.o.gpu : gpu_count() > 0 ? Device(Backend::gpu, 0).name : "H200";
+}
+
+// The step on that chip, and whether there is room for it.
+std::string estimate_text(const Run& r, int ranks) {
+  const Chip* chip = chip_named(chip_for(r));
+  if (!chip) return strf("unknown chip %s: no time estimated; name one, as in --gpu h200\n", chip_for(r).c_str());
+  Price p = price(r, ranks, *chip);
+  if (r.fsdp.gather_over_mpi && ranks > 1) p.text = "the time of a step with --gather mpi is not estimated\n";
+  if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
+  return p.text +
+         strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA and NCCL take %.1f\n", 1e-9 * p.bytes,
+              chip->name, 1e-9 * chip->memory, 1e-9 * reserve) +
+         advice(r.o, ranks, *chip);
+}
+
+// --plan and --show-schedule, either or both.
+std::string plan_text(Run r, int ranks) {
+  Device dev(r.backend, Device::plan_only);
+  const Chip* chip = chip_named(chip_for(r));
+  const Elsewhere there = elsewhere(&r, ranks, chip && chip->copy_engines);
+  const std::vector<Issued> issued = plan(dev, there.world, there.transport, r);
+  std::string text = strf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
+                          r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
+                          name_of(r.dtype), ll(r.batch), ll(r.model.seq));
+  if (r.o.plan) text += units_text(r, ranks) + memory_table(dev.mem.report(), ranks);
+  if (r.o.plan && r.backend == Backend::gpu) text += estimate_text(r, ranks);
+  if (r.o.show_schedule) text += choices_text(r, there.transport) + schedule_text(issued, r.model, ranks);
+  return text;
+}
+
+std::string hardware_text() {
+  const int gpus = gpu_count();
+  const Device dev(gpus > 0 ? Backend::gpu : Backend::cpu, 0);
+  return hardware_json(dev, gpus).dump() + "\n";
+}
+
+// The first of the variables that is set.
+int environment_number(std::initializer_list<const char*> names, int otherwise) {
+  for (const char* name : names)
+    if (const char* value = std::getenv(name)) return std::atoi(value);
+  return otherwise;
+}
+
+}  // namespace
+
+int answer(const Options& o) {
+  const int rank = environment_number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0);
+  const int ranks = o.world ? int(o.world) : environment_number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1);
+  if (rank != 0) return 0;
+  std::string text;
+  if (o.version) text = versions();
+  else if (o.hardware) text = hardware_text();
+  else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);
+  else text = plan_text(resolve(o, ranks, gpu_count()), ranks);
+  std::printf("%s", text.c_str());
+  return 0;
+}

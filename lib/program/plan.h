@@ -1,0 +1,37 @@
+// The memory and the time of a step before it runs, for the ranks that are here or for a world that is not; what to
+// change where it does not fit; and what is printed instead of training.
+//
+//   Device dev(Backend::gpu, Device::plan_only);
+//   plan(dev, world, Transport::nccl, r);              // dev.mem.report() now tells the peak
+//   price(r, 64, *chip_named("h200")).seconds          // of a step on 64 GPUs
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lib/program/estimate.h"
+#include "lib/program/run.h"
+
+// Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak, and dev.estimate, where
+// there is one, the time of a step that follows another. Returns what a step issues.
+std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r);
+
+// Memory and time of a step, by a dry run.
+struct Price {
+  double bytes, seconds, tokens_per_sec;  // of a GPU
+  std::string text;                       // Estimate's table
+};
+Price price(Run r, const World& world, const Chip& chip);
+// On ranks that are not here: nodes full of GPUs, one for each rank. Chooses the gathers as a run there would.
+Price price(Run r, int ranks, const Chip& chip);
+
+// Whether a chip has room for a plan of so many bytes, beside what CUDA and NCCL keep for themselves.
+bool fits(double bytes, const Chip& chip);
+
+// What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s. One
+// line.
+std::string advice(const Options& o, int ranks, const Chip& chip);
+
+// --version, --hardware, --plan, --show-schedule and --show-params: prints, and returns the exit status. Starts no MPI
+// and takes no memory; under mpirun only the first process speaks.
+int answer(const Options& o);

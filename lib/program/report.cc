@@ -1,0 +1,208 @@
+#include "lib/program/report.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "nlohmann/json.hpp"
+
+#include "build/version.h"
+#include "lib/program/presets.h"
+
+#if FSDP_CUDA
+#include <cublasLt.h>
+#endif
+
+using nlohmann::json;
+using ll = long long;
+
+std::string commit() { return FSDP_COMMIT; }
+
+std::string versions() {
+  std::string cuda = "none (CPU backend alone)";
+#if FSDP_CUDA
+  const size_t lt = cublasLtGetVersion();
+  cuda = strf("%d.%d, cuBLASLt %zu.%zu.%zu", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, lt / 10000,
+              lt / 100 % 100, lt % 100);
+#endif
+  return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", commit().c_str(), cuda.c_str(), nccl_version().c_str(),
+              mpi_version().c_str());
+}
+
+int cores() { return int(std::max(1u, std::thread::hardware_concurrency())); }
+
+json hardware_json(const Device& dev, int gpus) {
+  return {{"gpus", gpus}, {"cpus", cores()}, {"name", dev.name}, {"memory_bytes", dev.total_bytes}};
+}
+
+std::string memory_table(const MemoryReport& m, int world_size) {
+  std::string text = strf("memory of a rank of %d, MiB %12s %14s %10s\n", world_size, "init", "before step 1", "peak");
+  for (int p = 0; p < purposes; p++)
+    text += strf("  %-26s %12.1f %14.1f %10.1f\n", name_of(Purpose(p)), mib(m.init[p]), mib(m.before_step[p]),
+                 mib(m.peak[p]));
+  text += strf("  %-26s %12.1f %14.1f %10.1f\n", "sum", mib(m.init_total), mib(m.before_step_total), mib(m.live_peak));
+  text += strf("  %-26s %38.1f   peak in %s; largest buffer: %s\n", "arena", mib(m.arena), m.peak_phase.c_str(),
+               m.largest.c_str());
+  return text;
+}
+
+std::string units_text(const Run& r, int world_size) {
+  const int shards = r.fsdp.shards(world_size);
+  std::vector<Unit> units = parameter_table(r.model);
+  lay_out(&units, shards);
+  std::string text = strf("%-34s %6s %16s %16s %10s\n", "units", "", "parameters", "shard per rank", "padding");
+  for (size_t i = 0, end; i < units.size(); i = end) {
+    const Unit& u = units[i];
+    for (end = i + 1; end < units.size() && units[end].numel == u.numel && units[end].shard == u.shard;) end++;
+    text += strf("  %-32s %6s %16s %16s %10s\n", (end > i + 1 ? u.name + " to " + units[end - 1].name : u.name).c_str(),
+                 end > i + 1 ? strf("%zu x", end - i).c_str() : "", grouped(u.numel).c_str(), grouped(u.shard).c_str(),
+                 grouped(u.padded - u.numel).c_str());
+  }
+  return text;
+}
+
+std::string parameters_text(const Run& r, int world_size) {
+  std::vector<Unit> units = parameter_table(r.model);
+  const int shards = r.fsdp.shards(world_size);
+  lay_out(&units, shards);
+  std::string text = strf("%-28s %-18s %14s  %-22s %s\n", "parameter", "shape", "elements", "initial weights", "decay");
+  int64_t total = 0;
+  for (const Unit& u : units) {
+    for (const Param& p : u.params) {
+      std::string shape;
+      for (int64_t n : p.shape) shape += (shape.empty() ? "" : " x ") + std::to_string(n);
+      const std::string init = p.std > 0 ? strf("normal(%g, %.4g)", p.mean, p.std) : strf("%g", p.mean);
+      text +=
+          strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(), init.c_str(),
+               p.frozen  ? "frozen"
+               : p.decay ? "yes"
+                         : "no");
+    }
+    text += strf("  unit %-21s %-18s %14s  ", u.name.c_str(), "", grouped(u.numel).c_str());
+    if (u.replicated) text += "replicated on every rank\n";
+    else if (shards == 1) text += "unsharded\n";
+    else
+      text += strf("shard of each of %d ranks: %s, padding %s\n", shards, grouped(u.shard).c_str(),
+                   grouped(u.padded - u.numel).c_str());
+    total += u.numel;
+  }
+  return text + strf("%s parameters\n", grouped(total).c_str());
+}
+
+std::string choices_text(const Run& r, Transport transport) {
+  const FsdpOptions& f = r.fsdp;
+  auto count = [](int n, const char* what) { return strf("%d %s%s", n, what, n == 1 ? "" : "s"); };
+  std::string text = f.gather_by_copy_engine                            ? "gathers by copy engines"
+                     : f.gather_over_mpi || transport == Transport::mpi ? "gathers by MPI"
+                     : transport == Transport::nccl                     ? "gathers by NCCL's kernels"
+                                                                        : "gathers are local casts";
+  text += ", into " +
+          (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
+  return text + strf("; %s; moments in %s; %s; weights initialized %s; %s\n",
+                     count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
+                     r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
+                     f.whole_init ? "unsharded, then sharded" : "sharded",
+                     r.o.graph ? "a step is one CUDA graph" : "kernels are launched one by one");
+}
+
+std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size) {
+  std::vector<Unit> units = parameter_table(c);
+  std::string text = strf("%5s  %-8s %-19s %-20s %12s\n", "", "stream", "what", "unit", "MiB");
+  double gathered = 0, reduced = 0;
+  for (size_t i = 0; i < issued.size(); i++) {
+    const Issued& e = issued[i];
+    const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
+    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e.kind));
+    if (e.bytes == 0) text += unit + "\n";
+    else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
+    else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
+    (e.kind == Issued::all_gather ? gathered : reduced) += e.sent() / (1 << 20);
+  }
+  return text + strf("each of %d ranks sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
+                     gathered, reduced);
+}
+
+std::string opening_text(const Run& r, const Device& dev, const World& world, Transport transport,
+                         const std::string& data, double estimated_ms) {
+  std::string text;
+  for (const std::string& notice : r.notices) text += "note: " + notice + "\n";
+  text += strf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s%s\n",
+               name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
+               count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
+               world.size > 1 ? "s" : "", dev.name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
+               name_of(transport), r.fsdp.gather_by_copy_engine ? ", gathers by copy engines" : "");
+  text += strf("data: %s; %s tokens a step (%lld x %lld%s), %lld steps\n", data.c_str(),
+               grouped(r.tokens_per_step()).c_str(), ll(r.global_batch), ll(r.model.seq),
+               r.grad_accum > 1 ? " accumulated" : "", ll(r.last_step));
+  text += memory_table(dev.mem.report(), world.size);
+  return text + (estimated_ms < 0 ? "" : strf("estimated: %.1f ms a step\n", estimated_ms));
+}
+
+nlohmann::json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus,
+                      double estimated_ms, const std::string& command) {
+  json config = settings(r);
+  config.update({{"limit_all_gathers", r.fsdp.gather_slots},
+                 {"reshard_after_forward", r.fsdp.reshard_after_forward},
+                 {"gather", r.fsdp.gather_by_copy_engine   ? "copy-engine"
+                            : r.fsdp.gather_over_mpi       ? "mpi"
+                            : transport == Transport::none ? "none"
+                                                           : name_of(transport)},
+                 {"parameters", parameter_count(r.model)},
+                 {"flops_per_token", flops_per_token(r.model)}});
+  json h = hardware_json(dev, gpus);
+  h["ranks"] = world.size, h["transport"] = name_of(transport);
+  const MemoryReport mem = dev.mem.report();
+  return {{"command", command},
+          {"commit", commit()},
+          {"versions", versions()},
+          {"config", config},
+          {"hardware", h},
+          {"estimated_ms", estimated_ms < 0 ? json() : json(estimated_ms)},
+          {"memory",
+           {{"init_mib", mib(mem.init_total)},
+            {"before_step_mib", mib(mem.before_step_total)},
+            {"planned_peak_mib", mib(mem.arena)},
+            {"live_peak_mib", mib(mem.live_peak)},
+            {"peak_mib", mib(dev.mem.device_reported_bytes())}}}};
+}
+
+nlohmann::json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels) {
+  json all = json::array();
+  for (size_t i = 0; i < kernels.size(); i++) {
+    const NsaStats& b = blocks[i];
+    json ran = json::object();
+    for (int s = 0; s < nsa_stages; s++)
+      if (kernels[i].latest[s].code) ran[name_of(Stage(s))] = name_of(kernels[i].latest[s]);
+    all.push_back({{"gate_entropy_mean", b.entropy_mean},
+                   {"gate_entropy_min", b.entropy_min},
+                   {"gate_max", b.gate_max},
+                   {"branch_shares", {b.share[0], b.share[1], b.share[2]}},
+                   {"gate_collapse_frac", b.collapsed},
+                   {"sel_k_mean", b.keys_mean},
+                   {"sel_k_max", b.keys_max},
+                   {"sel_rows", b.rows},
+                   {"sel_pct_at_max", b.at_max},
+                   {"kernels", ran},
+                   {"kernel_calls", kernels[i].calls},
+                   {"general", kernels[i].general}});
+  }
+  return {{"nsa", all}};
+}
+
+void report_graph(const Graph::Nodes& n, Telemetry* telemetry) {
+  telemetry->record(
+      {{"graph",
+        {{"kernels", n.kernels}, {"nccl_kernels", n.nccl_kernels}, {"copies", n.copies}, {"others", n.others}}}});
+  telemetry->note(strf("a step is a graph of %d kernels, %d of them NCCL's, %d copies and clears, %d other nodes",
+                       n.kernels, n.nccl_kernels, n.copies, n.others));
+}
+
+void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
+  double sum = 0;
+  json j = json::object();
+  for (const auto& t : times) sum += t.second, j[t.first] = t.second;
+  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", host_ms));
+  for (const auto& t : times)
+    telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
+  telemetry->note(strf("  %-36s %9.3f", "sum", sum));
+  telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
+}

@@ -1,0 +1,40 @@
+// What a run says beside its steps: tables for people, JSON objects for the log.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nlohmann/json_fwd.hpp"
+
+#include "lib/program/run.h"
+#include "lib/program/telemetry.h"
+#include "model.h"
+
+std::string commit();    // of the source tree that was built
+std::string versions();  // of it, CUDA, NCCL and MPI, a line each
+nlohmann::json hardware_json(const Device& dev, int gpus);
+int cores();  // of this machine
+
+// --plan's tables, and --show-params'. world_size: ranks that the parameters are sharded for.
+std::string memory_table(const MemoryReport& m, int world_size);
+std::string units_text(const Run& r, int world_size);  // neighbours that are alike in one line
+std::string parameters_text(const Run& r, int world_size);
+// --show-schedule: the choices that are no event of a step, and its events in order.
+std::string choices_text(const Run& r, Transport transport);
+std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size);
+
+// The lines before the first step. estimated_ms, here and below: of a step; negative if nothing is known of the chip.
+std::string opening_text(const Run& r, const Device& dev, const World& world, Transport transport,
+                         const std::string& data, double estimated_ms);
+// The log's first line. gpus: those that the ranks compute on.
+nlohmann::json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus,
+                      double estimated_ms, const std::string& command);
+
+// --nsa-stats: an object a block. blocks: on the host, as many as there are kernels.
+nlohmann::json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels);
+// --graph 1, once.
+void report_graph(const Graph::Nodes& n, Telemetry* telemetry);
+// --profile: milliseconds by name. host_ms: how long the host took to issue the step. Where that is as long as the
+// step, the device waited for it.
+void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry);

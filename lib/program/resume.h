@@ -1,0 +1,23 @@
+// What a run that goes on from a checkpoint takes over from it, what it may be told otherwise, and what it may not.
+//
+//   json state = load_state(o.resume, o.save, world);   // null without --resume
+//   take_up(state, &o);                                 // options left open are the checkpoint's
+//   Run r = resolve(o, world.size, gpus);
+//   compare(state, &r);                                 // throws UsageError; notices say what has changed
+#pragma once
+
+#include <cstdint>
+
+#include "nlohmann/json_fwd.hpp"
+
+#include "lib/program/run.h"
+
+// What a checkpoint says beside weights and moments. The order of the data and the learning rate follow from the step.
+nlohmann::json state_at(const Run& r, int64_t step);
+
+// What the command line leaves open is the checkpoint's, but for what a run may shed: frozen parameters are trained
+// when they are not named again, and how a model is sharded, rounded and kept is each run's own.
+void take_up(const nlohmann::json& state, Options* o);
+
+// Refuses what contradicts the checkpoint and does not show in its tensors; says what goes on in another way.
+void compare(const nlohmann::json& state, Run* r);

@@ -1,0 +1,260 @@
+#include "lib/program/run.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "nlohmann/json.hpp"
+
+#include "lib/program/presets.h"
+
+using ll = long long;
+
+void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype) {
+  if (c.attends()) {
+    REQUIRE_USER(c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld", ll(c.dim), ll(c.heads));
+    REQUIRE_USER(c.heads % c.kv_heads == 0, "--heads %lld is not divisible by --kv-heads %lld", ll(c.heads),
+                 ll(c.kv_heads));
+  }
+  REQUIRE_USER(c.dim % 8 == 0, "--dim %lld is not a multiple of 8, which vector loads need", ll(c.dim));
+  REQUIRE_USER(c.hidden % 8 == 0, "--hidden %lld is not a multiple of 8, which vector loads need", ll(c.hidden));
+  REQUIRE_USER(batch * c.seq < int64_t(1) << 31,
+               "--batch %lld x --seq %lld is more than 2^31 - 1 tokens per micro-batch", ll(batch), ll(c.seq));
+  const bool narrow_gpu = backend == Backend::gpu && dtype == Dtype::bf16;
+  REQUIRE_USER(!narrow_gpu || c.vocab % 8 == 0,
+               "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; use --vocab %lld", ll(c.vocab),
+               ll((c.vocab + 7) / 8 * 8));
+  REQUIRE_USER(c.attends() || c.recompute != Recompute::attn, "--recompute attn: architecture %s has no attention",
+               name_of(c.arch));
+  REQUIRE_USER(!c.keep_attention || c.attends(), "--keep-attention 1: architecture %s has no attention",
+               name_of(c.arch));
+  REQUIRE_USER(!c.keep_attention || !c.keeps_queries(), "--keep-attention 1 needs --recompute attn, both or block");
+  if (!c.attends()) return;
+  const int64_t D = c.head_dim();
+  REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
+               ll(c.heads));
+  REQUIRE_USER(!narrow_gpu || D == 64 || D == 128,
+               "head dim %lld (--dim %lld / --heads %lld): bf16 attention on a GPU supports 64 and 128", ll(D),
+               ll(c.dim), ll(c.heads));
+  REQUIRE_USER(backend == Backend::cpu || D <= 128,
+               "head dim %lld (--dim %lld / --heads %lld): attention on a GPU supports at most 128", ll(D), ll(c.dim),
+               ll(c.heads));
+  if (c.sparse) check_nsa(c.nsa_shape(batch));
+}
+
+namespace {
+
+// A number of decimal digits, below 10^digits; 0: it is none.
+int small_number(const std::string& text, size_t digits) {
+  const bool number = text.size() <= digits && text.find_first_not_of("0123456789") == std::string::npos;
+  return number ? std::atoi(text.c_str()) : 0;
+}
+
+std::vector<std::string> split(const std::string& names) {
+  std::vector<std::string> all;
+  for (size_t at = 0; at < names.size();) {
+    const size_t end = std::min(names.find(',', at), names.size());
+    if (end > at) all.push_back(names.substr(at, end - at));
+    at = end + 1;
+  }
+  return all;
+}
+
+// Of a shard group; 0: all.
+int shard_ranks(const Options& o, int world_size) {
+  const std::string hybrid = "hybrid:";
+  if (o.shard.rfind(hybrid, 0) != 0) {
+    REQUIRE_USER(o.shard == "full" || o.shard == "grad" || o.shard == "none",
+                 "--shard %s: choose full, grad, none or hybrid:K", o.shard.c_str());
+    return o.shard == "none" ? 1 : 0;
+  }
+  const int ranks = small_number(o.shard.substr(hybrid.size()), 6);
+  REQUIRE_USER(ranks > 0, "--shard %s: K must be a number of ranks, as in hybrid:2", o.shard.c_str());
+  REQUIRE_USER(world_size % ranks == 0, "--shard %s: %d ranks cannot be divided into groups of %d", o.shard.c_str(),
+               world_size, ranks);
+  return ranks;
+}
+
+// 0: one for each unit.
+int gather_slots(const Options& o, int otherwise) {
+  const std::string& n = o.limit_all_gathers;
+  if (n.empty()) return otherwise;
+  if (n == "off") return 0;
+  const int slots = small_number(n, 2);
+  REQUIRE_USER(slots >= 1 && slots <= 64, "--limit-all-gathers %s: choose 1 to 64 slots, or off", n.c_str());
+  return slots;
+}
+
+// The knobs of sharding. gathered: the dtype in which parameters are gathered.
+void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
+  FsdpOptions& f = r->fsdp;
+  ModelConfig& m = r->model;
+  f.shard_ranks = shard_ranks(o, world_size);
+  const bool keeps = o.shard == "grad" || o.shard == "none" || o.reshard_after_forward == 0;
+  f.reshard_after_forward = !keeps;
+  f.gather_slots = gather_slots(o, f.gather_slots);
+  f.gradient_slots = int(o.gradient_slots);
+  f.reduce_dtype = r->reduce_dtype;
+  f.gather_wide = !o.autocast.empty();
+  f.moment_dtype = o.moments == "bf16" ? Dtype::bf16 : Dtype::f32;
+  f.reduce_last = o.accum_sync == "last";
+  f.update_in_backward = o.optimizer_in_backward == 1;
+  f.norm = o.clip_norm == "inf" ? ops::GradNorm::inf : ops::GradNorm(std::atoi(o.clip_norm.c_str()));
+  f.whole_init = o.meta_init == 0;
+  f.gather_over_mpi = o.gather == "mpi";
+  f.gather_by_copy_engine = o.gather == "copy-engine";
+  f.seed = o.seed;
+
+  m.wrap = value_of(wrap_names, o.wrap);
+  m.wrap_min_params = o.wrap_min_params;
+  m.bucket_params = (o.bucket_mb << 20) / size_of(gathered);
+  m.replicate_below = (o.replicate_below + size_of(gathered) - 1) / size_of(gathered);
+  m.tied = o.tie_embeddings;
+  m.frozen = split(o.freeze);
+  // Slots that are asked for are to be used.
+  const int slots_ahead = f.gather_slots ? std::max(1, f.gather_slots - 1) : 1 << 20;
+  m.forward_prefetch = o.forward_prefetch >= 0 ? int(o.forward_prefetch) : slots_ahead;
+  m.backward_prefetch = value_of(backward_prefetch_names, o.backward_prefetch);
+}
+
+int64_t or_else(int64_t given, int64_t otherwise) { return given ? given : otherwise; }
+
+Dtype or_else(const std::string& name, Dtype otherwise) {
+  return name.empty() ? otherwise : name == "bf16" ? Dtype::bf16 : Dtype::f32;
+}
+
+ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
+  ModelConfig m = preset;
+  if (!o.arch.empty()) m.arch = value_of(arch_names, o.arch);
+  m.dim = or_else(o.dim, m.dim), m.depth = or_else(o.depth, m.depth), m.vocab = or_else(o.vocab, m.vocab);
+  m.heads = or_else(o.heads, m.heads), m.kv_heads = or_else(o.kv_heads, m.kv_heads);
+  m.seq = or_else(o.seq, m.seq), m.rope_base = o.rope_base;
+  // A width given alone keeps the preset's proportion of the MLP.
+  m.hidden = or_else(o.hidden, o.dim ? preset.hidden * m.dim / preset.dim : m.hidden);
+
+  REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
+               name_of(m.arch));
+  m.sparse = m.attends() && o.attn != "dense";
+  REQUIRE_USER(!o.nsa_stats || m.sparse, "--nsa-stats needs --attn nsa; this run has %s",
+               m.attends() ? "dense attention" : "no attention");
+  m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
+  m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window, m.nsa.phi = value_of(phi_names, o.nsa_phi);
+  m.diagnostics = o.nsa_stats;
+  m.recompute = value_of(recompute_names, o.recompute), m.keep_attention = o.keep_attention == 1;
+  return m;
+}
+
+void resolve_batch(const Options& o, const Preset& p, int world_size, Run* r) {
+  // A preset's accumulation holds as long as nothing is said about batches.
+  const bool batch_said = o.batch || o.global_batch || o.grad_accum != 1;
+  r->grad_accum = batch_said ? o.grad_accum : p.grad_accum;
+  const int64_t places = world_size * r->grad_accum;
+  r->batch = o.batch ? o.batch : o.global_batch ? (o.global_batch + places - 1) / places : p.batch;
+  r->global_batch = o.global_batch ? o.global_batch : r->batch * places;
+  // Rows are dealt out rank by rank, so the first ranks may hold one more.
+  const int64_t most = (r->global_batch + world_size - 1) / world_size;
+  REQUIRE_USER(
+      most <= r->batch * r->grad_accum,
+      "--global-batch %lld: %d ranks x --batch %lld x --grad-accum %lld hold only %lld sequences; use --grad-accum "
+      "%lld",
+      ll(r->global_batch), world_size, ll(r->batch), ll(r->grad_accum), ll(places * r->batch),
+      ll((most + r->batch - 1) / r->batch));
+}
+
+void check_frozen(const ModelConfig& m, const std::string& freeze) {
+  const std::vector<Unit> units = parameter_table(m);
+  for (const std::string& start : m.frozen) {
+    bool any = false;
+    for (const Unit& u : units)
+      for (const Param& p : u.params) any = any || p.name.compare(0, start.size(), start) == 0;
+    REQUIRE_USER(any, "--freeze %s: no parameter's name starts with that; --show-params lists the names",
+                 start.c_str());
+  }
+  REQUIRE_USER(std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.trained(); }),
+               "--freeze %s: nothing is left to train; drop a name", freeze.c_str());
+}
+
+void resolve_schedule(const Options& o, Run* r) {
+  const int64_t for_tokens = (o.tokens + r->tokens_per_step() - 1) / r->tokens_per_step();
+  r->steps = o.steps ? o.steps : o.tokens ? for_tokens : r->backend == Backend::gpu ? 200 : 32;
+  r->last_step = r->steps;
+  if (o.tokens) r->last_step = std::min(r->last_step, for_tokens);
+  if (o.stop_after) r->last_step = std::min(r->last_step, o.stop_after);
+  r->warmup = o.warmup >= 0 ? o.warmup : std::min<int64_t>(100, r->steps / 10);
+}
+
+}  // namespace
+
+Run resolve(const Options& o, int world_size, int gpus) {
+  Run r;
+  r.o = o;
+  const bool only_planned = o.plan || o.show_schedule;
+  REQUIRE_USER(o.device != "gpu" || gpus > 0 || only_planned,
+               FSDP_CUDA ? "--device gpu: no GPU that this process can use (nvidia-smi lists the machine's); "
+                           "use --device cpu"
+                         : "--device gpu: built without CUDA; install CUDA and rebuild, or use --device cpu");
+  const bool gpu = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || only_planned));
+  r.backend = gpu ? Backend::gpu : Backend::cpu;
+  const Preset& p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
+  r.preset = p.name;
+  if (!gpu && o.device == "auto")
+    r.notices.push_back(strf("no GPU found: training preset %s in %s on the CPU", p.name,
+                             o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
+  r.model = resolve_model(o, p.model);
+  const bool autocast = !o.autocast.empty();
+  r.dtype = autocast ? Dtype::bf16 : or_else(o.param_dtype, gpu ? Dtype::bf16 : Dtype::f32);
+  r.reduce_dtype = or_else(o.reduce_dtype, autocast ? Dtype::f32 : r.dtype);
+  shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
+  resolve_batch(o, p, world_size, &r);
+  check_config(r.model, r.batch, r.backend, r.dtype);
+  check_frozen(r.model, o.freeze);
+  resolve_schedule(o, &r);
+  return r;
+}
+
+void check_gathers(const Run& r, Transport transport, bool one_host) {
+  const Options& o = r.o;
+  REQUIRE_USER(o.graph == 0 || (r.backend == Backend::gpu && transport != Transport::mpi),
+               "--graph 1 needs NCCL and one GPU per rank; %s",
+               r.backend == Backend::gpu ? "collectives go over MPI here" : "this run is on the CPU");
+  REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
+               "--gather %s needs NCCL and one GPU per rank", o.gather.c_str());
+  REQUIRE_USER(o.gather != "copy-engine" || r.backend == Backend::gpu,
+               "--gather copy-engine needs GPUs; this run is on the CPU");
+  REQUIRE_USER(
+      o.gather != "copy-engine" || one_host,
+      "--gather copy-engine: a shard group spans several hosts, and copy engines reach only their own; use --shard "
+      "hybrid:K with K ranks of one host");
+}
+
+void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay) {
+  check_gathers(*r, transport, one_host);
+  if (r->o.gather.empty())
+    r->fsdp.gather_by_copy_engine =
+        transport == Transport::nccl && one_host && engines_pay && r->fsdp.shards(ranks) > 1;
+}
+
+nlohmann::json settings(const Run& r) {
+  nlohmann::json j = to_json(r.o);
+  const ModelConfig& m = r.model;
+  j.update({{"preset", r.preset},
+            {"arch", name_of(m.arch)},
+            {"attn", m.sparse      ? "nsa"
+                     : m.attends() ? "dense"
+                                   : ""},
+            {"dim", m.dim},
+            {"depth", m.depth},
+            {"heads", m.heads},
+            {"kv_heads", m.kv_heads},
+            {"hidden", m.hidden},
+            {"vocab", m.vocab},
+            {"seq", m.seq},
+            {"batch", r.batch},
+            {"grad_accum", r.grad_accum},
+            {"global_batch", r.global_batch},
+            {"steps", r.steps},
+            {"warmup", r.warmup},
+            {"param_dtype", name_of(r.dtype)},
+            {"reduce_dtype", name_of(r.reduce_dtype)},
+            {"device", r.backend == Backend::gpu ? "gpu" : "cpu"}});
+  return j;
+}

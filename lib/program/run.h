@@ -1,0 +1,52 @@
+// Options -> a run with every choice made: what a user leaves open depends on the machine, on the number of ranks and
+// on the preset.
+//
+//   Run r = resolve(options, world.size, gpu_count());        // throws UsageError: one line that names the option
+//   with_types(r, [&](auto t, auto g) { Model<decltype(t), decltype(g)> model(...); });
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "nlohmann/json_fwd.hpp"
+
+#include "lib/program/options.h"
+#include "model.h"
+
+struct Run {
+  Options o;
+  std::string preset;
+  ModelConfig model;
+  FsdpOptions fsdp;
+  Backend backend = Backend::cpu;
+  Dtype dtype = Dtype::f32, reduce_dtype = Dtype::f32;
+  int64_t batch = 0, grad_accum = 1,
+          global_batch = 0;                      // sequences a rank's micro-batch; micro-batches; sequences a step
+  int64_t steps = 0, last_step = 0, warmup = 0;  // length of the schedule; where this run ends
+  std::vector<std::string> notices;              // what was chosen that a user may not expect
+  int64_t tokens_per_step() const { return global_batch * model.seq; }
+};
+
+// gpus: those that this process can use.
+Run resolve(const Options& o, int world_size, int gpus);
+
+// Refuses sizes that do not fit together, or not what the kernels can do.
+void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
+
+// Who moves what is gathered. check_gathers refuses what the options ask for and the ranks cannot do; choose_gathers
+// takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a host;
+// engines_pay: see copy_engines_pay.
+void check_gathers(const Run& r, Transport transport, bool one_host);
+void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay);
+
+// All options, as they were resolved: for logs, and for checkpoints.
+nlohmann::json settings(const Run& r);
+
+// Calls f(T(), G()): T of parameters and activations, G of unsharded gradients: the reduction's own dtype where that
+// loses nothing.
+template <class F>
+void with_types(const Run& r, F f) {
+  if (r.dtype == Dtype::f32) f(float(), float());
+  else if (r.reduce_dtype == Dtype::bf16) f(bf16(), bf16());
+  else f(bf16(), float());
+}

@@ -1,0 +1,32 @@
+// From options to a run that is about to make its first step: what all ranks have agreed on, and what each has opened.
+//
+//   Job job = start(options, world, command);   // collective
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "nlohmann/json.hpp"
+
+#include "lib/comm/comm.h"
+#include "lib/program/checkpoint.h"
+#include "lib/program/data.h"
+#include "lib/program/run.h"
+#include "lib/program/telemetry.h"
+
+struct Job {
+  const World& world;
+  SavedState saved = {};  // of the checkpoint that is resumed; its state is null if there is none
+  Steps found = {};       // in --save's directory, rank 0's
+  Run r = {};
+  std::unique_ptr<Corpus> data = {}, val_data = {};
+  Transport transport = Transport::none;
+  int gpus_used = 0;                          // by all ranks
+  std::unique_ptr<Device> dev = {};           // its memory is planned and taken
+  std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
+};
+
+// Collective. An error that all ranks can know of is agreed on and thrown on every rank, UsageError where the user
+// asked for what cannot be; any other ends all ranks from where it happened. Rank 0 says what is about to run. command:
+// for the log's header. world must outlive the job.
+Job start(const Options& o, const World& world, const std::string& command);
