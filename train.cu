@@ -99,7 +99,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
   StepInFlight& now = t.slot(t.issued = step);
   Stream& s = t.dev.compute();
-  synchronize(now.done);  // two steps ago
+  synchronize(now.done);  // two steps ago: the host stays one step ahead of the device
   fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
@@ -131,6 +131,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   }
 }
 
+// Enqueues a validation behind the step: the loss of val_rows, dealt out to ranks and micro-batches as a step's are.
 template <class T, class G>
 void issue_validation(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
@@ -218,7 +219,7 @@ std::string loop(Training<T, G>& t) {
     const std::string wrong = report_step(t, last);
     if (!wrong.empty()) return wrong;
     if (t.speaks() && last < r.last_step)
-      t.job.telemetry->note(strf("stopped after step %lld: --minutes is over", ll(last)));
+      t.job.telemetry->note(strf("stopped after step %lld: --minutes reached", ll(last)));
     if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
   }
   if (t.saver) t.saver->finish();
@@ -235,11 +236,12 @@ std::string train(const Job& job) {
   dev.mem.rewind();
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
-  Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, true);
+  const bool open = true, first = true;
+  Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, open);
   Training<T, G> t{job, model};
   StepInFlight& any = t.slots[0];
   step_program(dev, model, r, any.batches.get(), any.adamw.get(), any.copied);  // times the matmuls
-  if (r.o.val_every > 0) validation_program(dev, model, t.val_batches.get(), true, t.val_copied);
+  if (r.o.val_every > 0) validation_program(dev, model, t.val_batches.get(), first, t.val_copied);
   dev.mode = Mode::run;
   model.init_weights();
   dev.compute().synchronize();

@@ -97,6 +97,8 @@ nlohmann::json to_json(const Options& o);
 std::string key_of(std::string name);  // there, of an option
 // Sets the options of these names, but those that are given, to what to_json said of another run.
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
+// The state of a checkpoint, {"step": N, "options": {...}}, as this program takes it: with a value for every option
+// that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
 // by the machine or the preset. Throws UsageError that names `file` and the key of a value of another type.
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
 // What --config reads: a line for every option that is not at its default.

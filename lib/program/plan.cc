@@ -21,19 +21,23 @@ template <class T, class G>
 std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport, const Run& r) {
   dev.mode = Mode::plan;
   ops::keep_workspace(dev);
-  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
+  const bool open = false;  // the channels: no other rank need be there
+  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, open);
   Event copied(dev);
+  const int32_t* const unread = nullptr;  // host memory, in a dry run
+  const ops::AdamW* const adamw = nullptr;
+  const bool first = true;
   Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
   dev.timeline = timeline;
   model.fsdp.begin_trace();
-  step_program(dev, model, r, nullptr, nullptr, copied);
+  step_program(dev, model, r, unread, adamw, copied);
   std::vector<Issued> issued = model.fsdp.trace();
   if (dev.timeline && r.o.graph == 0) {  // one graph begins when the one before has ended
     dev.timeline->next_step();
-    step_program(dev, model, r, nullptr, nullptr, copied);
+    step_program(dev, model, r, unread, adamw, copied);
   }
-  if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
+  if (r.o.val_every > 0) validation_program(dev, model, unread, first, copied);
   return issued;
 }
 
