@@ -150,7 +150,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
     if (units_[i].replicated && units_[i].trained())
       add_gradient_slot(int(i), units_[i].reduced.padded, units_[i].reduced.shard, units_[i].name + " gradient");
 
-  scalars_ = mem.keep<double>(n_scalars, "scalars", Purpose::workspace);
+  scalars_ = mem.keep<StepScalars>(1, "scalars", Purpose::workspace);
   partials_ = mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
   adamw_ = mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
 }
@@ -203,7 +203,7 @@ void Fsdp<T, G>::init_weights() {
 template <class T, class G>
 void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
   dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
-  dev_.compute().copy(scalars_ + 2, &adamw_->summand, sizeof(double));
+  dev_.compute().copy(&scalars_->steps, &adamw_->summand, sizeof(double));
   clip_ = clip;
   norm_begun_ = false;
   ASSERT(clip == 0 || !options_.update_in_backward);
@@ -370,7 +370,7 @@ template <class T, class G>
 void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
   const Unit& unit = units_[size_t(u)];
   if (unit.replicated && shard_world_.rank > 0) return;  // counted once
-  ops::sum_powers(s, options_.norm, scalars_, gradient, partials_, unit.reduced.shard, norm_begun_);
+  ops::sum_powers(s, options_.norm, &scalars_->norm2, gradient, partials_, unit.reduced.shard, norm_begun_);
   norm_begun_ = true;
 }
 
@@ -382,8 +382,8 @@ void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
     const int64_t from = range.first, n = range.second - from, at = shard_rank(u) * unit.reduced.shard + from;
     const int64_t decayed = std::min(std::max<int64_t>(unit.decayed - at, 0), n);
     auto step = [&](auto* m, auto* v) {
-      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, scalars_, clip, adamw_, n, decayed,
-                 options_.seed, uint32_t(u), at);
+      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, &scalars_->norm2, clip, adamw_, n,
+                 decayed, options_.seed, uint32_t(u), at);
     };
     if (options_.moment_dtype == Dtype::bf16) step(static_cast<bf16*>(state.m), static_cast<bf16*>(state.v));
     else step(static_cast<float*>(state.m), static_cast<float*>(state.v));
@@ -398,16 +398,21 @@ void Fsdp<T, G>::all_reduce_norm(Stream& s) {
     channel.all_reduce(x, n, Dtype::f64, how...);
     note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
   };
-  const bool both = options_.norm != ops::GradNorm::inf, groups = replica_world_.size > 1;
+  constexpr int64_t all = sizeof(StepScalars) / sizeof(double);
+  const bool groups = replica_world_.size > 1;
   if (shard_world_.size > 1 || !groups) {
-    if (!both) sum(reduce_channel_, shard_world_, scalars_, 1, Channel::max);
-    sum(reduce_channel_, shard_world_, scalars_ + !both, n_scalars - !both);
+    if (options_.norm == ops::GradNorm::inf) {
+      sum(reduce_channel_, shard_world_, &scalars_->norm2, 1, Channel::max);
+      sum(reduce_channel_, shard_world_, &scalars_->loss, all - 1);
+    } else {
+      sum(reduce_channel_, shard_world_, &scalars_->norm2, all);
+    }
   }
   if (groups) {
-    if (replica_world_.rank > 0) s.zero(scalars_, 8);
-    sum(replica_channel_, replica_world_, scalars_, n_scalars);
+    if (replica_world_.rank > 0) s.zero(&scalars_->norm2, sizeof(double));
+    sum(replica_channel_, replica_world_, &scalars_->norm2, all);
   }
-  ops::squared_norm(s, options_.norm, scalars_);
+  ops::squared_norm(s, options_.norm, &scalars_->norm2);
 }
 
 template <class T, class G>
@@ -432,7 +437,7 @@ void Fsdp<T, G>::end_step() {
       ASSERT(state_[i].gradient.get() != nullptr);
       add_to_norm(s, int(i), state_[i].gradient.get());
     }
-  if (!norm_begun_) s.zero(scalars_, 8);
+  if (!norm_begun_) s.zero(&scalars_->norm2, sizeof(double));
   sum_scalars();
   timing_ = false;
   // The optimizer says of what it changes when it can be gathered. Of what is frozen, too, something must: where this

@@ -123,6 +123,13 @@ struct Issued {
 const char* name_of(Issued::Kind kind);
 const char* stream_of(const Issued& i);  // gather, reduce or compute
 
+// What a step leaves on the device for the host to read, and a validation (its loss alone). Sums over all ranks.
+struct StepScalars {
+  double norm2;  // the square of the global gradient norm
+  double loss;   // the sum of losses, as the model leaves it
+  double steps;  // every rank's AdamW step: world size times the step, unless a rank has skipped or repeated one
+};
+
 template <class T, class G>
 class Fsdp {
  public:
@@ -145,17 +152,15 @@ class Fsdp {
   void release(int u, bool forget = false);
   G* gradient(int u);
   void reduce(int u);
-  // Mean-gradient scaling is the caller's: gradients arrive as sums over ranks and micro-batches. scalars[0] becomes
-  // the square of the whole gradient's norm; summed over all ranks are scalars[1] (loss) and scalars[2], AdamW's step,
-  // by which ranks that are not all at one step are told. All on the device.
+  // Global gradient norm, clip, AdamW. Mean-gradient scaling is the caller's: gradients arrive as sums over ranks and
+  // micro-batches. scalars() then holds the step's, whose loss the caller has put there before.
   void end_step();
-  // Sums scalars()[1] over the ranks without a step (validation).
+  // Sums the loss in scalars() over the ranks without a step (validation).
   void sum_scalars();
   // No slot holds a unit from here on. At the end of each step, and wherever what is issued next must not depend on
   // what was issued before: weights that are new, and a step that is recorded once and replayed often.
   void empty_slots();
-  static constexpr int n_scalars = 3;
-  double* scalars() const { return scalars_; }
+  StepScalars* scalars() const { return scalars_; }  // on the device
 
   const std::vector<Unit>& units() const { return units_; }
   // This rank's part of a unit: which shards it is made of, whether it is the first rank that holds them; weights, and
@@ -236,7 +241,8 @@ class Fsdp {
   ops::AdamW* adamw_;
   float clip_ = 0;
   bool last_micro_batch_ = true, norm_begun_ = false;
-  double *scalars_, *partials_;
+  StepScalars* scalars_;
+  double* partials_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   Event scalars_ready_, scalars_summed_, late_;
   double optimizer_delay_ms_ = 0;

@@ -547,14 +547,14 @@ template <class T, class G>
 void Model<T, G>::end_step() {
   dev_.mem.phase("optimizer");
   dev_.mark("optimizer, with the last reductions");
-  ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
+  ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.end_step();
 }
 
 template <class T, class G>
 void Model<T, G>::finish_evaluation() {
-  dev_.compute().zero(fsdp.scalars(), 8);
-  ops::cast(dev_.compute(), fsdp.scalars() + 1, loss_sum_, 1);
+  dev_.compute().zero(&fsdp.scalars()->norm2, sizeof(double));
+  ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.sum_scalars();
   fsdp.empty_slots();
 }

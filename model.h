@@ -116,9 +116,9 @@ class Model {
   void forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied);
   // The loss alone; nothing is saved for a backward.
   void evaluate(const int32_t* host, bool first, Event& copied);
-  // Ends a step: fsdp.scalars() then holds the squared gradient norm and the sum of losses over all ranks.
+  // Ends a step: fsdp.scalars() then holds the step's, of all ranks.
   void end_step();
-  // Ends a validation: scalars()[1] holds the sum of losses.
+  // Ends a validation: fsdp.scalars()->loss then holds the sum of losses.
   void finish_evaluation();
 
   // On the device, one for each block; null without ModelConfig::diagnostics.

@@ -534,17 +534,16 @@ std::string train(const Context& c, const Run& r) {
   const int64_t ints = batch_ints(r.model, r.batch);
   // The host is one step ahead of the device: two of each, for the step that runs and the one being prepared.
   std::vector<HostBuffer<int32_t>> batches;
-  std::vector<HostBuffer<double>> results;
+  std::vector<HostBuffer<StepScalars>> results;
   std::vector<HostBuffer<char>> stats;
   std::vector<NsaKernels> kernels[2];
   std::vector<Graph> graphs;
   std::vector<HostBuffer<ops::AdamW>> adamw;
   std::vector<Event> copied, started, done, val_done;
-  constexpr int scalars = Fsdp<T, G>::n_scalars;
   for (int i = 0; i < 2; i++) {
     batches.emplace_back(dev, ints * r.grad_accum);
     adamw.emplace_back(dev, 1);
-    results.emplace_back(dev, 2 * scalars);  // the step's, and validation's
+    results.emplace_back(dev, 2);  // the step's, and validation's
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     graphs.emplace_back(dev);
     copied.emplace_back(dev), val_done.emplace_back(dev);
@@ -581,7 +580,7 @@ std::string train(const Context& c, const Run& r) {
     const bool validated = r.o.val_every > 0 && step % r.o.val_every == 0;
     synchronize(validated ? val_done[slot] : done[slot]);
     dev.check();
-    const double steps = results[slot][2], at_one = double(step) * world.size;
+    const double steps = results[slot][0].steps, at_one = double(step) * world.size;
     if (steps != at_one && speaks)  // all ranks see it, and one says it
       abort_all_ranks(strf("step %lld: the ranks are not all at one step: theirs sum to %.0f and not to %.0f. A rank "
                            "has skipped or repeated one, and weights are of several steps; --resume a step before this",
@@ -590,9 +589,9 @@ std::string train(const Context& c, const Run& r) {
     if (!speaks) return;
     StepRecord s = {};
     s.step = step;
-    s.grad_norm = std::sqrt(results[slot][0]);
-    s.loss = results[slot][1] / double(r.tokens_per_step());
-    s.val_loss = validated ? results[slot][scalars + 1] / double(val_rows * r.model.seq) : std::nan("");
+    s.grad_norm = std::sqrt(results[slot][0].norm2);
+    s.loss = results[slot][0].loss / double(r.tokens_per_step());
+    s.val_loss = validated ? results[slot][1].loss / double(val_rows * r.model.seq) : std::nan("");
     s.lr = learning_rate(r, step);
     s.step_ms = elapsed_ms(started[slot], done[slot]);
     s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
@@ -605,13 +604,13 @@ std::string train(const Context& c, const Run& r) {
   };
 
   // All ranks have the same norm. What is not finite makes weights that are not, for ever.
-  auto diverged = [&](int64_t step) { return !std::isfinite(results[int(step % 2)][0]); };
+  auto diverged = [&](int64_t step) { return !std::isfinite(results[int(step % 2)][0].norm2); };
   auto divergence = [&](int64_t step) {
     dev.compute().synchronize();  // with a step that is still running
     return strf(
         "step %lld: the norm of the gradient is %g: the run has diverged, and nothing of it is saved from here; "
         "a lower --lr, a longer --warmup or a --clip would help%s",
-        ll(step), std::sqrt(results[int(step % 2)][0]),
+        ll(step), std::sqrt(results[int(step % 2)][0].norm2),
         saver ? ("; --resume " + r.o.save + " goes on from its latest step").c_str() : "");
   };
 
@@ -653,7 +652,7 @@ std::string train(const Context& c, const Run& r) {
         }
         graphs[slot].launch();
       }
-      s.copy(results[slot].get(), model.fsdp.scalars(), scalars * 8);
+      s.copy(results[slot].get(), model.fsdp.scalars(), sizeof(StepScalars));
       if (model.stats()) s.copy(stats[slot].get(), model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
       kernels[slot] = model.kernels();
       s.record(done[slot]);
@@ -670,7 +669,7 @@ std::string train(const Context& c, const Run& r) {
           validation_program(dev, model, val_batch.get(), at == 0, val_copied);
         }
         model.finish_evaluation();
-        s.copy(results[slot].get() + scalars, model.fsdp.scalars(), scalars * 8);
+        s.copy(results[slot].get() + 1, model.fsdp.scalars(), sizeof(StepScalars));
         s.record(val_done[slot]);
       }
 

@@ -840,7 +840,7 @@ struct Trainer {
     std::vector<double> results;
     const int64_t first = world.rank * rows / world.size, last = (world.rank + 1) * rows / world.size;
     const int64_t T = config.seq, M = batch * T;
-    HostBuffer<double> result(dev, 2);
+    HostBuffer<StepScalars> result(dev, 1);
     for (int64_t n = from; n <= to; ++n) {
       for (int64_t i = 0; i < M; ++i) {
         const int64_t row = first + i / T;
@@ -850,9 +850,9 @@ struct Trainer {
       }
       index_batch(config, batch, host->get());
       step_program(n);
-      dev.compute().copy(result.get(), model->fsdp.scalars(), 16);
+      dev.compute().copy(result.get(), model->fsdp.scalars(), sizeof(StepScalars));
       dev.compute().synchronize();
-      results.push_back(result[1]), results.push_back(result[0]);
+      results.push_back(result[0].loss), results.push_back(result[0].norm2);
     }
     return results;
   }

@@ -152,8 +152,8 @@ Outcome train(const Setup& s, const World& world) {
   model.init_weights();
   model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
   HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight), unseen(dev, ints * s.micro_batches);
-  constexpr int scalars = Fsdp<T, G>::n_scalars;
-  HostBuffer<double> results(dev, scalars * in_flight), validated(dev, 1);
+  HostBuffer<StepScalars> results(dev, in_flight);
+  HostBuffer<double> validated(dev, 1);
   Event copied(dev);
 
   Outcome out;
@@ -186,7 +186,7 @@ Outcome train(const Setup& s, const World& world) {
   for (int64_t n = 1; n <= s.steps; ++n) {
     if (n == 11) out.growth = -bytes_in_use(s.backend);
     int32_t* host = hosts.get() + (n - 1) % in_flight * ints * s.micro_batches;
-    double* result = results.get() + (n - 1) % in_flight * scalars;
+    StepScalars* result = results.get() + (n - 1) % in_flight;
     fill(host, n);
     if (s.poison) dev.compute().synchronize(), dev.mem.poison();
     model.fsdp.begin_trace();
@@ -198,21 +198,21 @@ Outcome train(const Setup& s, const World& world) {
       step(model, host, n, copied);
     }
     if (n == s.steps) out.trace = model.fsdp.trace();
-    dev.compute().copy(result, model.fsdp.scalars(), scalars * 8);
+    dev.compute().copy(result, model.fsdp.scalars(), sizeof *result);
     if (s.validate) {  // while the step may still run
       fill(unseen.get(), n + 1);
       for (int64_t m = 0; m < s.micro_batches; ++m) validation(model, unseen.get() + m * ints, m == 0, copied);
       model.finish_evaluation();
-      dev.compute().copy(validated.get(), model.fsdp.scalars() + 1, 8);
+      dev.compute().copy(validated.get(), &model.fsdp.scalars()->loss, 8);
       dev.compute().synchronize();
       out.validated.push_back(validated[0] * scale);
     }
     for (int64_t i = std::max<int64_t>(0, n - in_flight); i < n && (!s.together || n == s.steps); ++i) {
       dev.compute().synchronize();
-      const double* of = results.get() + i % in_flight * scalars;
-      out.norms.push_back(std::sqrt(of[0]));
-      out.losses.push_back(of[1] * scale);
-      out.steps.push_back(of[2]);
+      const StepScalars& of = results[i % in_flight];
+      out.norms.push_back(std::sqrt(of.norm2));
+      out.losses.push_back(of.loss * scale);
+      out.steps.push_back(of.steps);
     }
   }
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
@@ -1447,7 +1447,7 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
     auto loss = [&] {
       step(model, host.get(), copied);
       dev.compute().synchronize();
-      return model.fsdp.scalars()[1] / double(M);
+      return model.fsdp.scalars()->loss / double(M);
     };
     dev.compute().synchronize();
     // Biases away from zero and gains away from one, so that nothing cancels by chance.
@@ -1464,7 +1464,7 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
       gradient.emplace_back(g, g + model.fsdp.units()[u].numel);
       for (float x : gradient.back()) square += double(x) * double(x);
     }
-    CHECK(std::sqrt(model.fsdp.scalars()[0]) == Approx(std::sqrt(square)).epsilon(1e-6));
+    CHECK(std::sqrt(model.fsdp.scalars()->norm2) == Approx(std::sqrt(square)).epsilon(1e-6));
     if (!c.sparse) CHECK(loss() == Approx(loss_by_definition(c, batch, host.get(), model.fsdp)).epsilon(1e-9));
     // Clipped to a tenth of its norm.
     clip = float(0.1 * std::sqrt(square));
