@@ -85,7 +85,7 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   f.reduce_last = o.accum_sync == "last";
   f.update_in_backward = o.optimizer_in_backward == 1;
   f.norm = o.clip_norm == "inf" ? ops::GradNorm::inf : ops::GradNorm(std::atoi(o.clip_norm.c_str()));
-  f.whole_init = o.meta_init == 0;
+  f.unsharded_init = o.meta_init == 0;
   f.gather_over_mpi = o.gather == "mpi";
   f.gather_by_copy_engine = o.gather == "copy-engine";
   f.seed = o.seed;
@@ -310,7 +310,7 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
   for (size_t i = 0; i < issued.size(); i++) {
     const Issued& e = issued[i];
     const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
-    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e.kind));
+    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e));
     if (e.bytes == 0) text += unit + "\n";
     else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
     else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
@@ -334,7 +334,7 @@ std::string choices_text(const Run& r, Transport transport) {
   return text + strf("; %s; moments in %s; %s; weights made %s; %s\n", count(f.gradient_slots, "gradient slot").c_str(),
                      name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
-                     f.whole_init ? "whole, then cut" : "sharded",
+                     f.unsharded_init ? "whole, then cut" : "sharded",
                      r.o.graph ? "a step is one CUDA graph" : "kernels are issued one by one");
 }
 

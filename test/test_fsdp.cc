@@ -645,7 +645,7 @@ TEST_CASE("every way to shard trains as one rank does, in the memory that was pl
     s.fsdp.reshard_after_forward = s.fsdp.shard_ranks > 1 || world.size == 1 ? n % 2 == 0 : false;
     s.fsdp.gather_slots = pick(11, 4), s.fsdp.gradient_slots = 1 + pick(13, 3);
     s.fsdp.reduce_last = n % 4 == 1, s.fsdp.update_in_backward = s.clip == 0;
-    s.fsdp.whole_init = n % 3 == 2;
+    s.fsdp.unsharded_init = n % 3 == 2;
     INFO("case " << n << ": " << name_of(s.model.arch) << " wrap " << int(s.model.wrap) << " groups of "
                  << s.fsdp.shard_ranks << " slots " << s.fsdp.gather_slots << " tied " << s.model.tied);
     const Outcome out = train<float, float>(s, world);
@@ -739,7 +739,7 @@ TEST_CASE("what only moves work in time changes no bit", "[fsdp]") {
       t.model.forward_prefetch = 3, t.model.backward_prefetch = BackwardPrefetch::post, t.fsdp.gather_slots = 4;
     if (n == 2) t.fsdp.gather_slots = 0;
     if (n == 3) t.fsdp.reshard_after_forward = false;
-    if (n == 4) t.fsdp.whole_init = true;
+    if (n == 4) t.fsdp.unsharded_init = true;
     if (n == 5) t.fsdp.shard_ranks = 1, t.fsdp.reshard_after_forward = false;
     t.delay_ms = n == 1 && world.rank % 2 ? 10 : 0;
     const Outcome out = train<float, float>(t, world);
@@ -756,7 +756,7 @@ TEST_CASE("weights that are made whole first need room for the whole model", "[f
   s.model = small(Arch::rope, 4 * test_world().size + 1);
   s.model.depth = 40, s.rows = test_world().size, s.steps = 0;
   const Outcome sharded = train<float, float>(s, test_world());
-  s.fsdp.whole_init = true;
+  s.fsdp.unsharded_init = true;
   const Outcome whole = train<float, float>(s, test_world());
   CHECK(whole.weights == sharded.weights);
   CHECK(whole.memory.live_peak > sharded.memory.live_peak);
@@ -889,9 +889,9 @@ TEST_CASE("what is frozen stays as it is, and the others train as if it were not
         INFO(p.name);
         CHECK(first.trained.at(p.name) == (p.frozen ? free.weights : free.trained).at(p.name));
         CHECK((out.trained.at(p.name) == out.weights.at(p.name)) == p.frozen);
-        fixed += p.reduced ? 0 : p.numel;
+        fixed += p.has_gradient ? 0 : p.numel;
       }
-      moments += u.reduced.shard * 8;
+      moments += u.with_gradient.shard * 8;
     }
     CHECK((fixed == 0) == (c.frozen[0] == "block.0.attention.q" || c.frozen[0] == "block.0.mlp.gate"));
     // What is reduced, and what has moments, is what trains and no more; what is gathered is all.
@@ -905,7 +905,7 @@ TEST_CASE("what is frozen stays as it is, and the others train as if it were not
         gathered[size_t(i.unit)] += i.bytes;
         continue;
       }
-      CHECK((i.bytes == u.reduced.padded * 4 && u.trained()));
+      CHECK((i.bytes == u.with_gradient.padded * 4 && u.trained()));
       reduced += i.bytes;
     }
     for (size_t u = 0; u < units.size(); ++u)
@@ -1017,8 +1017,8 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
       lay_out(&units, ranks);
       for (const Unit& u : units) {
         int64_t at = 0, part = 0, numel = 0;
-        for (const FlatParam& f : {u.reduced, u.fixed}) {
-          CHECK((f.at == at && f.part == part));
+        for (const FlatParam& f : {u.with_gradient, u.without_gradient}) {
+          CHECK((f.offset_in_unit == at && f.offset_in_shard == part));
           CHECK(f.padded == f.shard * ranks);
           CHECK(f.padded >= f.numel);
           CHECK((f.numel > 0 ? f.padded - f.numel < ranks * shard_align : f.padded == 0));
@@ -1028,14 +1028,14 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
         CHECK((u.padded == at && u.shard == part && u.numel == numel));
         at = 0;
         for (const Param& p : u.params) {
-          if (!p.reduced && at < u.fixed.at) {
-            CHECK(at == u.reduced.numel);
-            at = u.fixed.at;
+          if (!p.has_gradient && at < u.without_gradient.offset_in_unit) {
+            CHECK(at == u.with_gradient.numel);
+            at = u.without_gradient.offset_in_unit;
           }
           CHECK(p.offset == at);
           CHECK(p.decay == (p.shape.size() > 1));
-          CHECK((p.offset < u.decayed) == (p.decay && p.reduced));
-          CHECK((p.reduced || p.frozen));
+          CHECK((p.offset < u.decayed) == (p.decay && p.has_gradient));
+          CHECK((p.has_gradient || p.frozen));
           at += p.numel;
           // Every element in one shard, and nothing else in its place.
           int64_t next = 0;
@@ -1043,14 +1043,15 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
             const Unit::Piece mine = u.piece(p, r);
             if (mine.numel == 0) continue;
             CHECK(mine.first == next);
-            CHECK((mine.at >= 0 && mine.at + mine.numel <= u.shard));
-            const FlatParam& f = p.reduced ? u.reduced : u.fixed;
-            CHECK(mine.at - f.part + r * f.shard == p.offset - f.at + next);
+            CHECK((mine.offset_in_shard >= 0 && mine.offset_in_shard + mine.numel <= u.shard));
+            const FlatParam& f = p.has_gradient ? u.with_gradient : u.without_gradient;
+            CHECK(mine.offset_in_shard - f.offset_in_shard + r * f.shard == p.offset - f.offset_in_unit + next);
             next += mine.numel;
           }
           CHECK(next == p.numel);
         }
-        CHECK(at == (u.fixed.numel > 0 ? u.fixed.at + u.fixed.numel : u.reduced.numel));
+        CHECK(at == (u.without_gradient.numel > 0 ? u.without_gradient.offset_in_unit + u.without_gradient.numel
+                                                  : u.with_gradient.numel));
       }
     }
 }
