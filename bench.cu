@@ -744,7 +744,7 @@ void time_collectives(const Settings& s, const World& world) {
       if (chip) {
         result["of_link"] = 1e9 * gb_s / chip->link;
         result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(k.what, double(bytes), world.size, world.local_size,
-                                                               k.channel == engine.get());
+                                                               k.channel == engine.get() ? Via::copy_engines : Via::kernels);
       }
       auto cell = [&](const char* key) { return chip ? strf("%.3f", result[key].get<double>()) : std::string("-"); };
       table.push_back({k.name, k.by, std::to_string(mib), strf("%.3f", ms), strf("%.1f", gb_s), cell("of_link"),

@@ -457,14 +457,14 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
   ops::keep_workspace(dev);
   Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
   Event copied(dev);
-  Estimate* const estimate = std::exchange(dev.estimate, nullptr);  // of the step alone
+  Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
-  dev.estimate = estimate;
+  dev.timeline = timeline;
   model.fsdp.begin_trace();
   step_program(dev, model, r, nullptr, nullptr, copied);
   std::vector<Issued> issued = model.fsdp.trace();
-  if (dev.estimate && r.o.graph == 0) {  // one graph begins when the one before has ended
-    dev.estimate->next_step();
+  if (dev.timeline && r.o.graph == 0) {  // one graph begins when the one before has ended
+    dev.timeline->next_step();
     step_program(dev, model, r, nullptr, nullptr, copied);
   }
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
@@ -760,7 +760,7 @@ struct Price {
 Price price(Run r, const World& world, const Chip& chip) {
   Estimate estimate(chip, r.o.graph == 1);
   Device dev(Backend::gpu, Device::plan_only);
-  dev.estimate = &estimate;
+  dev.timeline = &estimate;
   r.o.val_every = 0;  // a step alone
   const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
   with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });

@@ -545,7 +545,7 @@ TEST_CASE("what is gathered when it is wanted hides behind nothing", "[fsdp]") {
     m.depth = 4, m.forward_prefetch = ahead, m.backward_prefetch = behind;
     Device dev(Backend::gpu, Device::plan_only);
     Estimate estimate(*chip_named("h200"));
-    dev.estimate = &estimate;
+    dev.timeline = &estimate;
     World world;
     world.size = world.local_size = 8;
     FsdpOptions options;

@@ -423,7 +423,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off())
     stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size,
-                  copy_engines_);
+                  copy_engines_ ? Via::copy_engines : Via::kernels);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);
