@@ -1,6 +1,7 @@
 #include "fsdp.h"
 
 #include <algorithm>
+#include <optional>
 
 // ----------------------------------------------------------------------------------------------------------- layout
 
@@ -576,6 +577,8 @@ void Fsdp<T, G>::end_step() {
 template <class T, class G>
 void Fsdp<T, G>::timed_wait(Waits of, const Event& e) {
   Stream& s = dev_.compute();
+  std::optional<MarkedWait> marked;  // alone, a rank waits for its own casts, which are no communication
+  if (shard_world_.size * replica_world_.size > 1) marked.emplace(dev_);
   if (!timing_ || s.off()) {
     s.wait(e);
     return;

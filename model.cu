@@ -400,10 +400,14 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
   const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
   chunk_ = piece((M_ + most - 1) / most);
   const int64_t hidden = M_ * hidden_row() * size;
-  const int64_t sums = std::is_same_v<G, A> ? 0 : (c_.hidden + hidden_row()) * c_.dim * int64_t(sizeof(A));
-  wide_ = hidden > 2 * c_.hidden_bytes + sums;
-  rows_ = piece(hidden <= c_.hidden_bytes ? 1 : wide_ ? (hidden + c_.hidden_bytes - 1) / c_.hidden_bytes : 2);
-  wide_ = wide_ && sums > 0;
+  // Pieces that are recomputed are summed in two more matrices. As many of them as it takes to need no more memory than
+  // two would without those sums, while that is not many.
+  const int64_t sums =
+      std::is_same_v<G, A> || c_.keeps_mlp() ? 0 : (c_.hidden + hidden_row()) * c_.dim * int64_t(sizeof(A));
+  int64_t pieces = (hidden + c_.hidden_bytes - 1) / c_.hidden_bytes;
+  if (pieces > 1)
+    while (pieces < 4 && 2 * hidden / pieces + sums > hidden) pieces++;
+  rows_ = piece(pieces);
   const int64_t half = (rows_ + 1) / 2;
   forward_rows_ = rows_ * hidden_row() * size * 2 <= c_.hidden_bytes ? rows_ : (half + 127) / 128 * 128;
 
@@ -598,9 +602,7 @@ void Model<T, G>::gather(const Turn& t) {
 
 template <class T, class G>
 void Model<T, G>::use(const Turn& t) {
-  if (!t.begins_use) return;
-  dev_.mark("waiting for communication");
-  weights_[size_t(t.uses)] = fsdp.use(t.uses);
+  if (t.begins_use) weights_[size_t(t.uses)] = fsdp.use(t.uses);
 }
 
 template <class T, class G>
@@ -615,9 +617,7 @@ void Model<T, G>::release(const Turn& t) {
 
 template <class T, class G>
 void Model<T, G>::gradient(const Turn& t) {
-  if (!t.begins_gradient || !trained(t.writes)) return;
-  dev_.mark("waiting for communication");
-  grads_[size_t(t.writes)] = fsdp.gradient(t.writes);
+  if (t.begins_gradient && trained(t.writes)) grads_[size_t(t.writes)] = fsdp.gradient(t.writes);
 }
 
 template <class T, class G>
@@ -639,7 +639,7 @@ int Model<T, G>::unit_behind(const Turn& t) const {
 template <class T, class G>
 void Model<T, G>::end_step() {
   dev_.mem.phase("optimizer");
-  dev_.mark("optimizer, with the last reductions");
+  dev_.mark("optimizer");
   ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.end_step();
 }
@@ -701,11 +701,13 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
   ops::matmul<T>(s, v->qkv, n, weight(at.qkv), nullptr, nullptr, M, QKV, C);
   n.reset();
-  dev_.mark("positions");
-  if (rope_table_)
+  if (rope_table_) {
+    dev_.mark("positions");
     ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
-  if (c_.sparse)
-    ops::add_bias<T>(s, v->qkv + c_.nsa_shape(M / c_.seq).gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
+  }
+  if (!c_.sparse) return;
+  dev_.mark("gates");
+  ops::add_bias<T>(s, v->qkv + c_.nsa_shape(M / c_.seq).gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
 }
 
 // q, k, v -> attention. Fills in what its backward reads.
@@ -721,17 +723,6 @@ Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels*
     attention_forward<T>(dev_.compute(), o, v->lse, v->qkv, v->qkv + H * D, v->qkv + (H + c_.kv_heads) * D,
                          attention_shape());
   }
-  return o;
-}
-
-// The gated sum of NSA's branches, again.
-template <class T, class G>
-Buffer<T> Model<T, G>::combine(int64_t block, Saved* v) {
-  Buffer<T> o = dev_.mem.take<T>(M_ * c_.heads * c_.head_dim(), "attention");
-  dev_.mark("gates, backward");
-  const Kernel k = nsa_combine<T>(dev_.compute(), o, v->nsa.o_compressed, v->nsa.o_selected, v->nsa.o_window, v->qkv,
-                                  c_.nsa_shape(M_ / c_.seq));
-  if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
   return o;
 }
 
@@ -806,7 +797,7 @@ void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
 template <class T, class G>
 Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   if (c_.attends() && !c_.keeps_middle()) recompute_middle(block, &v);
-  mlp_backward(block, &v, dx);
+  mlp_backward_turn(block, &v, dx);
   v.x2.reset(), v.stats2.reset();
   if (c_.attends()) attention_backward_turn(block, &v, dx);
   return dx;
@@ -814,8 +805,26 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
 
 template <class T, class G>
 void Model<T, G>::recompute_queries(int64_t block, Saved* v) {
+  MarkedRecomputation marked(dev_);
   fsdp.remark(unit_of_[size_t(c_.attention_module(block))], "recompute attention");
   queries(block, v, Purpose::temporaries);
+}
+
+template <class T, class G>
+void Model<T, G>::recompute_attention(int64_t block, Saved* v) {
+  MarkedRecomputation marked(dev_);
+  v->o = attend(block, v, Purpose::temporaries, kernels_of(block));
+}
+
+// The gated sum of NSA's branches, which are kept; the sum itself is cheaper to make again than to keep.
+template <class T, class G>
+void Model<T, G>::recompute_gated_sum(int64_t block, Saved* v) {
+  MarkedRecomputation marked(dev_);
+  v->o = dev_.mem.take<T>(M_ * c_.heads * c_.head_dim(), "attention");
+  dev_.mark("gates");
+  const Kernel k = nsa_combine<T>(dev_.compute(), v->o, v->nsa.o_compressed, v->nsa.o_selected, v->nsa.o_window, v->qkv,
+                                  c_.nsa_shape(M_ / c_.seq));
+  if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
 }
 
 // With Recompute::block a block has kept its input alone: two turns make x2 and its norm's statistics again, and leave
@@ -825,13 +834,19 @@ void Model<T, G>::recompute_middle(int64_t block, Saved* v) {
   const Turn& attention = take_turn(Turn::recompute, c_.attention_module(block));
   gather(attention), use(attention);
   if (c_.sparse || !c_.keeps_attention()) recompute_queries(block, v);
-  if (!c_.keeps_attention()) v->o = attend(block, v, Purpose::temporaries, kernels_of(block));
-  if (!v->o) v->o = combine(block, v);
-  project(block, v, v->o, Purpose::temporaries);
+  if (!c_.keeps_attention()) recompute_attention(block, v);
+  if (!v->o) recompute_gated_sum(block, v);
+  {
+    MarkedRecomputation marked(dev_);
+    project(block, v, v->o, Purpose::temporaries);
+  }
   release(attention);
   const Turn& mlp = take_turn(Turn::recompute, c_.mlp_module(block));
   gather(mlp), use(mlp);
-  middle(block, v);
+  {
+    MarkedRecomputation marked(dev_);
+    middle(block, v);
+  }
   release(mlp);
 }
 
@@ -845,21 +860,23 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   gather(t), use(t);
   gradient(t);
   if (!v->qkv) recompute_queries(block, v);
-  if (c_.keeps_middle() && !c_.keeps_attention()) v->o = attend(block, v, Purpose::temporaries, kernels_of(block));
+  if (c_.keeps_middle() && !c_.keeps_attention()) recompute_attention(block, v);
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
     dev_.mark("projections, backward");
     ops::matmul_dgrad<T>(s, d_o, dx, weight(at.o), M, C, H * D, false);
-    if (!v->o) v->o = combine(block, v);
+    if (!v->o) recompute_gated_sum(block, v);
     dev_.mark("projections, backward");
     wgrad(at.o, dx, v->o, M, C, H * D, false);
     if (c_.sparse) v->o.reset();
     dqkv = queries_backward(block, v, d_o);
     v->o.reset(), v->lse.reset(), v->qkv.reset();
   }
-  dev_.mark("positions, backward");
-  if (rope_table_) ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
+  if (rope_table_) {
+    dev_.mark("positions, backward");
+    ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
+  }
   dev_.mark("norms, backward");
   Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
   ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
@@ -943,85 +960,135 @@ int64_t Model<T, G>::forward_piece(int64_t i) const {
   return std::min(forward_rows_, std::min(M_ - i, rows_ - i % rows_));
 }
 
+// Activated, the hidden layer exists for rows_ rows at a time, so the gradient of what multiplies it is a sum over such
+// pieces; where the hidden layer is recomputed, so is every other gradient of the MLP. Sums over pieces are fp32 and
+// rounded to G once: the number of pieces follows from memory, and should not show in a gradient.
 template <class T, class G>
-void Model<T, G>::mlp_backward(int64_t block, Saved* v, T* dx) {
+void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const BlockParams& at = params_[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
-  const bool llama = c_.arch == Arch::llama, normed = c_.attends();
-  const bool keeps = c_.keeps_mlp();
   const Turn& t = take_turn(Turn::gradient, c_.mlp_module(block));
   gather(t), use(t);
   gradient(t);
-  // Over pieces: onto what the pieces before have left, or into sums of their own.
-  Buffer<A> up_sum, down_sum;
-  if (wide_ && !at.up.frozen) up_sum = mem.take<A>(UP * C, "gradient of the MLP");
-  if (wide_ && !at.down.frozen) down_sum = mem.take<A>(C * F, "gradient of the MLP");
-  auto add = [&](const ParamRef& p, A* sum, const T* dy, const T* x, int64_t rows, int64_t N, int64_t K, bool more) {
-    if (sum) ops::matmul_wgrad<T, A>(s, sum, dy, x, rows, N, K, more);
-    else wgrad(p, dy, x, rows, N, K, more);
-  };
-  auto bias = [&](const ParamRef& p, const T* dy, int64_t rows, int64_t N, bool more) {
-    if (!p.exists()) return;
-    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, N), "partial sums");
-    ops::bias_grad<T, G>(s, grad(p), dy, partials, rows, N, N, more);
-  };
+  MlpSums sums;
+  const bool several = !std::is_same_v<G, A> && rows_ < M_;
+  if (several && !at.down.frozen) sums.down = mem.take<A>(C * F, "gradient of the MLP");
+  if (several && !c_.keeps_mlp()) {
+    if (!at.up.frozen) sums.up = mem.take<A>(UP * C, "gradient of the MLP");
+    if (at.up_bias.exists()) sums.up_bias = mem.take<A>(F, "gradient of the MLP's bias");
+    if (at.norm2.exists()) sums.norm = mem.take<A>(C, "gradient of the MLP's norm");
+    if (at.norm2_bias.exists()) sums.norm_bias = mem.take<A>(C, "gradient of the MLP's norm");
+  }
   dev_.mark("MLP, backward");
-  if (!keeps) fsdp.remark(t.uses, "recompute MLP");
-  bias(at.down_bias, dx, M_, C, false);
+  if (!c_.keeps_mlp()) fsdp.remark(t.uses, "recompute MLP");
+  if (at.down_bias.exists()) {
+    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M_, C), "partial sums");
+    ops::bias_grad<T, G>(s, grad(at.down_bias), dx, partials, M_, C, C);
+  }
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);
-    const bool more = i > 0;
-    T* dxi = dx + i * C;
-    const T* x = (normed ? v->x2.get() : v->x.get()) + i * C;
-    auto norm = [&](const char* name) {
-      dev_.mark("norms, backward");
-      Buffer<T> n = mem.take<T>(rows * C, name);
-      ops::norm_apply<T>(s, norm_, n, v->stats2 + 2 * i, x, weight(at.norm2), weight_if_any(at.norm2_bias), rows, C);
-      dev_.mark("MLP, backward");
-      return n;
-    };
-    Buffer<T> here;
-    if (!keeps) {
-      Buffer<T> n;
-      if (normed) n = norm("normed");
-      here = mem.take<T>(rows * UP, "MLP hidden");
-      const T* in = normed ? n.get() : x;
-      for (int64_t j = 0, some; j < rows; j += some) {
-        some = forward_piece(i + j);
-        ops::matmul<T>(s, here + j * UP, in + j * C, weight(at.up), weight_if_any(at.up_bias), nullptr, some, UP, C);
-      }
-    }
-    T* h = keeps ? v->h + i * UP : here.get();
-    Buffer<T> dg = mem.take<T>(rows * F, "gradient of activated");
-    ops::matmul_dgrad<T>(s, dg, dxi, weight(at.down), rows, C, F, false);
-    // It leaves g and dh, each in the place of the other's counterpart.
-    if (llama) ops::swiglu_backward<T>(s, dg, h, rows, F);
-    else ops::gelu_backward<T>(s, dg, h, rows * F);
-    const T *g = llama ? dg.get() : h, *dh = llama ? h : dg.get();
-    add(at.down, down_sum, dxi, g, rows, C, F, more);
-    if (llama) dg.reset();
-    else here.reset();
-    Buffer<T> n;
-    if (normed) n = norm("normed, then its gradient");
-    add(at.up, up_sum, dh, normed ? n.get() : x, rows, UP, C, more);
-    bias(at.up_bias, dh, rows, F, more);
-    ops::matmul_dgrad<T>(s, normed ? n.get() : dxi, dh, weight(at.up), rows, UP, C, !normed);
-    here.reset(), dg.reset();
-    if (!normed) continue;
-    dev_.mark("norms, backward");
-    Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
-    ops::norm_backward<T, G>(s, norm_, dxi, grad(at.norm2), grad_if_any(at.norm2_bias), n, dxi, x, v->stats2 + 2 * i,
-                             weight(at.norm2), partials, rows, C, more);
+    Buffer<T> recomputed;
+    if (!c_.keeps_mlp()) recomputed = recompute_hidden(block, v, i, rows);
+    T* h = c_.keeps_mlp() ? v->h + i * UP : recomputed.get();
+    activation_backward(block, dx + i * C, h, i, rows, sums);
+    if (!c_.keeps_mlp()) up_backward(block, v, dx + i * C, h, i, rows, sums);
   }
+  if (c_.keeps_mlp()) up_backward(block, v, dx, v->h, 0, M_, sums);
   v->h.reset();
   if constexpr (!std::is_same_v<G, A>) {
-    if (up_sum) ops::cast<G, A>(s, grad(at.up), up_sum, UP * C);
-    if (down_sum) ops::cast<G, A>(s, grad(at.down), down_sum, C * F);
+    auto round = [&](const ParamRef& p, const Buffer<A>& sum, int64_t n) {
+      if (sum && !p.frozen) ops::cast<G, A>(s, grad(p), sum, n);
+    };
+    round(at.up, sums.up, UP * C), round(at.down, sums.down, C * F), round(at.up_bias, sums.up_bias, F);
+    round(at.norm2, sums.norm, C), round(at.norm2_bias, sums.norm_bias, C);
   }
   release(t);
   reduce(t);
+}
+
+// Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
+// becomes its own gradient. Adds to W2's.
+template <class T, class G>
+void Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpSums& sums) {
+  Stream& s = dev_.compute();
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t C = c_.dim, F = c_.hidden;
+  dev_.mark("MLP, backward");
+  Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
+  ops::matmul_dgrad<T>(s, g, dx, weight(at.down), rows, C, F, false);
+  if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
+  else ops::gelu_backward<T>(s, g, h, rows * F);
+  if (sums.down) ops::matmul_wgrad<T, A>(s, sums.down, dx, g, rows, C, F, i > 0);
+  else wgrad(at.down, dx, g, rows, C, F, i > 0);
+}
+
+// Rows [i, i + rows): dh (rows, F or 2F) through W1 and the norm. dx (rows, C) arrives as the gradient of the MLP's
+// output and leaves as that of its input, which has come past the MLP too. Adds to the gradients of W1 and the norm.
+template <class T, class G>
+void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows,
+                              const MlpSums& sums) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const bool normed = c_.attends(), more = i > 0;
+  Buffer<T> n;
+  if (normed) {
+    dev_.mark("norms, backward");
+    n = mlp_input(block, v, i, rows, "normed, then its gradient");
+    dev_.mark("MLP, backward");
+  }
+  const T* in = normed ? n.get() : v->x + i * C;
+  if (sums.up) ops::matmul_wgrad<T, A>(s, sums.up, dh, in, rows, UP, C, more);
+  else wgrad(at.up, dh, in, rows, UP, C, more);
+  if (at.up_bias.exists()) {
+    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, F), "partial sums");
+    if (sums.up_bias) ops::bias_grad<T, A>(s, sums.up_bias, dh, partials, rows, F, F, more);
+    else ops::bias_grad<T, G>(s, grad(at.up_bias), dh, partials, rows, F, F, more);
+  }
+  ops::matmul_dgrad<T>(s, normed ? n.get() : dx, dh, weight(at.up), rows, UP, C, !normed);
+  if (!normed) return;
+  dev_.mark("norms, backward");
+  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
+  auto norm_backward = [&](auto* dgamma, auto* dbeta) {
+    using E = std::remove_pointer_t<decltype(dgamma)>;
+    ops::norm_backward<T, E>(s, norm_, dx, dgamma, dbeta, n, dx, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2),
+                             partials, rows, C, more);
+  };
+  if (sums.norm) norm_backward(sums.norm.get(), sums.norm_bias.get());
+  else norm_backward(grad(at.norm2), grad_if_any(at.norm2_bias));
+}
+
+// The norm of rows [i, i + rows) of the block's middle, from the statistics that the forward pass has left.
+template <class T, class G>
+Buffer<T> Model<T, G>::mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name) {
+  const BlockParams& at = params_[size_t(block)];
+  Buffer<T> n = dev_.mem.take<T>(rows * c_.dim, name);
+  ops::norm_apply<T>(dev_.compute(), norm_, n, v->stats2 + 2 * i, v->x2 + i * c_.dim, weight(at.norm2),
+                     weight_if_any(at.norm2_bias), rows, c_.dim);
+  return n;
+}
+
+// W1 n (rows, F or 2F), in the pieces that the forward pass made it in: the same products, so the same bits.
+template <class T, class G>
+Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows) {
+  MarkedRecomputation marked(dev_);
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t C = c_.dim, UP = hidden_row();
+  Buffer<T> n;
+  dev_.mark("norms");
+  if (c_.attends()) n = mlp_input(block, v, i, rows, "normed");
+  dev_.mark("MLP");
+  Buffer<T> h = dev_.mem.take<T>(rows * UP, "MLP hidden");
+  const T* in = n ? n.get() : v->x + i * C;
+  for (int64_t j = 0, some; j < rows; j += some) {
+    some = forward_piece(i + j);
+    ops::matmul<T>(dev_.compute(), h + j * UP, in + j * C, weight(at.up), weight_if_any(at.up_bias), nullptr, some, UP,
+                   C);
+  }
+  return h;
 }
 
 // ------------------------------------------------------------------------------------------------------------ head

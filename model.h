@@ -225,7 +225,6 @@ class Model {
   // A block's parts, for the forward pass and to recompute them.
   void queries(int64_t block, Saved* v, Purpose life);
   Buffer<T> attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran);
-  Buffer<T> combine(int64_t block, Saved* v);
   void project(int64_t block, Saved* v, const T* o, Purpose life);
   Buffer<T> middle(int64_t block, Saved* v);
   Buffer<T> block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep);
@@ -234,10 +233,19 @@ class Model {
   Buffer<T> head(Buffer<T> x, double scale, bool backward, bool first);
   Buffer<T> block_backward(int64_t block, Saved saved, Buffer<T> dx);
   void recompute_queries(int64_t block, Saved* v);
+  void recompute_attention(int64_t block, Saved* v);
+  void recompute_gated_sum(int64_t block, Saved* v);
   void recompute_middle(int64_t block, Saved* v);
+  Buffer<T> recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows);
   void attention_backward_turn(int64_t block, Saved* v, T* dx);
   Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
-  void mlp_backward(int64_t block, Saved* v, T* dx);
+  struct MlpSums {  // fp32, over pieces; empty: the gradient is made in one piece, or not wanted
+    Buffer<A> up, down, up_bias, norm, norm_bias;
+  };
+  void mlp_backward_turn(int64_t block, Saved* v, T* dx);
+  void activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpSums& sums);
+  void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpSums& sums);
+  Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
   void embed_backward(Buffer<T> dx);
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
@@ -246,12 +254,9 @@ class Model {
 
   Device& dev_;
   ModelConfig c_;
-  // Rows; rows whose logits exist at one time; rows whose hidden layers exist at one time, where they are not kept,
-  // in the backward, and in the forward, which has two tensors of that size. The gradients of the MLP's matrices are
-  // then sums over pieces: over two in the gradient's own dtype, over more in the accumulation type, whatever needs
-  // less memory (wide_).
+  // Rows; rows whose logits exist at one time; rows whose hidden layers exist at one time in the backward, and, where
+  // they are not kept, in the forward, which has two tensors of that size.
   int64_t M_, chunk_, rows_, forward_rows_;
-  bool wide_ = false;
   ops::Norm norm_;
   std::vector<BlockParams> params_;  // by block
   ParamRef embedding_, head_, head_norm_, head_norm_bias_;

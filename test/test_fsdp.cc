@@ -1401,6 +1401,125 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
   }
 }
 
+namespace {
+// One step on one CPU rank. The gradient is read where AdamW leaves it: with beta1 = 0 the first moment is the
+// gradient. profile: where the step's time went, if anyone asks.
+using Profile = std::vector<std::pair<std::string, double>>;
+template <class T, class G>
+Weights gradients(const ModelConfig& c, int64_t batch, const World& world = World(), Profile* profile = nullptr) {
+  const Transport transport = world.size > 1 ? Transport::mpi : Transport::none;
+  const int64_t M = batch * c.seq;
+  Device dev(Backend::cpu, 0, world.size);
+  HostBuffer<ops::AdamW> adamw(dev, 1);
+  adamw[0] = ops::AdamW(0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1);
+  FsdpOptions options;
+  options.reduce_dtype = dtype_of<G>;
+  Event copied(dev);
+  auto step = [&](Model<T, G>& m, const int32_t* host) {
+    dev.mem.begin("step");
+    m.begin_step(adamw.get(), 0);
+    m.forward_backward(host, 1.0 / double(M), true, true, copied);
+    m.end_step();
+    dev.mem.end();
+  };
+  {
+    Model<T, G> m(dev, world, transport, c, batch, options, false);
+    step(m, nullptr);
+  }
+  dev.mem.commit();
+  dev.mem.rewind();
+  dev.mode = Mode::run;
+  Model<T, G> model(dev, world, transport, c, batch, options, true);
+  model.init_weights();
+  HostBuffer<int32_t> host(dev, batch_ints(c, batch));
+  for (int64_t i = 0; i < M; ++i) {
+    host[i] = token_at(1, i / c.seq, i % c.seq, c.vocab);
+    host[M + i] = token_at(1, i / c.seq, i % c.seq + 1, c.vocab);
+  }
+  index_batch(c, batch, host.get());
+  if (profile) dev.start_profile();
+  step(model, host.get());
+  if (profile) *profile = dev.end_profile();
+  dev.compute().synchronize();
+  Weights gradients;
+  for (size_t u = 0; u < model.fsdp.units().size() && world.size == 1; ++u)
+    for (const Param& p : model.fsdp.units()[u].params) {
+      const float* g = static_cast<const float*>(model.fsdp.first_moment(int(u))) + p.offset;
+      gradients[p.name].assign(g, g + p.numel);
+    }
+  return gradients;
+}
+}  // namespace
+
+TEST_CASE("gradients in bf16 do not show in how many pieces the MLP was made", "[fsdp]") {
+  if (test_world().size != 1) SKIP_TEST("is about one rank");
+  for (Arch arch : {Arch::simple, Arch::llama, Arch::mlp})
+    for (Recompute recompute : {Recompute::none, Recompute::mlp}) {
+      ModelConfig c = small(arch, 64);
+      c.depth = 1, c.seq = 64, c.recompute = recompute;
+      const Weights one = gradients<bf16, bf16>(c, 4);
+      c.hidden_bytes = 800;  // 8 rows of 256 and fewer
+      const Weights many = gradients<bf16, bf16>(c, 4);
+      for (const auto& [name, gradient] : one) {
+        INFO(name_of(arch) << (recompute == Recompute::mlp ? ", recomputed: " : ": ") << name);
+        double size = 0, furthest = 0;
+        for (size_t i = 0; i < gradient.size(); ++i) {
+          size = std::max(size, std::abs(double(gradient[i])));
+          furthest = std::max(furthest, std::abs(double(gradient[i]) - double(many.at(name)[i])));
+        }
+        // A sum in bf16 loses half of its last bit with every piece.
+        CHECK(furthest <= 0x1p-7 * size);
+      }
+    }
+}
+
+TEST_CASE("a profile has each operation's time under its own name", "[fsdp]") {
+  ModelConfig c = small(Arch::rope, 2048);
+  c.depth = 2, c.seq = 64;
+  auto profile_of = [](const ModelConfig& c) {
+    Profile profile;
+    gradients<float, float>(c, 2, test_world(), &profile);
+    std::map<std::string, double> times(profile.begin(), profile.end());
+    return times;
+  };
+  auto names_of = [](const std::map<std::string, double>& times) {
+    std::set<std::string> names;
+    for (const auto& t : times) names.insert(t.first);
+    return names;
+  };
+  const bool alone = test_world().size == 1;
+  std::set<std::string> names = {"embedding",     "embedding, backward",
+                                 "norms",         "norms, backward",
+                                 "MLP",           "MLP, backward",
+                                 "projections",   "projections, backward",
+                                 "attention",     "attention, backward",
+                                 "positions",     "positions, backward",
+                                 "head and loss", "optimizer"};
+  if (!alone) names.insert("waiting for communication");
+  auto times = profile_of(c);
+  CHECK(names_of(times) == names);
+  // A vocabulary as wide as 64 of the model's width: the head is most of it, and nothing else may pass for it.
+  for (const auto& [name, ms] : times)
+    if (alone) CHECK((name == "head and loss" || ms < times["head and loss"]));
+  // A hidden layer as wide as that, in pieces: every one of them counts as the MLP's.
+  c.vocab = 16, c.hidden = 2048, c.hidden_bytes = 100000;
+  times = profile_of(c);
+  CHECK(names_of(times) == names);
+  for (const auto& [name, ms] : times)
+    if (alone) CHECK((name == "MLP" || name == "MLP, backward" || ms < times["MLP, backward"]));
+  // What is recomputed says so.
+  c.recompute = Recompute::block;
+  for (const char* part : {"norms", "MLP", "projections", "attention", "positions"})
+    names.insert(std::string(part) + ", recomputed");
+  CHECK(names_of(profile_of(c)) == names);
+  ModelConfig nsa = sparse(small(Arch::rope, 16), Phi::mean);
+  nsa.recompute = Recompute::attn, nsa.keep_attention = true;
+  const auto sparse_names = names_of(profile_of(nsa));
+  for (const char* name : {"gates", "gates, backward", "gates, recomputed", "selection", "selected branch"})
+    CHECK(sparse_names.count(name) == 1);
+  CHECK(sparse_names.count("selection, recomputed") == 0);
+}
+
 TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
   // One rank, in double. The gradient is read where AdamW leaves it: with beta1 = 0 the first moment is the gradient.
   if (test_world().size != 1) SKIP_TEST("is about one rank");

@@ -88,8 +88,8 @@ Device::~Device() {
 
 // --------------------------------------------------------------------------------------------------------- profile
 
-void Device::add_mark(const char* name) {
-  marks_.emplace_back(name, Event(*this, true));
+void Device::add_mark() {
+  marks_.emplace_back(std::string(marked_) + (recomputing_ ? ", recomputed" : ""), Event(*this, true));
   compute().record(marks_.back().second);
 }
 

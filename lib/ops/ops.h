@@ -64,11 +64,12 @@ void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy
                    bool accumulate = false);
 
 // ---- activations
-// tanh-GELU (Hendrycks & Gimpel 2016). Backward in place, and h becomes gelu(h), which the next wgrad wants: dg -> dh.
+// tanh-GELU (Hendrycks & Gimpel 2016). Backward in place: h becomes dh, and dg becomes gelu(h), which the next wgrad
+// reads.
 template <class T>
 void gelu_forward(Stream& s, T* g, const T* h, int64_t n);
 template <class T>
-void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n);
+void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t n);
 // SwiGLU (Shazeer 2020): h (M, 2F) holds gate then up in each row; g (M,F) = silu(gate) * up. Backward in place:
 // h becomes dh, dg becomes g.
 template <class T>
