@@ -1474,12 +1474,16 @@ TEST_CASE("gradients in bf16 do not show in how many pieces the MLP was made", "
 }
 
 TEST_CASE("a profile has each operation's time under its own name", "[fsdp]") {
-  ModelConfig c = small(Arch::rope, 2048);
+  ModelConfig c = small(Arch::rope, 8192);
   c.depth = 2, c.seq = 64;
+  // The least of four steps: this machine has others to run.
   auto profile_of = [](const ModelConfig& c) {
-    Profile profile;
-    gradients<float, float>(c, 2, test_world(), &profile);
-    std::map<std::string, double> times(profile.begin(), profile.end());
+    std::map<std::string, double> times;
+    for (int n = 0; n < 4; ++n) {
+      Profile profile;
+      gradients<float, float>(c, 2, test_world(), &profile);
+      for (const auto& [name, ms] : profile) times[name] = n > 0 ? std::min(times[name], ms) : ms;
+    }
     return times;
   };
   auto names_of = [](const std::map<std::string, double>& times) {
@@ -1498,11 +1502,11 @@ TEST_CASE("a profile has each operation's time under its own name", "[fsdp]") {
   if (!alone) names.insert("waiting for communication");
   auto times = profile_of(c);
   CHECK(names_of(times) == names);
-  // A vocabulary as wide as 64 of the model's width: the head is most of it, and nothing else may pass for it.
+  // A vocabulary 256 times as wide as the model: the head takes longest, also behind its wait for a gradient slot.
   for (const auto& [name, ms] : times)
-    if (alone) CHECK((name == "head and loss" || ms < times["head and loss"]));
+    CHECK((name == "head and loss" || name == "waiting for communication" || ms < times["head and loss"]));
   // A hidden layer as wide as that, in pieces: every one of them counts as the MLP's.
-  c.vocab = 16, c.hidden = 2048, c.hidden_bytes = 100000;
+  c.vocab = 16, c.hidden = 8192, c.hidden_bytes = 400000;
   times = profile_of(c);
   CHECK(names_of(times) == names);
   for (const auto& [name, ms] : times)
