@@ -14,13 +14,17 @@ NsaShape ModelConfig::nsa_shape(int64_t batch) const {
 
 namespace {
 
+struct ModuleParam : Param {
+  int module;
+};
+
 // All parameters in the order of the forward pass, which numbers them: initial weights do not depend on units.
-std::vector<Param> all_parameters(const ModelConfig& c) {
-  std::vector<Param> params;
+std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
+  std::vector<ModuleParam> params;
   std::string prefix;
   int module = 0;
   auto add = [&](const std::string& name, std::vector<int64_t> shape, double mean, double std, bool joined = false) {
-    Param p = {};
+    ModuleParam p = {};
     p.name = prefix + "." + name;
     p.decay = shape.size() > 1;
     p.joined = joined;
@@ -83,7 +87,7 @@ std::vector<Param> all_parameters(const ModelConfig& c) {
     if (c.attends()) norm("norm2");
     if (biases) add("mlp.up.bias", {F}, 0, 0), add("mlp.down.bias", {C}, 0, 0);
   }
-  prefix = "head", module = c.modules() - 1;
+  prefix = "head", module = c.head_module();
   if (!c.tied) add("weight", {c.vocab, C}, 0, small);
   norm("norm");
   return params;
@@ -91,15 +95,15 @@ std::vector<Param> all_parameters(const ModelConfig& c) {
 
 // The unit of each module, counted in the order of the forward pass. sizes: parameters of each module.
 std::vector<int> wrap(const ModelConfig& c, const std::vector<int64_t>& sizes) {
-  const int n = c.modules();
-  std::vector<int> unit_of(static_cast<size_t>(n));
+  std::vector<int> unit_of(static_cast<size_t>(c.modules()));
   int unit = -1;
   int64_t size = 0;  // of the unit that small modules are being put into; 0: none is open
-  for (int m = 0; m < n; m++) {
+  for (int m = 0; m < c.modules(); m++) {
     const int64_t own = sizes[size_t(m)];
+    const int block = c.block_of(m);
     bool begins = true;
     if (c.wrap == Wrap::single) begins = m == 0;
-    if (c.wrap == Wrap::block) begins = m == 0 || m == n - 1 || !c.attends() || m % 2 == 1;
+    if (c.wrap == Wrap::block) begins = block < 0 || m == c.first_module(block);
     if (c.wrap == Wrap::size) {
       const bool small = own < c.wrap_min_params;
       begins = !small || size == 0 || (c.bucket_params > 0 && size + own > c.bucket_params);
@@ -115,61 +119,85 @@ std::vector<int> wrap(const ModelConfig& c, const std::vector<int64_t>& sizes) {
 
 // The module that the backward pass ends with, the first of a block: nothing before it is trained.
 int last_of_backward(const ModelConfig& c) {
-  int m = c.modules() - 1;
-  for (const Param& p : all_parameters(c))
+  int m = c.head_module();
+  for (const ModuleParam& p : all_parameters(c))
     if (!p.frozen) m = std::min(m, p.module);
-  return c.attends() && m > 0 && m < c.modules() - 1 && m % 2 == 0 ? m - 1 : m;
+  return c.block_of(m) < 0 ? m : c.first_module(c.block_of(m));
 }
 
 bool of_phi(const Param& p) { return p.name.find(".phi_") != std::string::npos; }
 
 std::string module_name(const ModelConfig& c, int m) {
   if (m == 0) return "embedding";
-  if (m == c.modules() - 1) return "head";
-  const int block = c.attends() ? (m - 1) / 2 : m - 1;
+  if (m == c.head_module()) return "head";
+  const int block = c.block_of(m);
   if (!c.attends()) return strf("block.%d", block);
-  return strf("block.%d.%s", block, m % 2 ? "attention" : "mlp");
+  return strf("block.%d.%s", block, m == c.attention_module(block) ? "attention" : "mlp");
+}
+
+// Of the modules from first to last.
+std::string unit_name(const ModelConfig& c, int first, int last) {
+  const int block = c.block_of(first);
+  if (first == 0 && last >= c.head_module() - (c.tied ? 1 : 0)) return "model";
+  if (block >= 0 && first == c.first_module(block) && last == c.mlp_module(block)) return strf("block.%d", block);
+  return module_name(c, first) + (last > first ? ".." + module_name(c, last) : "");
+}
+
+struct ParameterTable {
+  std::vector<Unit> units;
+  std::vector<int> unit_of;  // by module; -1: all its parameters are replicated
+};
+
+ParameterTable make_table(const ModelConfig& c) {
+  const std::vector<ModuleParam> params = all_parameters(c);
+  std::vector<int64_t> sizes(static_cast<size_t>(c.modules()));
+  for (const ModuleParam& p : params) sizes[size_t(p.module)] += p.numel;
+  const std::vector<int> wrapped = wrap(c, sizes);
+
+  std::vector<Unit> units(size_t(*std::max_element(wrapped.begin(), wrapped.end()) + 1));
+  std::vector<bool> sharded(size_t(c.modules()), false);
+  Unit replicated;
+  replicated.name = "replicated", replicated.replicated = true;
+  for (size_t i = 0; i < params.size();) {  // what is joined stays together
+    const size_t module = size_t(params[i].module);
+    size_t end = i + 1;
+    int64_t numel = params[i].numel;
+    for (; end < params.size() && params[end].joined; end++) numel += params[end].numel;
+    if (numel >= c.replicate_below) sharded[module] = true;
+    Unit& u = numel < c.replicate_below ? replicated : units[size_t(wrapped[module])];
+    u.params.insert(u.params.end(), params.begin() + int64_t(i), params.begin() + int64_t(end));
+    i = end;
+  }
+  if (c.tied) sharded.back() = sharded.front();
+  for (size_t u = 0; u < units.size(); u++) {
+    int first = -1, last = -1;
+    for (int m = 0; m < c.modules() - (c.tied ? 1 : 0); m++)
+      if (wrapped[size_t(m)] == int(u)) first = first < 0 ? m : first, last = m;
+    units[u].name = unit_name(c, first, last);
+    // The embedding's weight is the head's too: its gradient is written at both ends of the backward pass, and reduced
+    // twice unless one unit holds all that lies between.
+    const bool shares = c.tied && units[u].name != "model" &&
+                        std::any_of(units[u].params.begin(), units[u].params.end(),
+                                    [](const Param& p) { return p.name == "embedding.weight"; });
+    if (shares) units[u].name += " and head", units[u].reductions = last_of_backward(c) <= last ? 2 : 1;
+  }
+  // Units whose parameters are all replicated are none.
+  ParameterTable table;
+  std::vector<int> index(units.size(), -1);
+  for (size_t u = 0; u < units.size(); u++) {
+    if (units[u].params.empty()) continue;
+    index[u] = int(table.units.size());
+    table.units.push_back(std::move(units[u]));
+  }
+  for (size_t m = 0; m < wrapped.size(); m++) table.unit_of.push_back(sharded[m] ? index[size_t(wrapped[m])] : -1);
+  if (table.units.size() == 1) table.units[0].reductions = 1;
+  if (!replicated.params.empty()) table.units.push_back(std::move(replicated));
+  return table;
 }
 
 }  // namespace
 
-std::vector<Unit> parameter_table(const ModelConfig& c) {
-  const std::vector<Param> params = all_parameters(c);
-  std::vector<int64_t> sizes(static_cast<size_t>(c.modules()));
-  for (const Param& p : params) sizes[size_t(p.module)] += p.numel;
-  const std::vector<int> unit_of = wrap(c, sizes);
-
-  std::vector<Unit> units(size_t(*std::max_element(unit_of.begin(), unit_of.end()) + 1));
-  Unit replicated;
-  replicated.name = "replicated", replicated.replicated = true;
-  for (size_t i = 0; i < params.size();) {  // what is joined goes together
-    size_t end = i + 1;
-    int64_t numel = params[i].numel;
-    for (; end < params.size() && params[end].joined; end++) numel += params[end].numel;
-    Unit& u = numel < c.replicate_below ? replicated : units[size_t(unit_of[size_t(params[i].module)])];
-    u.params.insert(u.params.end(), params.begin() + int64_t(i), params.begin() + int64_t(end));
-    i = end;
-  }
-  for (size_t u = 0; u < units.size(); u++) {
-    int first = -1, last = -1;
-    for (int m = 0; m < c.modules() - (c.tied ? 1 : 0); m++)
-      if (unit_of[size_t(m)] == int(u)) first = first < 0 ? m : first, last = m;
-    const bool whole = first == 0 && last >= c.modules() - (c.tied ? 2 : 1);
-    const bool block = c.attends() && first > 0 && first % 2 == 1 && last == first + 1;
-    units[u].name = whole   ? "model"
-                    : block ? strf("block.%d", (first - 1) / 2)
-                            : module_name(c, first) + (last > first ? ".." + module_name(c, last) : "");
-    // Distant modules that share a weight make two goes of it, if a unit in between sends it away.
-    const bool shares =
-        c.tied && !whole &&
-        std::any_of(units[u].params.begin(), units[u].params.end(), [](const Param& p) { return p.module == 0; });
-    if (shares) units[u].name += " and head", units[u].reductions = last_of_backward(c) <= last ? 2 : 1;
-  }
-  units.erase(std::remove_if(units.begin(), units.end(), [](const Unit& u) { return u.params.empty(); }), units.end());
-  if (units.size() == 1) units[0].reductions = 1;
-  if (!replicated.params.empty()) units.push_back(std::move(replicated));
-  return units;
-}
+std::vector<Unit> parameter_table(const ModelConfig& c) { return make_table(c).units; }
 
 int64_t parameter_count(const ModelConfig& c) {
   int64_t n = 0;
@@ -180,12 +208,12 @@ int64_t parameter_count(const ModelConfig& c) {
 
 double flops_per_token(const ModelConfig& c) {
   const int last = last_of_backward(c);
-  auto of_weight = [&](const Param& p, int module) {
+  auto of_weight = [&](const ModuleParam& p, int module) {
     return 2.0 * (1 + (module >= last) + !p.frozen) * double(p.numel);
   };
   double flops = 0;
-  for (const Param& p : all_parameters(c)) {
-    if (p.module == 0 && c.tied) flops += of_weight(p, c.modules() - 1);
+  for (const ModuleParam& p : all_parameters(c)) {
+    if (p.module == 0 && c.tied) flops += of_weight(p, c.head_module());
     if (p.shape.size() < 2 || p.module == 0) continue;
     flops += of_weight(p, p.module) / (of_phi(p) ? double(c.nsa.stride) : 1.0);  // once for each compressed key
   }
@@ -205,6 +233,73 @@ double flops_per_token(const ModelConfig& c) {
   return flops;
 }
 
+// ----------------------------------------------------------------------------------------------------------- turns
+
+namespace {
+
+// Fills in what follows from the order: where runs of turns with one unit begin and end.
+void link_turns(std::vector<Turn>* turns) {
+  Turn *use = nullptr, *gradient = nullptr;
+  for (Turn& t : *turns) {
+    if (t.uses >= 0) {
+      t.begins_use = !use || use->uses != t.uses;
+      if (use) use->ends_use = t.begins_use;
+      use = &t;
+    }
+    if (t.writes >= 0) {
+      t.begins_gradient = !gradient || gradient->writes != t.writes;
+      if (gradient) gradient->ends_gradient = t.begins_gradient;
+      gradient = &t;
+    }
+  }
+  if (use) use->ends_use = true;
+  if (gradient) gradient->ends_gradient = true;
+  size_t next = turns->size();
+  for (size_t i = turns->size(); i-- > 0;) {
+    (*turns)[i].next_use = next;
+    if ((*turns)[i].begins_use) next = i;
+  }
+}
+
+}  // namespace
+
+std::vector<Turn> training_turns(const ModelConfig& c, const std::vector<int>& unit_of) {
+  std::vector<Turn> turns;
+  auto add = [&](Turn::Kind kind, int module) {
+    Turn t;
+    t.kind = kind, t.module = module;
+    // The embedding's backward adds up rows of its output's gradient, and reads no weights.
+    t.uses = kind == Turn::gradient && module == 0 ? -1 : unit_of[size_t(module)];
+    t.writes = kind == Turn::gradient ? unit_of[size_t(module)] : -1;
+    turns.push_back(t);
+  };
+  const int head = c.head_module(), last = last_of_backward(c);
+  for (int m = 0; m < head; m++) add(Turn::forward, m);
+  add(Turn::gradient, head);
+  for (int64_t block = c.depth - 1; block >= 0 && c.mlp_module(block) >= last; block--) {
+    if (c.attends() && !c.keeps_middle())
+      add(Turn::recompute, c.attention_module(block)), add(Turn::recompute, c.mlp_module(block));
+    add(Turn::gradient, c.mlp_module(block));
+    if (c.attends()) add(Turn::gradient, c.attention_module(block));
+  }
+  if (last == 0) add(Turn::gradient, 0);
+  link_turns(&turns);
+  // The unit that the forward pass ends with stays resident: the backward pass wants it first, behind the head at most.
+  for (int m = 0; m < head; m++) turns[size_t(m)].reshards = turns[size_t(m)].next_use < size_t(head);
+  return turns;
+}
+
+std::vector<Turn> evaluation_turns(const ModelConfig& c, const std::vector<int>& unit_of) {
+  std::vector<Turn> turns;
+  for (int m = 0; m < c.modules(); m++) {
+    Turn t;
+    t.kind = Turn::forward, t.module = m, t.uses = unit_of[size_t(m)], t.reshards = true;
+    turns.push_back(t);
+  }
+  link_turns(&turns);
+  return turns;
+}
+
 // ----------------------------------------------------------------------------------------------------------- batch
 
 int64_t batch_ints(const ModelConfig& c, int64_t batch) {
@@ -221,7 +316,7 @@ void index_batch(const ModelConfig& c, int64_t batch, int32_t* host) {
 
 template <class T, class G>
 Model<T, G>::Model(Device& dev, const World& world, Transport transport, const ModelConfig& config, int64_t batch,
-                   const FsdpOptions& options, bool open)
+                   const FsdpOptions& options, Links links)
     : fsdp(
           dev, world, transport,
           [&] {
@@ -229,7 +324,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
             lay_out(&units, options.shards(world.size));
             return units;
           }(),
-          options, open),
+          options, links),
       dev_(dev),
       c_(config),
       M_(batch * config.seq),
@@ -242,46 +337,47 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
   const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
   chunk_ = piece((M_ + most - 1) / most);
   const int64_t hidden = M_ * hidden_row() * size;
-  const int64_t sums = std::is_same_v<G, A> ? 0 : (c_.hidden + hidden_row()) * c_.dim * int64_t(sizeof(A));
-  wide_ = hidden > 2 * c_.hidden_bytes + sums;
-  rows_ = piece(hidden <= c_.hidden_bytes ? 1 : wide_ ? (hidden + c_.hidden_bytes - 1) / c_.hidden_bytes : 2);
-  wide_ = wide_ && sums > 0;
+  // Pieces that are recomputed are summed in two more matrices. As many of them as it takes to need no more memory than
+  // two would without those sums, while that is not many.
+  const int64_t sums =
+      std::is_same_v<G, A> || c_.keeps_mlp() ? 0 : (c_.hidden + hidden_row()) * c_.dim * int64_t(sizeof(A));
+  int64_t pieces = (hidden + c_.hidden_bytes - 1) / c_.hidden_bytes;
+  if (pieces > 1)
+    while (pieces < 4 && 2 * hidden / pieces + sums > hidden) pieces++;
+  rows_ = piece(pieces);
   const int64_t half = (rows_ + 1) / 2;
   forward_rows_ = rows_ * hidden_row() * size * 2 <= c_.hidden_bytes ? rows_ : (half + 127) / 128 * 128;
 
   for (int64_t i = 0; i < c_.depth; i++) {
-    auto at = [&](const char* name) { return place(strf("block.%lld.%s", static_cast<long long>(i), name)); };
-    at_.push_back({at("attention.q"),
-                   at("attention.o"),
-                   at(c_.arch == Arch::llama ? "mlp.gate" : "mlp.up"),
-                   at("mlp.down"),
-                   at("mlp.up.bias"),
-                   at("mlp.down.bias"),
-                   at("norm1"),
-                   at("norm1.bias"),
-                   at("norm2"),
-                   at("norm2.bias"),
-                   at("attention.gate.bias"),
-                   {at("attention.phi_k.position"), at("attention.phi_k.w1"), at("attention.phi_k.w2"),
-                    at("attention.phi_v.position"), at("attention.phi_v.w1"), at("attention.phi_v.w2")}});
+    auto at = [&](const char* name) { return find(strf("block.%lld.%s", static_cast<long long>(i), name)); };
+    params_.push_back({at("attention.q"),
+                       at("attention.o"),
+                       at(c_.arch == Arch::llama ? "mlp.gate" : "mlp.up"),
+                       at("mlp.down"),
+                       at("mlp.up.bias"),
+                       at("mlp.down.bias"),
+                       at("norm1"),
+                       at("norm1.bias"),
+                       at("norm2"),
+                       at("norm2.bias"),
+                       at("attention.gate.bias"),
+                       {at("attention.phi_k.position"), at("attention.phi_k.w1"), at("attention.phi_k.w2"),
+                        at("attention.phi_v.position"), at("attention.phi_v.w1"), at("attention.phi_v.w2")}});
   }
-  embedding_ = place("embedding.weight");
-  head_ = c_.tied ? embedding_ : place("head.weight");
-  head_norm_ = place("head.norm"), head_norm_bias_ = place("head.norm.bias");
-  unit_of_.assign(size_t(c_.modules()), -1);
+  embedding_ = find("embedding.weight");
+  head_ = c_.tied ? embedding_ : find("head.weight");
+  head_norm_ = find("head.norm"), head_norm_bias_ = find("head.norm.bias");
   const std::vector<Unit>& units = fsdp.units();
   weights_.resize(units.size()), grads_.resize(units.size());
-  for (size_t u = 0; u < units.size(); u++) {
+  for (size_t u = 0; u < units.size(); u++)
     if (units[u].replicated) replicated_ = int(u);
-    for (const Param& p : units[u].params)
-      if (!units[u].replicated) unit_of_[size_t(p.module)] = int(u);
-  }
-  if (c_.tied) unit_of_.back() = unit_of_.front();
+  unit_of_ = make_table(c_).unit_of;
+  training_ = training_turns(c_, unit_of_), evaluation_ = evaluation_turns(c_, unit_of_);
   last_of_backward_ = last_of_backward(c_);
   int64_t discarded = 0;  // nobody computes the gradient of a frozen matrix, but the others' come with what is computed
   for (const Unit& u : units)
     for (const Param& p : u.params)
-      if (!p.reduced && (p.shape.size() == 1 || of_phi(p))) discarded = std::max(discarded, p.numel);
+      if (!p.has_gradient && (p.shape.size() == 1 || of_phi(p))) discarded = std::max(discarded, p.numel);
   if (discarded > 0) discarded_ = dev.mem.keep<G>(discarded, "gradients of what is frozen", Purpose::workspace);
 
   batch_ = dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace);
@@ -292,11 +388,24 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 }
 
 template <class T, class G>
-typename Model<T, G>::Place Model<T, G>::place(const std::string& name) const {
+typename Model<T, G>::ParamRef Model<T, G>::find(const std::string& name) const {
   for (size_t u = 0; u < fsdp.units().size(); u++)
     for (const Param& p : fsdp.units()[u].params)
-      if (p.name == name) return {int(u), p.offset, !p.reduced};
+      if (p.name == name) return {int(u), p.offset, !p.has_gradient};
   return {};
+}
+
+template <class T, class G>
+const T* Model<T, G>::weight(const ParamRef& p) const {
+  ASSERT(p.exists() && weights_[size_t(p.unit)]);
+  return weights_[size_t(p.unit)] + p.offset;
+}
+
+template <class T, class G>
+G* Model<T, G>::grad(const ParamRef& p) const {
+  if (p.frozen) return discarded_;
+  ASSERT(p.exists() && grads_[size_t(p.unit)]);
+  return grads_[size_t(p.unit)] + p.offset;
 }
 
 template <class T, class G>
@@ -312,18 +421,18 @@ AttentionShape Model<T, G>::attention_shape() const {
 }
 
 template <class T, class G>
-PhiWeights<const T> Model<T, G>::phi_weights(const Places& at) const {
-  auto w = [&](int i) { return weight(at.phi[i]); };
+PhiWeights<const T> Model<T, G>::phi_weights(const BlockParams& at) const {
+  auto w = [&](int i) { return weight_if_any(at.phi[i]); };
   return {w(0), w(1), w(2), w(3), w(4), w(5)};
 }
 template <class T, class G>
-PhiWeights<G> Model<T, G>::phi_grads(const Places& at) const {
-  auto dw = [&](int i) { return grad(at.phi[i]); };
+PhiWeights<G> Model<T, G>::phi_grads(const BlockParams& at) const {
+  auto dw = [&](int i) { return grad_if_any(at.phi[i]); };
   return {dw(0), dw(1), dw(2), dw(3), dw(4), dw(5)};
 }
 
 template <class T, class G>
-void Model<T, G>::wgrad(const Place& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
+void Model<T, G>::wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
   if (!p.frozen) ops::matmul_wgrad<T, G>(dev_.compute(), grad(p), dy, x, M, N, K, accumulate);
 }
 
@@ -335,155 +444,139 @@ void Model<T, G>::load(const int32_t* host, Event& copied) {
 
 // ------------------------------------------------------------------------------------------------------- the step
 
-// While a unit computes, the next one is on its way. With two slots the gather of a unit waits, on its own stream, for
-// the release of the unit two before it; with one it finds no slot and does nothing, and nothing overlaps.
 template <class T, class G>
 void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied) {
   std::vector<Saved> saved(static_cast<size_t>(c_.depth));
+  auto goes_back = [&](int64_t block) { return c_.mlp_module(block) >= last_of_backward_; };
   if (first && stats_) kernels_.assign(size_t(c_.depth), {});
 
   dev_.mem.phase("forward");
-  begin_pass(Pass::forward, last);
+  begin_micro_batch(training_, last);
   load(host, copied);
   Buffer<T> x = embed();
-  auto goes_back = [&](int64_t block) { return c_.mlp_module(block) >= last_of_backward_; };
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), goes_back(i));
 
   dev_.mem.phase("head");
-  begin_pass(Pass::backward, last);
+  begin_backward();
   x = head(std::move(x), scale, true, first);
 
   for (int64_t i = c_.depth - 1; i >= 0 && goes_back(i); i--) {
     dev_.mem.phase(strf("backward of block %lld", static_cast<long long>(i)));
     x = block_backward(i, std::move(saved[size_t(i)]), std::move(x));
   }
-
   if (last_of_backward_ == 0) {
     dev_.mem.phase("backward of the embedding");
     embed_backward(std::move(x));
   }
   x.reset();
-  end_pass();
+  end_micro_batch();
 }
 
 template <class T, class G>
 void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied) {
   dev_.mem.phase("validation");
-  begin_pass(Pass::evaluation, true);
+  begin_micro_batch(evaluation_, true);
   load(host, copied);
   Buffer<T> x = embed();
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, nullptr, std::move(x), false);
   head(std::move(x), 0, false, first);
-  end_pass();
+  end_micro_batch();
 }
 
-// The backward pass begins where the forward pass ends, with units in hand.
+// ---- the schedule
+
+// Replicated parameters are used by every module, so their unit is in use all the time.
 template <class T, class G>
-void Model<T, G>::begin_pass(Pass pass, bool last) {
-  pass_ = pass, last_ = last;
-  if (pass == Pass::backward) {
-    fsdp.begin_micro_batch(last);
-    if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
-    // Where the head enters no unit of its own, nothing would be on its way behind the one in hand.
-    const int head = unit_of_.back();
-    if (head < 0 || head == current_) prefetch_behind(c_.modules() - 1, current_);
-    return;
-  }
+void Model<T, G>::begin_micro_batch(const std::vector<Turn>& turns, bool last) {
+  turns_ = &turns, turn_ = 0, last_ = last;
+  fsdp.begin_micro_batch(last);
   if (c_.forward_prefetch > 0)
-    for (int u : {replicated_, unit_of_[0]})
-      if (u >= 0) fsdp.gather(u);
+    for (int u : {replicated_, turns[0].uses})
+      if (u >= 0) fsdp.prefetch(u);
   if (replicated_ >= 0) weights_[size_t(replicated_)] = fsdp.use(replicated_);
 }
 
 template <class T, class G>
-void Model<T, G>::end_pass() {
-  leave();
-  ASSERT(open_ < 0);
+void Model<T, G>::begin_backward() {
+  if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
+}
+
+template <class T, class G>
+void Model<T, G>::end_micro_batch() {
+  ASSERT(turn_ == turns_->size());
   if (replicated_ < 0) return;
   fsdp.release(replicated_);
-  if (pass_ == Pass::backward && trained(replicated_)) fsdp.reduce(replicated_);
+  if (grads_[size_t(replicated_)]) fsdp.reduce(replicated_);
+  weights_[size_t(replicated_)] = nullptr, grads_[size_t(replicated_)] = nullptr;
 }
 
+// The code's order against the list's: a module that computes out of turn would read another unit's weights.
 template <class T, class G>
-void Model<T, G>::enter(int module, int next) {
-  const int u = unit_of_[size_t(module)];
-  if (u < 0 || u == current_) return;
-  leave();
-  dev_.mark("waiting for communication");
-  fsdp.gather(u, true);
-  if (pass_ == Pass::backward) {
-    prefetch_behind(module, u, next);
-  } else {
-    int ahead = 0, before = u;
-    for (int m = module + 1; m < c_.modules() && ahead < c_.forward_prefetch; m++) {
-      const int then = unit_of_[size_t(m)];
-      if (then < 0 || then == before) continue;
-      fsdp.gather(then);
-      before = then, ahead++;
+const Turn& Model<T, G>::take_turn(Turn::Kind kind, int module) {
+  ASSERT(turn_ < turns_->size());
+  const Turn& t = (*turns_)[turn_++];
+  ASSERT(t.kind == kind && t.module == module);
+  return t;
+}
+
+// While a unit computes, the next one is on its way. With two slots its gather waits, on its own stream, for the
+// release of the unit two before it; with one slot there is none free, prefetch does nothing, and nothing overlaps.
+template <class T, class G>
+void Model<T, G>::gather(const Turn& t) {
+  if (t.begins_use) fsdp.gather(t.uses);
+  if (t.kind == Turn::forward) {
+    // Up to the head: what the backward pass wants depends on what is still resident when it begins.
+    size_t next = t.next_use;
+    for (int ahead = 0; ahead < c_.forward_prefetch && next <= size_t(c_.head_module()); ahead++) {
+      if (next >= turns_->size()) break;
+      fsdp.prefetch((*turns_)[next].uses);
+      next = (*turns_)[next].next_use;
     }
+  } else if (c_.backward_prefetch == BackwardPrefetch::pre) {
+    if (const int u = unit_behind(t); u >= 0) fsdp.prefetch(u);
   }
-  weights_[size_t(u)] = fsdp.use(u);
-  current_ = u;
 }
 
 template <class T, class G>
-void Model<T, G>::prefetch_behind(int module, int u, int next) {
-  if (c_.backward_prefetch != BackwardPrefetch::pre) return;
-  const bool other = next >= 0 && unit_of_[size_t(next)] >= 0 && unit_of_[size_t(next)] != u;
-  const int then = other ? unit_of_[size_t(next)] : following_unit(module, u);
-  if (then >= 0) fsdp.gather(then);
+void Model<T, G>::use(const Turn& t) {
+  if (t.begins_use) weights_[size_t(t.uses)] = fsdp.use(t.uses);
 }
 
 template <class T, class G>
-void Model<T, G>::leave() {
-  if (current_ < 0) return;
-  fsdp.release(current_, pass_ != Pass::backward);
-  weights_[size_t(current_)] = nullptr;
-  current_ = -1;
-}
-
-// The embedding's backward wants no weights; but the next micro-batch begins with it.
-template <class T, class G>
-int Model<T, G>::following_unit(int module, int u) const {
-  auto other = [&](int m) { return unit_of_[size_t(m)] >= 0 && unit_of_[size_t(m)] != u; };
-  for (int m = module - 1; m >= std::max(last_of_backward_, 1); m--) {
-    // A block whose middle is not kept begins with its attention.
-    if (c_.attends() && !keeps_middle() && m % 2 == 0 && other(m - 1)) return unit_of_[size_t(m - 1)];
-    if (other(m)) return unit_of_[size_t(m)];
-  }
-  return !last_ && other(0) ? unit_of_[0] : -1;
+void Model<T, G>::release(const Turn& t) {
+  if (!t.ends_use) return;
+  weights_[size_t(t.uses)] = nullptr;
+  if (t.reshards) fsdp.reshard(t.uses);
+  else fsdp.release(t.uses);
+  if (t.kind == Turn::gradient && c_.backward_prefetch == BackwardPrefetch::post)
+    if (const int u = unit_behind(t); u >= 0) fsdp.gather(u);
 }
 
 template <class T, class G>
-void Model<T, G>::open(int module) {
-  const int u = unit_of_[size_t(module)];
-  if (u < 0 || u == open_) return;
-  ASSERT(open_ < 0);
-  dev_.mark("waiting for communication");
-  open_ = u;
-  if (trained(u)) grads_[size_t(u)] = fsdp.gradient(u);
+void Model<T, G>::gradient(const Turn& t) {
+  if (t.begins_gradient && trained(t.writes)) grads_[size_t(t.writes)] = fsdp.gradient(t.writes);
 }
 
 template <class T, class G>
-void Model<T, G>::close(int module) {
-  if (open_ < 0 || unit_of_[size_t(module)] < 0) return;
-  for (int m = module - 1; m >= last_of_backward_; m--) {
-    if (unit_of_[size_t(m)] < 0) continue;
-    if (unit_of_[size_t(m)] == open_) return;
-    break;
-  }
-  if (current_ == open_) leave();
-  const int then = following_unit(module, -1);  // it may be the one just left
-  if (then >= 0 && c_.backward_prefetch == BackwardPrefetch::post) fsdp.gather(then, true);
-  if (trained(open_)) fsdp.reduce(open_);
-  grads_[size_t(open_)] = nullptr;
-  open_ = -1;
+void Model<T, G>::reduce(const Turn& t) {
+  if (!t.ends_gradient || !trained(t.writes)) return;
+  grads_[size_t(t.writes)] = nullptr;
+  fsdp.reduce(t.writes);
+}
+
+// Behind a micro-batch's last unit comes the first of the next micro-batch. Behind the step's last nobody: AdamW has
+// yet to change the weights.
+template <class T, class G>
+int Model<T, G>::unit_behind(const Turn& t) const {
+  if (t.next_use < turns_->size()) return (*turns_)[t.next_use].uses;
+  const int first = (*turns_)[0].uses;
+  return last_ || first == t.uses ? -1 : first;
 }
 
 template <class T, class G>
 void Model<T, G>::end_step() {
   dev_.mem.phase("optimizer");
-  dev_.mark("optimizer, with the last reductions");
+  dev_.mark("optimizer");
   ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.end_step();
 }
@@ -500,24 +593,27 @@ void Model<T, G>::finish_evaluation() {
 
 template <class T, class G>
 Buffer<T> Model<T, G>::embed() {
+  const Turn& t = take_turn(Turn::forward, 0);
   Buffer<T> x = dev_.mem.take<T>(M_ * c_.dim, "block input", Purpose::activations);
-  enter(0);
+  gather(t), use(t);
   dev_.mark("embedding");
   ops::embedding_forward(dev_.compute(), x.get(), weight(embedding_), batch_, M_, c_.seq, c_.dim,
                          c_.arch == Arch::simple);
+  release(t);
   return x;
 }
 
 template <class T, class G>
 void Model<T, G>::embed_backward(Buffer<T> dx) {
+  const Turn& t = take_turn(Turn::gradient, 0);
   Buffer<A> partials = dev_.mem.take<A>(ops::embedding_partials(M_, c_.dim), "partial sums");
-  open(0);
+  gradient(t);
   dev_.mark("embedding, backward");
   if (!embedding_.frozen)
     ops::embedding_backward(dev_.compute(), grad(embedding_), dx.get(),
                             ops::token_index_at(batch_ + 2 * M_, M_, c_.vocab), partials.get(), M_, c_.vocab, c_.dim,
                             c_.tied);
-  close(0);
+  reduce(t);
 }
 
 // ------------------------------------------------------------------------------------------------ block: attention
@@ -527,34 +623,37 @@ template <class T, class G>
 void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const Places& at = at_[size_t(block)];
+  const BlockParams& at = params_[size_t(block)];
   const int64_t M = M_, C = c_.dim, QKV = c_.row();
   dev_.mark("norms");
   Buffer<T> n = mem.take<T>(M * C, "normed");
   if (v->stats1) {
-    ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight(at.norm1_bias), M, C);
+    ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
   } else {
     v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
-    ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, weight(at.norm1), weight(at.norm1_bias), M, C);
+    ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, weight(at.norm1), weight_if_any(at.norm1_bias),
+                         M, C);
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
   ops::matmul<T>(s, v->qkv, n, weight(at.qkv), nullptr, nullptr, M, QKV, C);
   n.reset();
-  dev_.mark("positions");
-  if (rope_table_)
+  if (rope_table_) {
+    dev_.mark("positions");
     ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
-  if (c_.sparse)
-    ops::add_bias<T>(s, v->qkv + c_.nsa_shape(M / c_.seq).gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
+  }
+  if (!c_.sparse) return;
+  dev_.mark("gates");
+  ops::add_bias<T>(s, v->qkv + c_.nsa_shape(M / c_.seq).gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
 }
 
-// q, k, v -> attention. Fills in what its backward wants.
+// q, k, v -> attention. Fills in what its backward reads.
 template <class T, class G>
 Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran) {
   const int64_t M = M_, D = c_.head_dim(), H = c_.heads;
   Buffer<T> o = dev_.mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
   if (c_.sparse) {
-    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(at_[size_t(block)]), c_.nsa_shape(M / c_.seq), life, ran);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(params_[size_t(block)]), c_.nsa_shape(M / c_.seq), life, ran);
   } else {
     dev_.mark("attention");
     v->lse = dev_.mem.take<A>(M * H, "log-sum-exp", life);
@@ -564,36 +663,25 @@ Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels*
   return o;
 }
 
-// The gated sum of NSA's branches, again.
-template <class T, class G>
-Buffer<T> Model<T, G>::combine(int64_t block, Saved* v) {
-  Buffer<T> o = dev_.mem.take<T>(M_ * c_.heads * c_.head_dim(), "attention");
-  dev_.mark("gates, backward");
-  const Kernel k = nsa_combine<T>(dev_.compute(), o, v->nsa.o_compressed, v->nsa.o_selected, v->nsa.o_window, v->qkv,
-                                  c_.nsa_shape(M_ / c_.seq));
-  if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
-  return o;
-}
-
 // Wo o, which the MLP's norm adds to x to make x2.
 template <class T, class G>
 void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
   v->x2 = dev_.mem.take<T>(M_ * c_.dim, "middle of the block", life);
   dev_.mark("projections");
-  ops::matmul<T>(dev_.compute(), v->x2, o, weight(at_[size_t(block)].o), nullptr, nullptr, M_, c_.dim,
+  ops::matmul<T>(dev_.compute(), v->x2, o, weight(params_[size_t(block)].o), nullptr, nullptr, M_, c_.dim,
                  c_.heads * c_.head_dim());
 }
 
 // x2 = x + Wo o, and its norm in the same pass, which is returned.
 template <class T, class G>
 Buffer<T> Model<T, G>::middle(int64_t block, Saved* v) {
-  const Places& at = at_[size_t(block)];
+  const BlockParams& at = params_[size_t(block)];
   const int64_t M = M_, C = c_.dim;
   dev_.mark("norms");
   if (!v->stats2) v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
   Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
-  ops::norm_forward<T>(dev_.compute(), norm_, n, v->x2, v->stats2, v->x, v->x2, weight(at.norm2), weight(at.norm2_bias),
-                       M, C);
+  ops::norm_forward<T>(dev_.compute(), norm_, n, v->x2, v->stats2, v->x, v->x2, weight(at.norm2),
+                       weight_if_any(at.norm2_bias), M, C);
   return n;
 }
 
@@ -602,113 +690,170 @@ Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, b
   Saved here;
   Saved& v = keep ? *saved : here;
   v.x = std::move(x);
-  auto life = [&](bool kept) { return keep && kept ? Purpose::activations : Purpose::temporaries; };
+  if (c_.attends()) attention_forward_turn(block, &v, keep);
+  const Turn& t = take_turn(Turn::forward, c_.mlp_module(block));
+  gather(t), use(t);
   Buffer<T> n;
   if (c_.attends()) {
-    enter(c_.attention_module(block));
-    queries(block, &v, life(c_.keeps_queries()));
-    const bool trains = pass_ == Pass::forward;
-    Buffer<T> o = attend(block, &v, life(keeps_attention()), trains ? kernels_of(block) : nullptr);
-    if (trains && stats_) {
-      const NsaShape a = c_.nsa_shape(M_ / c_.seq);
-      Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
-      nsa_stats<T>(dev_.compute(), stats_ + block, v.qkv, v.nsa.indices, partials, a);
-    }
-    if (!keep || !c_.keeps_queries()) v.qkv.reset();
-    if (!keep || !keeps_attention()) {
-      v.lse.reset();
-      Buffer<int32_t> indices = std::move(v.nsa.indices);
-      v.nsa = NsaSaved<T>();
-      if (keep) v.nsa.indices = std::move(indices);
-    }
-    project(block, &v, o, life(keeps_middle()));
-    if (keep && keeps_attention() && !c_.sparse) v.o = std::move(o);
-    o.reset();
-    enter(c_.mlp_module(block));
     n = middle(block, &v);
     if (!keep) v.x.reset();
-  } else {
-    enter(c_.mlp_module(block));
   }
-  return mlp_forward(block, &v, std::move(n), keep);
+  Buffer<T> out = mlp_forward(block, &v, std::move(n), keep);
+  release(t);
+  return out;
+}
+
+// x -> x2, but for the sum, which the MLP's norm makes. keep: what the options keep for the backward.
+template <class T, class G>
+void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
+  const Turn& t = take_turn(Turn::forward, c_.attention_module(block));
+  auto life = [&](bool kept) { return keep && kept ? Purpose::activations : Purpose::temporaries; };
+  const bool trains = turns_ == &training_;
+  gather(t), use(t);
+  queries(block, v, life(c_.keeps_queries()));
+  Buffer<T> o = attend(block, v, life(c_.keeps_attention()), trains ? kernels_of(block) : nullptr);
+  if (trains && stats_) {
+    const NsaShape a = c_.nsa_shape(M_ / c_.seq);
+    Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
+    nsa_stats<T>(dev_.compute(), stats_ + block, v->qkv, v->nsa.indices, partials, a);
+  }
+  if (!keep || !c_.keeps_queries()) v->qkv.reset();
+  if (!keep || !c_.keeps_attention()) {
+    v->lse.reset();
+    // Selected blocks are kept whatever else is not: choosing again would cost as much as attending.
+    Buffer<int32_t> indices = std::move(v->nsa.indices);
+    v->nsa = NsaSaved<T>();
+    if (keep) v->nsa.indices = std::move(indices);
+  }
+  project(block, v, o, life(c_.keeps_middle()));
+  if (keep && c_.keeps_attention() && !c_.sparse) v->o = std::move(o);
+  release(t);
 }
 
 // dx arrives as the gradient of the block's output and leaves, in the same buffer, as that of its input.
 template <class T, class G>
 Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
+  if (c_.attends() && !c_.keeps_middle()) recompute_middle(block, &v);
+  mlp_backward_turn(block, &v, dx);
+  v.x2.reset(), v.stats2.reset();
+  if (c_.attends()) attention_backward_turn(block, &v, dx);
+  return dx;
+}
+
+template <class T, class G>
+void Model<T, G>::recompute_queries(int64_t block, Saved* v) {
+  MarkedRecomputation marked(dev_);
+  fsdp.remark(unit_of_[size_t(c_.attention_module(block))], "recompute attention");
+  queries(block, v, Purpose::temporaries);
+}
+
+template <class T, class G>
+void Model<T, G>::recompute_attention(int64_t block, Saved* v) {
+  MarkedRecomputation marked(dev_);
+  v->o = attend(block, v, Purpose::temporaries, kernels_of(block));
+}
+
+// The gated sum of NSA's branches, which are kept; the sum itself is cheaper to make again than to keep.
+template <class T, class G>
+void Model<T, G>::recompute_gated_sum(int64_t block, Saved* v) {
+  MarkedRecomputation marked(dev_);
+  v->o = dev_.mem.take<T>(M_ * c_.heads * c_.head_dim(), "attention");
+  dev_.mark("gates");
+  const Kernel k = nsa_combine<T>(dev_.compute(), v->o, v->nsa.o_compressed, v->nsa.o_selected, v->nsa.o_window, v->qkv,
+                                  c_.nsa_shape(M_ / c_.seq));
+  if (NsaKernels* ran = kernels_of(block)) ran->add(Stage::gates, k);
+}
+
+// With Recompute::block a block has kept its input alone: two turns make x2 and its norm's statistics again, and leave
+// q, k, v and attention's output for the turn of attention's gradient.
+template <class T, class G>
+void Model<T, G>::recompute_middle(int64_t block, Saved* v) {
+  const Turn& attention = take_turn(Turn::recompute, c_.attention_module(block));
+  gather(attention), use(attention);
+  if (c_.sparse || !c_.keeps_attention()) recompute_queries(block, v);
+  if (!c_.keeps_attention()) recompute_attention(block, v);
+  if (!v->o) recompute_gated_sum(block, v);
+  {
+    MarkedRecomputation marked(dev_);
+    project(block, v, v->o, Purpose::temporaries);
+  }
+  release(attention);
+  const Turn& mlp = take_turn(Turn::recompute, c_.mlp_module(block));
+  gather(mlp), use(mlp);
+  {
+    MarkedRecomputation marked(dev_);
+    middle(block, v);
+  }
+  release(mlp);
+}
+
+template <class T, class G>
+void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
-  const int mlp = c_.mlp_module(block), attention = c_.attention_module(block);
-  auto queries_again = [&] {
-    fsdp.note(Issued::recompute_attention, unit_of_[size_t(attention)]);
-    queries(block, &v, Purpose::temporaries);
-  };
-  if (c_.attends() && !keeps_middle()) {
-    enter(attention, mlp);
-    if (c_.sparse || !keeps_attention()) queries_again();
-    if (!keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
-    if (!v.o) v.o = combine(block, &v);
-    project(block, &v, v.o, Purpose::temporaries);
-    enter(mlp, attention);
-    middle(block, &v);
-  }
-  enter(mlp);
-  open(mlp);
-  mlp_backward(block, &v, dx);
-  close(mlp);
-  if (!c_.attends()) return dx;
-  v.x2.reset(), v.stats2.reset();
-
-  enter(attention);
-  open(attention);
-  const Places& at = at_[size_t(block)];
-  if (!v.qkv) queries_again();
-  if (keeps_middle() && !keeps_attention()) v.o = attend(block, &v, Purpose::temporaries, kernels_of(block));
+  const BlockParams& at = params_[size_t(block)];
+  const Turn& t = take_turn(Turn::gradient, c_.attention_module(block));
+  gather(t), use(t);
+  gradient(t);
+  if (!v->qkv) recompute_queries(block, v);
+  if (c_.keeps_middle() && !c_.keeps_attention()) recompute_attention(block, v);
   Buffer<T> dqkv;
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
     dev_.mark("projections, backward");
     ops::matmul_dgrad<T>(s, d_o, dx, weight(at.o), M, C, H * D, false);
-    if (c_.sparse) {
-      const NsaShape a = c_.nsa_shape(M / c_.seq);
-      if (!v.o) v.o = combine(block, &v);
-      dev_.mark("projections, backward");
-      wgrad(at.o, dx, v.o, M, C, H * D, false);
-      v.o.reset();
-      dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
-      nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v.qkv, phi_weights(at), std::move(v.nsa), a,
-                         kernels_of(block));
-      Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
-      dev_.mark("gates, backward");
-      ops::bias_grad<T, G>(s, grad(at.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
-    } else {
-      wgrad(at.o, dx, v.o, M, C, H * D, false);
-      const AttentionShape a = attention_shape();
-      dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
-      Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
-      const int64_t k = H * D, val = (H + c_.kv_heads) * D;
-      dev_.mark("attention, backward");
-      attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v.qkv, v.qkv + k, v.qkv + val, v.o, v.lse, workspace,
-                            a);
-    }
-    v.o.reset(), v.lse.reset(), v.qkv.reset();
+    if (!v->o) recompute_gated_sum(block, v);
+    dev_.mark("projections, backward");
+    wgrad(at.o, dx, v->o, M, C, H * D, false);
+    if (c_.sparse) v->o.reset();
+    dqkv = queries_backward(block, v, d_o);
+    v->o.reset(), v->lse.reset(), v->qkv.reset();
   }
-  dev_.mark("positions, backward");
-  if (rope_table_) ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
+  if (rope_table_) {
+    dev_.mark("positions, backward");
+    ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
+  }
   dev_.mark("norms, backward");
   Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
-  ops::norm_apply<T>(s, norm_, n, v.stats1, v.x, weight(at.norm1), weight(at.norm1_bias), M, C);
+  ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
   dev_.mark("projections, backward");
   wgrad(at.qkv, dqkv, n, M, QKV, C, false);
   ops::matmul_dgrad<T>(s, n, dqkv, weight(at.qkv), M, QKV, C, false);
   dqkv.reset();
   dev_.mark("norms, backward");
   Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
-  ops::norm_backward<T, G>(s, norm_, dx, grad(at.norm1), grad(at.norm1_bias), n, dx, v.x, v.stats1, weight(at.norm1),
-                           partials, M, C);
-  close(attention);
-  return dx;
+  // dx also came down the residual stream, past attention: the norm's backward adds to it.
+  ops::norm_backward<T, G>(s, norm_, dx, grad(at.norm1), grad_if_any(at.norm1_bias), n, dx, v->x, v->stats1,
+                           weight(at.norm1), partials, M, C);
+  release(t);
+  reduce(t);
+}
+
+// d_o (M, H*D) -> the gradient of q, k, v and the gates (M, row), before the rotation is undone. Frees what NSA saved.
+template <class T, class G>
+Buffer<T> Model<T, G>::queries_backward(int64_t block, Saved* v, const T* d_o) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const int64_t M = M_, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
+  const BlockParams& at = params_[size_t(block)];
+  Buffer<T> dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+  if (c_.sparse) {
+    const NsaShape a = c_.nsa_shape(M / c_.seq);
+    nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v->qkv, phi_weights(at), std::move(v->nsa), a,
+                       kernels_of(block));
+    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
+    dev_.mark("gates, backward");
+    ops::bias_grad<T, G>(s, grad(at.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
+  } else {
+    const AttentionShape a = attention_shape();
+    Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
+    const int64_t k = H * D, val = (H + c_.kv_heads) * D;
+    dev_.mark("attention, backward");
+    attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v->qkv, v->qkv + k, v->qkv + val, v->o, v->lse, workspace,
+                          a);
+  }
+  return dqkv;
 }
 
 // ------------------------------------------------------------------------------------------------------ block: MLP
@@ -719,12 +864,12 @@ template <class T, class G>
 Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool keep) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const Places& at = at_[size_t(block)];
+  const BlockParams& at = params_[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
   const T *in = c_.attends() ? n.get() : v->x.get(), *residual = c_.attends() ? v->x2.get() : v->x.get();
   dev_.mark("MLP");
   Buffer<T> out = mem.take<T>(M_ * C, "block input", Purpose::activations);
-  const bool keeps = keep && keeps_mlp();
+  const bool keeps = keep && c_.keeps_mlp();
   if (keeps) v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
   for (int64_t i = 0, rows; i < M_; i += rows) {
     rows = forward_piece(i);
@@ -736,13 +881,13 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
       ops::matmul<T>(s, h, in + i * C, weight(at.up), nullptr, nullptr, rows, UP, C);
       ops::swiglu_forward<T>(s, g, h, rows, F);
     } else {
-      ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight(at.up_bias), rows, F, C);
+      ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight_if_any(at.up_bias), rows, F, C);
     }
     here.reset();
-    ops::matmul<T>(s, out + i * C, g, weight(at.down), weight(at.down_bias), residual + i * C, rows, C, F);
+    ops::matmul<T>(s, out + i * C, g, weight(at.down), weight_if_any(at.down_bias), residual + i * C, rows, C, F);
   }
   n.reset();
-  if (!keep || !keeps_middle()) v->x2.reset();
+  if (!keep || !c_.keeps_middle()) v->x2.reset();
   return out;
 }
 
@@ -752,80 +897,135 @@ int64_t Model<T, G>::forward_piece(int64_t i) const {
   return std::min(forward_rows_, std::min(M_ - i, rows_ - i % rows_));
 }
 
+// Activated, the hidden layer exists for rows_ rows at a time, so the gradient of what multiplies it is a sum over such
+// pieces; where the hidden layer is recomputed, so is every other gradient of the MLP. Sums over pieces are fp32 and
+// rounded to G once: the number of pieces follows from memory, and should not show in a gradient.
 template <class T, class G>
-void Model<T, G>::mlp_backward(int64_t block, Saved* v, T* dx) {
+void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const Places& at = at_[size_t(block)];
+  const BlockParams& at = params_[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
-  const bool llama = c_.arch == Arch::llama, normed = c_.attends();
-  const bool keeps = keeps_mlp();
-  // Over pieces: onto what the pieces before have left, or into sums of their own.
-  Buffer<A> up_sum, down_sum;
-  if (wide_ && !at.up.frozen) up_sum = mem.take<A>(UP * C, "gradient of the MLP");
-  if (wide_ && !at.down.frozen) down_sum = mem.take<A>(C * F, "gradient of the MLP");
-  auto add = [&](const Place& p, A* sum, const T* dy, const T* x, int64_t rows, int64_t N, int64_t K, bool more) {
-    if (sum) ops::matmul_wgrad<T, A>(s, sum, dy, x, rows, N, K, more);
-    else wgrad(p, dy, x, rows, N, K, more);
-  };
-  auto bias = [&](const Place& p, const T* dy, int64_t rows, int64_t N, bool more) {
-    if (p.unit < 0) return;
-    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, N), "partial sums");
-    ops::bias_grad<T, G>(s, grad(p), dy, partials, rows, N, N, more);
-  };
+  const Turn& t = take_turn(Turn::gradient, c_.mlp_module(block));
+  gather(t), use(t);
+  gradient(t);
+  MlpSums sums;
+  const bool several = !std::is_same_v<G, A> && rows_ < M_;
+  if (several && !at.down.frozen) sums.down = mem.take<A>(C * F, "gradient of the MLP");
+  if (several && !c_.keeps_mlp()) {
+    if (!at.up.frozen) sums.up = mem.take<A>(UP * C, "gradient of the MLP");
+    if (at.up_bias.exists()) sums.up_bias = mem.take<A>(F, "gradient of the MLP's bias");
+    if (at.norm2.exists()) sums.norm = mem.take<A>(C, "gradient of the MLP's norm");
+    if (at.norm2_bias.exists()) sums.norm_bias = mem.take<A>(C, "gradient of the MLP's norm");
+  }
   dev_.mark("MLP, backward");
-  if (!keeps) fsdp.note(Issued::recompute_mlp, unit_of_[size_t(c_.mlp_module(block))]);
-  bias(at.down_bias, dx, M_, C, false);
+  if (!c_.keeps_mlp()) fsdp.remark(t.uses, "recompute MLP");
+  if (at.down_bias.exists()) {
+    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M_, C), "partial sums");
+    ops::bias_grad<T, G>(s, grad(at.down_bias), dx, partials, M_, C, C);
+  }
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);
-    const bool more = i > 0;
-    T* dxi = dx + i * C;
-    const T* x = (normed ? v->x2.get() : v->x.get()) + i * C;
-    auto norm = [&](const char* name) {
-      dev_.mark("norms, backward");
-      Buffer<T> n = mem.take<T>(rows * C, name);
-      ops::norm_apply<T>(s, norm_, n, v->stats2 + 2 * i, x, weight(at.norm2), weight(at.norm2_bias), rows, C);
-      dev_.mark("MLP, backward");
-      return n;
-    };
-    Buffer<T> here;
-    if (!keeps) {
-      Buffer<T> n;
-      if (normed) n = norm("normed");
-      here = mem.take<T>(rows * UP, "MLP hidden");
-      const T* in = normed ? n.get() : x;
-      for (int64_t j = 0, some; j < rows; j += some) {
-        some = forward_piece(i + j);
-        ops::matmul<T>(s, here + j * UP, in + j * C, weight(at.up), weight(at.up_bias), nullptr, some, UP, C);
-      }
-    }
-    T* h = keeps ? v->h + i * UP : here.get();
-    Buffer<T> dg = mem.take<T>(rows * F, "gradient of activated");
-    ops::matmul_dgrad<T>(s, dg, dxi, weight(at.down), rows, C, F, false);
-    // It leaves g and dh, each in the place of the other's counterpart.
-    if (llama) ops::swiglu_backward<T>(s, dg, h, rows, F);
-    else ops::gelu_backward<T>(s, dg, h, rows * F);
-    const T *g = llama ? dg.get() : h, *dh = llama ? h : dg.get();
-    add(at.down, down_sum, dxi, g, rows, C, F, more);
-    if (llama) dg.reset();
-    else here.reset();
-    Buffer<T> n;
-    if (normed) n = norm("normed, then its gradient");
-    add(at.up, up_sum, dh, normed ? n.get() : x, rows, UP, C, more);
-    bias(at.up_bias, dh, rows, F, more);
-    ops::matmul_dgrad<T>(s, normed ? n.get() : dxi, dh, weight(at.up), rows, UP, C, !normed);
-    here.reset(), dg.reset();
-    if (!normed) continue;
-    dev_.mark("norms, backward");
-    Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
-    ops::norm_backward<T, G>(s, norm_, dxi, grad(at.norm2), grad(at.norm2_bias), n, dxi, x, v->stats2 + 2 * i,
-                             weight(at.norm2), partials, rows, C, more);
+    Buffer<T> recomputed;
+    if (!c_.keeps_mlp()) recomputed = recompute_hidden(block, v, i, rows);
+    T* h = c_.keeps_mlp() ? v->h + i * UP : recomputed.get();
+    activation_backward(block, dx + i * C, h, i, rows, sums);
+    if (!c_.keeps_mlp()) up_backward(block, v, dx + i * C, h, i, rows, sums);
   }
+  if (c_.keeps_mlp()) up_backward(block, v, dx, v->h, 0, M_, sums);
   v->h.reset();
   if constexpr (!std::is_same_v<G, A>) {
-    if (up_sum) ops::cast<G, A>(s, grad(at.up), up_sum, UP * C);
-    if (down_sum) ops::cast<G, A>(s, grad(at.down), down_sum, C * F);
+    auto round = [&](const ParamRef& p, const Buffer<A>& sum, int64_t n) {
+      if (sum && !p.frozen) ops::cast<G, A>(s, grad(p), sum, n);
+    };
+    round(at.up, sums.up, UP * C), round(at.down, sums.down, C * F), round(at.up_bias, sums.up_bias, F);
+    round(at.norm2, sums.norm, C), round(at.norm2_bias, sums.norm_bias, C);
   }
+  release(t);
+  reduce(t);
+}
+
+// Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
+// becomes its own gradient. Adds to W2's.
+template <class T, class G>
+void Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpSums& sums) {
+  Stream& s = dev_.compute();
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t C = c_.dim, F = c_.hidden;
+  dev_.mark("MLP, backward");
+  Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
+  ops::matmul_dgrad<T>(s, g, dx, weight(at.down), rows, C, F, false);
+  if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
+  else ops::gelu_backward<T>(s, g, h, rows * F);
+  if (sums.down) ops::matmul_wgrad<T, A>(s, sums.down, dx, g, rows, C, F, i > 0);
+  else wgrad(at.down, dx, g, rows, C, F, i > 0);
+}
+
+// Rows [i, i + rows): dh (rows, F or 2F) through W1 and the norm. dx (rows, C) arrives as the gradient of the MLP's
+// output and leaves as that of its input, which has come past the MLP too. Adds to the gradients of W1 and the norm.
+template <class T, class G>
+void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows,
+                              const MlpSums& sums) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const bool normed = c_.attends(), more = i > 0;
+  Buffer<T> n;
+  if (normed) {
+    dev_.mark("norms, backward");
+    n = mlp_input(block, v, i, rows, "normed, then its gradient");
+    dev_.mark("MLP, backward");
+  }
+  const T* in = normed ? n.get() : v->x + i * C;
+  if (sums.up) ops::matmul_wgrad<T, A>(s, sums.up, dh, in, rows, UP, C, more);
+  else wgrad(at.up, dh, in, rows, UP, C, more);
+  if (at.up_bias.exists()) {
+    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, F), "partial sums");
+    if (sums.up_bias) ops::bias_grad<T, A>(s, sums.up_bias, dh, partials, rows, F, F, more);
+    else ops::bias_grad<T, G>(s, grad(at.up_bias), dh, partials, rows, F, F, more);
+  }
+  ops::matmul_dgrad<T>(s, normed ? n.get() : dx, dh, weight(at.up), rows, UP, C, !normed);
+  if (!normed) return;
+  dev_.mark("norms, backward");
+  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
+  auto norm_backward = [&](auto* dgamma, auto* dbeta) {
+    using E = std::remove_pointer_t<decltype(dgamma)>;
+    ops::norm_backward<T, E>(s, norm_, dx, dgamma, dbeta, n, dx, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2),
+                             partials, rows, C, more);
+  };
+  if (sums.norm) norm_backward(sums.norm.get(), sums.norm_bias.get());
+  else norm_backward(grad(at.norm2), grad_if_any(at.norm2_bias));
+}
+
+// The norm of rows [i, i + rows) of the block's middle, from the statistics that the forward pass has left.
+template <class T, class G>
+Buffer<T> Model<T, G>::mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name) {
+  const BlockParams& at = params_[size_t(block)];
+  Buffer<T> n = dev_.mem.take<T>(rows * c_.dim, name);
+  ops::norm_apply<T>(dev_.compute(), norm_, n, v->stats2 + 2 * i, v->x2 + i * c_.dim, weight(at.norm2),
+                     weight_if_any(at.norm2_bias), rows, c_.dim);
+  return n;
+}
+
+// W1 n (rows, F or 2F), in the pieces that the forward pass made it in: the same products, so the same bits.
+template <class T, class G>
+Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows) {
+  MarkedRecomputation marked(dev_);
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t C = c_.dim, UP = hidden_row();
+  Buffer<T> n;
+  dev_.mark("norms");
+  if (c_.attends()) n = mlp_input(block, v, i, rows, "normed");
+  dev_.mark("MLP");
+  Buffer<T> h = dev_.mem.take<T>(rows * UP, "MLP hidden");
+  const T* in = n ? n.get() : v->x + i * C;
+  for (int64_t j = 0, some; j < rows; j += some) {
+    some = forward_piece(i + j);
+    ops::matmul<T>(dev_.compute(), h + j * UP, in + j * C, weight(at.up), weight_if_any(at.up_bias), nullptr, some, UP,
+                   C);
+  }
+  return h;
 }
 
 // ------------------------------------------------------------------------------------------------------------ head
@@ -837,13 +1037,14 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, V = c_.vocab;
-  const int module = c_.modules() - 1;
-  enter(module);
+  const Turn& t = take_turn(backward ? Turn::gradient : Turn::forward, c_.head_module());
+  gather(t), use(t);
   dev_.mark("head and loss");
   Buffer<A> stats = mem.take<A>(2 * M, "final statistics"), losses = mem.take<A>(M, "losses");
   Buffer<T> n = mem.take<T>(M * C, "final normed, then its gradient");
-  ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, weight(head_norm_), weight(head_norm_bias_), M, C);
-  if (backward) open(module);
+  ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, weight(head_norm_), weight_if_any(head_norm_bias_), M,
+                       C);
+  if (backward) gradient(t);
   {
     Buffer<T> logits = mem.take<T>(chunk_ * V, "logits of a chunk");
     // Chunks are summed in the accumulation type: a sum of many roundings to bf16 would lose what they add.
@@ -866,11 +1067,15 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
     Buffer<A> partials = mem.take<A>(ops::sum_partials(), "partial sums");
     ops::sum<A>(s, loss_sum_, losses, partials, M, !first);
   }
-  if (!backward) return Buffer<T>();
+  if (!backward) {
+    release(t);
+    return Buffer<T>();
+  }
   Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
-  ops::norm_backward<T, G>(s, norm_, n, grad(head_norm_), grad(head_norm_bias_), n, nullptr, x, stats,
+  ops::norm_backward<T, G>(s, norm_, n, grad(head_norm_), grad_if_any(head_norm_bias_), n, nullptr, x, stats,
                            weight(head_norm_), partials, M, C);
-  close(module);
+  release(t);
+  reduce(t);
   return n;
 }
 

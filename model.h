@@ -1,5 +1,5 @@
-// The models: a transformer in three dialects, and an MLP. Forward, loss and backward of one micro-batch, with every
-// gather, use, release and reduce in the open.
+// The models: a transformer in three dialects, and an MLP. Forward, loss and backward of one micro-batch; each module
+// says where it gathers, uses, releases and reduces its unit.
 //
 //   simple  LayerNorm with bias, sin/cos positions added to the embedding (Vaswani et al. 2017), tanh-GELU MLP with
 //           biases
@@ -11,8 +11,14 @@
 //
 // Parameters are one table, made by parameter_table: names, shapes, initial weights, units. Modules are the embedding,
 // a block's attention and its MLP, and the head with the final norm; a unit is a run of them, as ModelConfig::wrap
-// says. Activations are (M, .) with M = batch * seq rows. T: dtype of parameters and activations; G: of whole gradients
-// before they are reduced.
+// says. T: dtype of parameters and activations; G: of unsharded gradients before they are reduced. A step:
+//
+//   model.begin_step(adamw, clip);
+//   for (int m = 0; m < micro_batches; m++)
+//     model.forward_backward(batch + m * batch_ints(config, B), scale, m == 0, m + 1 == micro_batches, copied);
+//   model.end_step();  // model.fsdp.scalars() then has the norm and the loss
+//
+// Shapes: B sequences of T tokens are M = B*T rows; C dim, H and HKV heads of D, F hidden, V vocab.
 #pragma once
 
 #include <string>
@@ -23,12 +29,13 @@
 
 enum class Arch { simple, rope, llama, mlp };
 
-// What a block's backward makes again instead of keeping it, norms and all; indices of selected blocks are always kept.
+// What a block's backward recomputes instead of keeping it (activation checkpointing), norms and all; the indices of
+// selected blocks are always kept.
 enum class Recompute {
   none,
   mlp,    // the MLP's hidden layer
   attn,   // q, k, v and attention
-  both,   // a block keeps its input and its middle
+  both,   // a block keeps its input and the input of its MLP
   block,  // its input alone
 };
 
@@ -36,10 +43,11 @@ enum class Recompute {
 enum class Wrap {
   block,     // the embedding; each block; the head
   sublayer,  // each module
-  size,      // a module of wrap_min_params or more; of smaller neighbours, as many as it takes to have as many
+  size,      // a module of wrap_min_params or more; smaller neighbours together, until they have as many
   single,    // everything
 };
-enum class BackwardPrefetch { pre, post, none };  // before a unit's gradient is computed, after that, or on demand
+// When the backward pass gathers the next unit: before a unit's gradient is computed, after that, or on demand.
+enum class BackwardPrefetch { pre, post, none };
 
 struct ModelConfig {
   Arch arch = Arch::rope;
@@ -48,20 +56,24 @@ struct ModelConfig {
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
-  bool keep_attention = false;                // with attn, both, block: only q, k and v are made again
+  bool keep_attention = false;                // with attn, both, block: only q, k and v are recomputed
   bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_
   Wrap wrap = Wrap::block;
   int64_t wrap_min_params = 0, bucket_params = 0;  // bucket_params: small neighbours are not merged beyond; 0: no limit
-  int64_t replicate_below = 0;                     // parameters of fewer elements are whole on every rank
+  int64_t replicate_below = 0;                     // parameters of fewer elements are not sharded
   bool tied = false;                               // the head multiplies by the embedding
   std::vector<std::string> frozen = {};            // parameters whose names begin so are not trained
   int forward_prefetch = 1;                        // units gathered ahead
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
   int64_t head_dim() const { return dim / heads; }
   bool attends() const { return arch != Arch::mlp; }
+  // What the forward pass leaves for the backward: q, k, v; attention's output; the MLP's input; its hidden layer.
   bool keeps_queries() const { return recompute == Recompute::none || recompute == Recompute::mlp; }
+  bool keeps_attention() const { return keeps_queries() || keep_attention; }
+  bool keeps_middle() const { return recompute != Recompute::block; }
+  bool keeps_mlp() const { return recompute == Recompute::none || recompute == Recompute::attn; }
   // Heads of keys, and of values, in a row of projections: one set, or one for each branch.
   int64_t key_heads() const { return sparse ? 3 * kv_heads : kv_heads; }
   int64_t gates() const { return sparse ? (3 * heads + 7) / 8 * 8 : 0; }  // with padding, so that rows are aligned
@@ -69,8 +81,14 @@ struct ModelConfig {
   NsaShape nsa_shape(int64_t batch) const;
   // Modules in the order of the forward pass: 0 is the embedding, the last the head.
   int modules() const { return int(depth) * (attends() ? 2 : 1) + 2; }
+  int head_module() const { return modules() - 1; }
   int attention_module(int64_t block) const { return 1 + 2 * int(block); }
   int mlp_module(int64_t block) const { return attends() ? 2 + 2 * int(block) : 1 + int(block); }
+  // -1 for the embedding and the head.
+  int block_of(int module) const {
+    return module == 0 || module == head_module() ? -1 : attends() ? (module - 1) / 2 : module - 1;
+  }
+  int first_module(int block) const { return attends() ? attention_module(block) : mlp_module(block); }
 };
 
 // Units in the order of the forward pass, and at the end that of the replicated parameters, if there are any.
@@ -88,12 +106,33 @@ int64_t batch_ints(const ModelConfig& c, int64_t batch);
 // Fills in the index, behind tokens and targets.
 void index_batch(const ModelConfig& c, int64_t batch, int32_t* host);
 
+// A module's turn at computing. Modules take turns in the same order in every micro-batch, so the order is listed once,
+// and what is gathered, released and reduced follows from the list: a unit is gathered before the first of its turns in
+// a row and released behind the last; a prefetch is the next turn that begins with another unit, forward or backward.
+struct Turn {
+  enum Kind {
+    forward,
+    recompute,  // makes again what the forward pass did not keep
+    gradient,   // backward; the head's turn is its forward and its backward
+  } kind;
+  int module;
+  int uses = -1;    // the unit whose weights it reads; -1: it reads none, or replicated ones alone
+  int writes = -1;  // the unit whose gradient it adds to; -1: none, or the replicated one alone
+  bool begins_use = false, ends_use = false;            // of the turns in a row that use this unit
+  bool begins_gradient = false, ends_gradient = false;  // of the turns in a row that write its gradient
+  bool reshards = false;                                // where its use ends, the unit is not needed soon
+  size_t next_use = 0;                                  // the next turn that begins a use; past the last: none
+};
+// In order. unit_of: of each module, -1: all its parameters are replicated.
+std::vector<Turn> training_turns(const ModelConfig& c, const std::vector<int>& unit_of);
+std::vector<Turn> evaluation_turns(const ModelConfig& c, const std::vector<int>& unit_of);
+
 template <class T, class G>
 class Model {
  public:
   // Plans or takes its memory from dev.mem, then the Fsdp's. batch: sequences a micro-batch.
   Model(Device& dev, const World& world, Transport transport, const ModelConfig& config, int64_t batch,
-        const FsdpOptions& options, bool open);
+        const FsdpOptions& options, Links links);
 
   void init_weights();
   // Begins a step. adamw: pinned, read when the compute stream comes to it, which is before `copied` of the step's
@@ -118,88 +157,110 @@ class Model {
 
  private:
   using A = acc_t<T>;
-  // What a block's forward leaves for its backward.
+  // What a block's forward leaves for its backward. Empty: not kept, to be recomputed.
   struct Saved {
-    Buffer<T> x, qkv, o, x2, h;  // input; queries, keys, values; attention's output; input of the MLP; before GELU
-    Buffer<A> stats1, stats2, lse;
-    NsaSaved<T> nsa;  // in place of o and lse
+    Buffer<T> x;       // (M, C) the block's input
+    Buffer<A> stats1;  // (M, 2) of its norm
+    Buffer<T> qkv;     // (M, row) q (H*D), k and v (key_heads*D each), with NSA gates
+    Buffer<T> o;       // (M, H*D) attention's output; dense
+    Buffer<A> lse;     // (B, H, T) log-sum-exp; dense
+    NsaSaved<T> nsa;   // in place of o and lse
+    Buffer<T> x2;      // (M, C) the MLP's input, x + Wo o
+    Buffer<A> stats2;  // (M, 2) of its norm
+    Buffer<T> h;       // (M, F), SwiGLU (M, 2F): the hidden layer before its activation
   };
-  struct Place {
+  struct ParamRef {
     int unit = -1;  // -1: the architecture has no such parameter
-    int64_t at = 0;
+    int64_t offset = 0;
     bool frozen = false;  // has no gradient
+    bool exists() const { return unit >= 0; }
   };
-  struct Places {  // of a block
-    Place qkv, o, up, down, up_bias, down_bias, norm1, norm1_bias, norm2, norm2_bias, gate_bias;
-    Place phi[6];  // in the order of PhiWeights
+  struct BlockParams {
+    ParamRef qkv;                           // (row, C)
+    ParamRef o;                             // (C, H*D)
+    ParamRef up;                            // (F, C), SwiGLU gate and up (2F, C)
+    ParamRef down;                          // (C, F)
+    ParamRef up_bias, down_bias;            // (F), (C)
+    ParamRef norm1, norm1_bias;             // (C)
+    ParamRef norm2, norm2_bias, gate_bias;  // (C), (C), (gates)
+    ParamRef phi[6];                        // in the order of PhiWeights
   };
-  Place place(const std::string& name) const;
-  const T* weight(const Place& p) const { return p.unit < 0 ? nullptr : weights_[size_t(p.unit)] + p.at; }
-  G* grad(const Place& p) const { return p.unit < 0 ? nullptr : p.frozen ? discarded_ : grads_[size_t(p.unit)] + p.at; }
+  ParamRef find(const std::string& name) const;
+  const T* weight(const ParamRef& p) const;  // of a unit that is in use
+  const T* weight_if_any(const ParamRef& p) const { return p.exists() ? weight(p) : nullptr; }
+  G* grad(const ParamRef& p) const;  // of a unit whose gradient is being written
+  G* grad_if_any(const ParamRef& p) const { return p.exists() ? grad(p) : nullptr; }
   bool trained(int u) const { return fsdp.units()[size_t(u)].trained(); }
-  void wgrad(const Place& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
-  PhiWeights<const T> phi_weights(const Places& at) const;
-  PhiWeights<G> phi_grads(const Places& at) const;
+  void wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
+  PhiWeights<const T> phi_weights(const BlockParams& at) const;
+  PhiWeights<G> phi_grads(const BlockParams& at) const;
 
-  // The schedule. Between begin_pass and end_pass, enter() makes a module's weights the ones in hand: it releases the
-  // unit before, if that is another, has the next ones gathered, and waits for its own. next: the module whose turn
-  // comes after this one, where it is not the neighbour. open() and close() go round a module's backward: close()
-  // has the unit's gradient reduced, unless the next module adds to it.
-  enum class Pass { forward, backward, evaluation };
-  void begin_pass(Pass pass, bool last);
-  void end_pass();
-  void enter(int module, int next = -1);
-  void leave();
-  void prefetch_behind(int module, int u, int next = -1);  // going backward, of enter(module, next): u is in hand
-  void open(int module);
-  void close(int module);
-  int following_unit(int module, int u) const;  // going backward; -1: none
+  // The schedule. A micro-batch goes through a list of turns; each module takes its own with take_turn and says the
+  // verbs, which act on its unit where its turn begins or ends the unit's run of turns.
+  void begin_micro_batch(const std::vector<Turn>& turns, bool last);
+  void begin_backward();
+  void end_micro_batch();
+  const Turn& take_turn(Turn::Kind kind, int module);
+  void gather(const Turn& t);  // and prefetches what comes behind it
+  void use(const Turn& t);
+  void release(const Turn& t);
+  void gradient(const Turn& t);
+  void reduce(const Turn& t);
+  int unit_behind(const Turn& t) const;  // the one that is gathered next, in this micro-batch or the next; -1: none
 
   void load(const int32_t* host, Event& copied);
   Buffer<T> embed();
-  // A block's parts, for the forward pass and for making them again: q, k and v from the input; attention's output;
-  // NSA's from its branches'; its projection; the middle and its norm.
+  // A block's parts, for the forward pass and to recompute them.
   void queries(int64_t block, Saved* v, Purpose life);
   Buffer<T> attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran);
-  Buffer<T> combine(int64_t block, Saved* v);
   void project(int64_t block, Saved* v, const T* o, Purpose life);
   Buffer<T> middle(int64_t block, Saved* v);
   Buffer<T> block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep);
+  void attention_forward_turn(int64_t block, Saved* v, bool keep);
   Buffer<T> mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool keep);
   Buffer<T> head(Buffer<T> x, double scale, bool backward, bool first);
   Buffer<T> block_backward(int64_t block, Saved saved, Buffer<T> dx);
-  void mlp_backward(int64_t block, Saved* v, T* dx);
+  void recompute_queries(int64_t block, Saved* v);
+  void recompute_attention(int64_t block, Saved* v);
+  void recompute_gated_sum(int64_t block, Saved* v);
+  void recompute_middle(int64_t block, Saved* v);
+  Buffer<T> recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows);
+  void attention_backward_turn(int64_t block, Saved* v, T* dx);
+  Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
+  struct MlpSums {  // fp32, over pieces; empty: the gradient is made in one piece, or not wanted
+    Buffer<A> up, down, up_bias, norm, norm_bias;
+  };
+  void mlp_backward_turn(int64_t block, Saved* v, T* dx);
+  void activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpSums& sums);
+  void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpSums& sums);
+  Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
   void embed_backward(Buffer<T> dx);
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
-  bool keeps_mlp() const { return c_.recompute == Recompute::none || c_.recompute == Recompute::attn; }
-  bool keeps_attention() const { return c_.keeps_queries() || c_.keep_attention; }
-  bool keeps_middle() const { return c_.recompute != Recompute::block; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }
   AttentionShape attention_shape() const;
 
   Device& dev_;
   ModelConfig c_;
-  // Rows; rows whose logits exist at one time; rows whose hidden layers exist at one time, where they are not kept,
-  // in the backward, and in the forward, which has two tensors of that size. The gradients of the MLP's matrices are
-  // then sums over pieces: over two in the gradient's own dtype, over more in the accumulation type, whatever needs
-  // less memory (wide_).
+  // Rows; rows whose logits exist at one time; rows whose hidden layers exist at one time in the backward, and, where
+  // they are not kept, in the forward, which has two tensors of that size.
   int64_t M_, chunk_, rows_, forward_rows_;
-  bool wide_ = false;
   ops::Norm norm_;
-  std::vector<Places> at_;
-  Place embedding_, head_, head_norm_, head_norm_bias_;
-  std::vector<int> unit_of_;  // by module; -1: all its parameters are replicated
-  int replicated_ = -1;       // that unit
+  std::vector<BlockParams> params_;  // by block
+  ParamRef embedding_, head_, head_norm_, head_norm_bias_;
+  int replicated_ = -1;       // the unit of parameters that are not sharded
   int last_of_backward_ = 0;  // the module that the backward pass ends with
-  Pass pass_ = Pass::forward;
-  bool last_ = true;
-  int current_ = -1, open_ = -1;   // the units in hand
-  std::vector<const T*> weights_;  // by unit; valid while it is in hand
-  std::vector<G*> grads_;
+  std::vector<int> unit_of_;  // by module; -1: all its parameters are replicated
+  std::vector<Turn> training_, evaluation_;
+  const std::vector<Turn>* turns_ = nullptr;  // of the micro-batch that is being issued
+  size_t turn_ = 0;                           // the next of them
+  bool last_ = true;                          // the step's last micro-batch
+  std::vector<const T*> weights_;             // by unit; null: not in use
+  std::vector<G*> grads_;                     // by unit; null: not being written
   G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything
-  int32_t* batch_;
-  A *rope_table_, *loss_sum_;
-  NsaStats* stats_;
+  int32_t* batch_;          // as batch_ints says
+  A* rope_table_;           // (T, D), cos and sin
+  A* loss_sum_;             // (1)
+  NsaStats* stats_;         // (depth)
   std::vector<NsaKernels> kernels_;
 };

@@ -130,10 +130,10 @@ Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, 
   const auto [rows, in, F] = PhiSizes(a);
   Buffer<T> blocks = dev.mem.take<T>(a.HKV * rows * in, "blocks to compress, then their gradient");
   {
-    Buffer<T> dy = dev.mem.take<T>(a.HKV * rows * a.D, "gradient of compressed, by head"), h, dh;
+    Buffer<T> dy = dev.mem.take<T>(a.HKV * rows * a.D, "gradient of compressed, by head"), h, dg;
     if (a.phi == Phi::mlp) {
-      h = dev.mem.take<T>(rows * F, "hidden of phi, then activated");
-      dh = dev.mem.take<T>(rows * F, "gradient of phi's hidden");
+      h = dev.mem.take<T>(rows * F, "hidden of phi, then its gradient");
+      dg = dev.mem.take<T>(rows * F, "gradient of activated, then activated");
     }
     nsa_blocks(s, blocks.get(), x, phi.position, a);
     nsa_heads_first(s, dy.get(), dout, a.HKV, rows, a.D);
@@ -146,11 +146,11 @@ Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, 
       } else {
         const T* w1 = phi.w1 + head * F * in;
         ops::matmul<T>(s, h, block, w1, none, none, rows, F, in);
-        ops::matmul_dgrad<T>(s, dh, d, phi.w2 + head * a.D * F, rows, a.D, F, false);
-        ops::gelu_backward<T>(s, dh, h, rows * F);
-        ops::matmul_wgrad<T>(s, dphi.w2 + head * a.D * F, d, h, rows, a.D, F, false);
-        ops::matmul_wgrad<T>(s, dphi.w1 + head * F * in, dh, block, rows, F, in, false);
-        ops::matmul_dgrad<T>(s, block, dh, w1, rows, F, in, false);
+        ops::matmul_dgrad<T>(s, dg, d, phi.w2 + head * a.D * F, rows, a.D, F, false);
+        ops::gelu_backward<T>(s, dg, h, rows * F);  // leaves g in dg, and the hidden layer's gradient in h
+        ops::matmul_wgrad<T>(s, dphi.w2 + head * a.D * F, d, dg, rows, a.D, F, false);
+        ops::matmul_wgrad<T>(s, dphi.w1 + head * F * in, h, block, rows, F, in, false);
+        ops::matmul_dgrad<T>(s, block, h, w1, rows, F, in, false);
       }
     }
   }

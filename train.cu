@@ -236,8 +236,8 @@ std::string train(const Job& job) {
   dev.mem.rewind();
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
-  const bool open = true, first = true;
-  Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, open);
+  const bool first = true;
+  Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, Links::open);
   Training<T, G> t{job, model};
   StepInFlight& any = t.slots[0];
   step_program(dev, model, r, any.batches.get(), any.adamw.get(), any.copied);  // times the matmuls

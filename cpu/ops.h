@@ -227,10 +227,10 @@ void gelu_forward(T* g, const T* h, int64_t n) {
   for (int64_t i = 0; i < n; ++i) g[i] = T(gelu(acc_t<T>(h[i])).value);
 }
 template <class T>
-void gelu_backward(T* dg_dh, T* h_g, int64_t n) {
+void gelu_backward(T* dg_g, T* h_dh, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const auto at = gelu(acc_t<T>(h_g[i]));
-    dg_dh[i] = T(acc_t<T>(dg_dh[i]) * at.slope), h_g[i] = T(at.value);
+    const auto at = gelu(acc_t<T>(h_dh[i]));
+    h_dh[i] = T(acc_t<T>(dg_g[i]) * at.slope), dg_g[i] = T(at.value);
   }
 }
 template <class T>

@@ -141,7 +141,7 @@ struct FakeRank {
   FakeRank(const std::vector<Param>& params, Grouping wrap, int ranks, int rank)
       : all(wrapped(params, wrap, ranks)), rank(rank) {
     for (const Unit& u : all)
-      for (auto& kind : data) kind.emplace_back(size_t(&kind == data ? u.shard : u.reduced.shard), padding);
+      for (auto& kind : data) kind.emplace_back(size_t(&kind == data ? u.shard : u.with_gradient.shard), padding);
   }
   const std::vector<Unit>& units() const { return all; }
   float* master(int u) const { return data[0][size_t(u)].data(); }
@@ -161,7 +161,7 @@ struct FakeRank {
           if (kind > 0 && (p.frozen || std::count(without.begin(), without.end(), p.name))) continue;
           const Unit::Piece mine = all[u].piece(p, rank);
           for (int64_t i = 0; i < mine.numel; ++i)
-            want[size_t(mine.at + i)] = value(p.name, kind, mine.first + i, step);
+            want[size_t(mine.offset_in_shard + i)] = value(p.name, kind, mine.first + i, step);
         }
         for (size_t i = 0; i < want.size(); ++i) f(data[kind][u][i], want[i]);
       }

@@ -38,7 +38,7 @@ void step(Device& dev, const ModelConfig& m, int64_t batch, World world, bool en
   ops::keep_workspace(dev);
   FsdpOptions o;
   o.reduce_dtype = dtype_of<G>, o.gather_by_copy_engine = engines;
-  Model<T, G> model(dev, world, world.size > 1 ? Transport::nccl : Transport::none, m, batch, o, false);
+  Model<T, G> model(dev, world, world.size > 1 ? Transport::nccl : Transport::none, m, batch, o, Links::planned);
   Event copied(dev);
   for (int i = 0; i < steps; ++i) {
     if (i > 0) dev.timeline->next_step();

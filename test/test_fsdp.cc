@@ -130,7 +130,7 @@ Outcome train(const Setup& s, const World& world) {
   };
   {
     ops::keep_workspace(dev);
-    Model<T, G> m(dev, world, transport, s.model, batch, s.fsdp, false);
+    Model<T, G> m(dev, world, transport, s.model, batch, s.fsdp, Links::planned);
     Event copied(dev);
     m.init_weights();
     step(m, nullptr, 1, copied);
@@ -141,7 +141,7 @@ Outcome train(const Setup& s, const World& world) {
   dev.mem.rewind();
   dev.mode = Mode::run;
   ops::keep_workspace(dev);
-  Model<T, G> model(dev, world, transport, s.model, batch, s.fsdp, true);
+  Model<T, G> model(dev, world, transport, s.model, batch, s.fsdp, Links::open);
   Graph graph(dev);
   if (s.validate) {  // as programs do, to time products
     Event copied(dev);
@@ -552,7 +552,7 @@ TEST_CASE("what is gathered when it is wanted hides behind nothing", "[fsdp]") {
     FsdpOptions options;
     options.gather_slots = 3, options.reduce_dtype = Dtype::bf16;
     ops::keep_workspace(dev);
-    Model<bf16, bf16> model(dev, world, Transport::nccl, m, 1, options, false);
+    Model<bf16, bf16> model(dev, world, Transport::nccl, m, 1, options, Links::planned);
     Event copied(dev);
     for (int i = 0; i < steps; ++i) {
       if (i > 0) estimate.next_step();
@@ -646,7 +646,7 @@ TEST_CASE("every way to shard trains as one rank does, in the memory that was pl
     s.fsdp.reshard_after_forward = s.fsdp.shard_ranks > 1 || world.size == 1 ? n % 2 == 0 : false;
     s.fsdp.gather_slots = pick(11, 4), s.fsdp.gradient_slots = 1 + pick(13, 3);
     s.fsdp.reduce_last = n % 4 == 1, s.fsdp.update_in_backward = s.clip == 0;
-    s.fsdp.whole_init = n % 3 == 2;
+    s.fsdp.unsharded_init = n % 3 == 2;
     INFO("case " << n << ": " << name_of(s.model.arch) << " wrap " << int(s.model.wrap) << " groups of "
                  << s.fsdp.shard_ranks << " slots " << s.fsdp.gather_slots << " tied " << s.model.tied);
     const Outcome out = train<float, float>(s, world);
@@ -740,7 +740,7 @@ TEST_CASE("what only moves work in time changes no bit", "[fsdp]") {
       t.model.forward_prefetch = 3, t.model.backward_prefetch = BackwardPrefetch::post, t.fsdp.gather_slots = 4;
     if (n == 2) t.fsdp.gather_slots = 0;
     if (n == 3) t.fsdp.reshard_after_forward = false;
-    if (n == 4) t.fsdp.whole_init = true;
+    if (n == 4) t.fsdp.unsharded_init = true;
     if (n == 5) t.fsdp.shard_ranks = 1, t.fsdp.reshard_after_forward = false;
     t.delay_ms = n == 1 && world.rank % 2 ? 10 : 0;
     const Outcome out = train<float, float>(t, world);
@@ -757,7 +757,7 @@ TEST_CASE("weights that are made whole first need room for the whole model", "[f
   s.model = small(Arch::rope, 4 * test_world().size + 1);
   s.model.depth = 40, s.rows = test_world().size, s.steps = 0;
   const Outcome sharded = train<float, float>(s, test_world());
-  s.fsdp.whole_init = true;
+  s.fsdp.unsharded_init = true;
   const Outcome whole = train<float, float>(s, test_world());
   CHECK(whole.weights == sharded.weights);
   CHECK(whole.memory.live_peak > sharded.memory.live_peak);
@@ -890,9 +890,9 @@ TEST_CASE("what is frozen stays as it is, and the others train as if it were not
         INFO(p.name);
         CHECK(first.trained.at(p.name) == (p.frozen ? free.weights : free.trained).at(p.name));
         CHECK((out.trained.at(p.name) == out.weights.at(p.name)) == p.frozen);
-        fixed += p.reduced ? 0 : p.numel;
+        fixed += p.has_gradient ? 0 : p.numel;
       }
-      moments += u.reduced.shard * 8;
+      moments += u.with_gradient.shard * 8;
     }
     CHECK((fixed == 0) == (c.frozen[0] == "block.0.attention.q" || c.frozen[0] == "block.0.mlp.gate"));
     // What is reduced, and what has moments, is what trains and no more; what is gathered is all.
@@ -906,7 +906,7 @@ TEST_CASE("what is frozen stays as it is, and the others train as if it were not
         gathered[size_t(i.unit)] += i.bytes;
         continue;
       }
-      CHECK((i.bytes == u.reduced.padded * 4 && u.trained()));
+      CHECK((i.bytes == u.with_gradient.padded * 4 && u.trained()));
       reduced += i.bytes;
     }
     for (size_t u = 0; u < units.size(); ++u)
@@ -1018,8 +1018,8 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
       lay_out(&units, ranks);
       for (const Unit& u : units) {
         int64_t at = 0, part = 0, numel = 0;
-        for (const FlatParam& f : {u.reduced, u.fixed}) {
-          CHECK((f.at == at && f.part == part));
+        for (const FlatParam& f : {u.with_gradient, u.without_gradient}) {
+          CHECK((f.offset_in_unit == at && f.offset_in_shard == part));
           CHECK(f.padded == f.shard * ranks);
           CHECK(f.padded >= f.numel);
           CHECK((f.numel > 0 ? f.padded - f.numel < ranks * shard_align : f.padded == 0));
@@ -1029,14 +1029,14 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
         CHECK((u.padded == at && u.shard == part && u.numel == numel));
         at = 0;
         for (const Param& p : u.params) {
-          if (!p.reduced && at < u.fixed.at) {
-            CHECK(at == u.reduced.numel);
-            at = u.fixed.at;
+          if (!p.has_gradient && at < u.without_gradient.offset_in_unit) {
+            CHECK(at == u.with_gradient.numel);
+            at = u.without_gradient.offset_in_unit;
           }
           CHECK(p.offset == at);
           CHECK(p.decay == (p.shape.size() > 1));
-          CHECK((p.offset < u.decayed) == (p.decay && p.reduced));
-          CHECK((p.reduced || p.frozen));
+          CHECK((p.offset < u.decayed) == (p.decay && p.has_gradient));
+          CHECK((p.has_gradient || p.frozen));
           at += p.numel;
           // Every element in one shard, and nothing else in its place.
           int64_t next = 0;
@@ -1044,14 +1044,15 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
             const Unit::Piece mine = u.piece(p, r);
             if (mine.numel == 0) continue;
             CHECK(mine.first == next);
-            CHECK((mine.at >= 0 && mine.at + mine.numel <= u.shard));
-            const FlatParam& f = p.reduced ? u.reduced : u.fixed;
-            CHECK(mine.at - f.part + r * f.shard == p.offset - f.at + next);
+            CHECK((mine.offset_in_shard >= 0 && mine.offset_in_shard + mine.numel <= u.shard));
+            const FlatParam& f = p.has_gradient ? u.with_gradient : u.without_gradient;
+            CHECK(mine.offset_in_shard - f.offset_in_shard + r * f.shard == p.offset - f.offset_in_unit + next);
             next += mine.numel;
           }
           CHECK(next == p.numel);
         }
-        CHECK(at == (u.fixed.numel > 0 ? u.fixed.at + u.fixed.numel : u.reduced.numel));
+        CHECK(at == (u.without_gradient.numel > 0 ? u.without_gradient.offset_in_unit + u.without_gradient.numel
+                                                  : u.with_gradient.numel));
       }
     }
 }
@@ -1401,6 +1402,129 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
   }
 }
 
+namespace {
+// One step on one CPU rank. The gradient is read where AdamW leaves it: with beta1 = 0 the first moment is the
+// gradient. profile: where the step's time went, if anyone asks.
+using Profile = std::vector<std::pair<std::string, double>>;
+template <class T, class G>
+Weights gradients(const ModelConfig& c, int64_t batch, const World& world = World(), Profile* profile = nullptr) {
+  const Transport transport = world.size > 1 ? Transport::mpi : Transport::none;
+  const int64_t M = batch * c.seq;
+  Device dev(Backend::cpu, 0, world.size);
+  HostBuffer<ops::AdamW> adamw(dev, 1);
+  adamw[0] = ops::AdamW(0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1);
+  FsdpOptions options;
+  options.reduce_dtype = dtype_of<G>;
+  Event copied(dev);
+  auto step = [&](Model<T, G>& m, const int32_t* host) {
+    dev.mem.begin("step");
+    m.begin_step(adamw.get(), 0);
+    m.forward_backward(host, 1.0 / double(M), true, true, copied);
+    m.end_step();
+    dev.mem.end();
+  };
+  {
+    Model<T, G> m(dev, world, transport, c, batch, options, Links::planned);
+    step(m, nullptr);
+  }
+  dev.mem.commit();
+  dev.mem.rewind();
+  dev.mode = Mode::run;
+  Model<T, G> model(dev, world, transport, c, batch, options, Links::open);
+  model.init_weights();
+  HostBuffer<int32_t> host(dev, batch_ints(c, batch));
+  for (int64_t i = 0; i < M; ++i) {
+    host[i] = token_at(1, i / c.seq, i % c.seq, c.vocab);
+    host[M + i] = token_at(1, i / c.seq, i % c.seq + 1, c.vocab);
+  }
+  index_batch(c, batch, host.get());
+  if (profile) dev.start_profile();
+  step(model, host.get());
+  if (profile) *profile = dev.end_profile();
+  dev.compute().synchronize();
+  Weights gradients;
+  for (size_t u = 0; u < model.fsdp.units().size() && world.size == 1; ++u)
+    for (const Param& p : model.fsdp.units()[u].params) {
+      const float* g = static_cast<const float*>(model.fsdp.first_moment(int(u))) + p.offset;
+      gradients[p.name].assign(g, g + p.numel);
+    }
+  return gradients;
+}
+}  // namespace
+
+TEST_CASE("gradients in bf16 do not show in how many pieces the MLP was made", "[fsdp]") {
+  if (test_world().size != 1) SKIP_TEST("is about one rank");
+  for (Arch arch : {Arch::simple, Arch::llama, Arch::mlp})
+    for (Recompute recompute : {Recompute::none, Recompute::mlp}) {
+      ModelConfig c = small(arch, 64);
+      c.depth = 1, c.seq = 64, c.recompute = recompute;
+      const Weights one = gradients<bf16, bf16>(c, 4);
+      c.hidden_bytes = 800;  // 8 rows of 256 and fewer
+      const Weights many = gradients<bf16, bf16>(c, 4);
+      for (const auto& [name, gradient] : one) {
+        INFO(name_of(arch) << (recompute == Recompute::mlp ? ", recomputed: " : ": ") << name);
+        double size = 0, furthest = 0;
+        for (size_t i = 0; i < gradient.size(); ++i) {
+          size = std::max(size, std::abs(double(gradient[i])));
+          furthest = std::max(furthest, std::abs(double(gradient[i]) - double(many.at(name)[i])));
+        }
+        // A sum in bf16 loses half of its last bit with every piece.
+        CHECK(furthest <= 0x1p-7 * size);
+      }
+    }
+}
+
+TEST_CASE("a profile has each operation's time under its own name", "[fsdp]") {
+  ModelConfig c = small(Arch::rope, 8192);
+  c.depth = 2, c.seq = 64;
+  // The least of four steps: this machine has others to run.
+  auto profile_of = [](const ModelConfig& c) {
+    std::map<std::string, double> times;
+    for (int n = 0; n < 4; ++n) {
+      Profile profile;
+      gradients<float, float>(c, 2, test_world(), &profile);
+      for (const auto& [name, ms] : profile) times[name] = n > 0 ? std::min(times[name], ms) : ms;
+    }
+    return times;
+  };
+  auto names_of = [](const std::map<std::string, double>& times) {
+    std::set<std::string> names;
+    for (const auto& t : times) names.insert(t.first);
+    return names;
+  };
+  const bool alone = test_world().size == 1;
+  std::set<std::string> names = {"embedding",     "embedding, backward",
+                                 "norms",         "norms, backward",
+                                 "MLP",           "MLP, backward",
+                                 "projections",   "projections, backward",
+                                 "attention",     "attention, backward",
+                                 "positions",     "positions, backward",
+                                 "head and loss", "optimizer"};
+  if (!alone) names.insert("waiting for communication");
+  auto times = profile_of(c);
+  CHECK(names_of(times) == names);
+  // A vocabulary 256 times as wide as the model: the head takes longest, also behind its wait for a gradient slot.
+  for (const auto& [name, ms] : times)
+    CHECK((name == "head and loss" || name == "waiting for communication" || ms < times["head and loss"]));
+  // A hidden layer as wide as that, in pieces: every one of them counts as the MLP's.
+  c.vocab = 16, c.hidden = 8192, c.hidden_bytes = 400000;
+  times = profile_of(c);
+  CHECK(names_of(times) == names);
+  for (const auto& [name, ms] : times)
+    if (alone) CHECK((name == "MLP" || name == "MLP, backward" || ms < times["MLP, backward"]));
+  // What is recomputed says so.
+  c.recompute = Recompute::block;
+  for (const char* part : {"norms", "MLP", "projections", "attention", "positions"})
+    names.insert(std::string(part) + ", recomputed");
+  CHECK(names_of(profile_of(c)) == names);
+  ModelConfig nsa = sparse(small(Arch::rope, 16), Phi::mean);
+  nsa.recompute = Recompute::attn, nsa.keep_attention = true;
+  const auto sparse_names = names_of(profile_of(nsa));
+  for (const char* name : {"gates", "gates, backward", "gates, recomputed", "selection", "selected branch"})
+    CHECK(sparse_names.count(name) == 1);
+  CHECK(sparse_names.count("selection, recomputed") == 0);
+}
+
 TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
   // One rank, in double. The gradient is read where AdamW leaves it: with beta1 = 0 the first moment is the gradient.
   if (test_world().size != 1) SKIP_TEST("is about one rank");
@@ -1431,13 +1555,13 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
     options.reduce_dtype = Dtype::f64;
     Event copied(dev);
     {
-      Model<double, double> m(dev, World(), Transport::none, c, batch, options, false);
+      Model<double, double> m(dev, World(), Transport::none, c, batch, options, Links::planned);
       step(m, nullptr, copied);
     }
     dev.mem.commit();
     dev.mem.rewind();
     dev.mode = Mode::run;
-    Model<double, double> model(dev, World(), Transport::none, c, batch, options, true);
+    Model<double, double> model(dev, World(), Transport::none, c, batch, options, Links::open);
     model.init_weights();
     HostBuffer<int32_t> host(dev, batch_ints(c, batch));
     for (int64_t i = 0; i < M; ++i) {

@@ -162,7 +162,7 @@ TEST_CASE("a way to shard is the knobs that it stands for", "[program]") {
   CHECK(r.fsdp.moment_dtype == Dtype::bf16);
   CHECK(r.fsdp.reduce_last);
   CHECK(r.fsdp.norm == ops::GradNorm::inf);
-  CHECK(r.fsdp.whole_init);
+  CHECK(r.fsdp.unsharded_init);
   CHECK(r.fsdp.gradient_slots == 3);
   CHECK(r.fsdp.update_in_backward);
   CHECK(r.fsdp.seed == 9);

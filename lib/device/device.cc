@@ -113,8 +113,8 @@ Device::~Device() {
 
 // --------------------------------------------------------------------------------------------------------- profile
 
-void Device::add_mark(const char* name) {
-  marks_.emplace_back(name, Event(*this, Event::timed));
+void Device::add_mark() {
+  marks_.emplace_back(std::string(marked_) + (recomputing_ ? ", recomputed" : ""), Event(*this, Event::timed));
   compute().record(marks_.back().second);
 }
 

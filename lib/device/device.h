@@ -63,7 +63,8 @@ struct Device {
   // Where a step's time goes: what the compute stream is given from here on is `name`'s, until the next mark. Marks are
   // events on that stream, and nothing where nobody has asked for a profile.
   void mark(const char* name) {
-    if (profiling_ && mode == Mode::run) add_mark(name);
+    marked_ = name;
+    if (profiling_ && mode == Mode::run) add_mark();
   }
   void start_profile();
   // Milliseconds by name, in order of first appearance; waits for the marks, and ends the profile.
@@ -90,9 +91,35 @@ struct Device {
   int64_t blas_workspace_bytes = 0;
 
  private:
-  void add_mark(const char* name);
+  friend class MarkedWait;
+  friend class MarkedRecomputation;
+  void add_mark();
   struct Failure;
   std::shared_ptr<Failure> failure_;
-  bool profiling_ = false;
+  bool profiling_ = false, recomputing_ = false;
+  const char* marked_ = "";  // the latest mark's name
   std::vector<std::pair<std::string, Event>> marks_;
+};
+
+// Within its life the compute stream waits, and that is no operation's time; behind it the operation goes on that was
+// marked before.
+class MarkedWait {
+ public:
+  explicit MarkedWait(Device& dev) : dev_(dev), before_(dev.marked_) { dev.mark("waiting for communication"); }
+  ~MarkedWait() { dev_.mark(before_); }
+  MarkedWait(const MarkedWait&) = delete;
+
+ private:
+  Device& dev_;
+  const char* before_;
+};
+// Within its life what is marked is recomputation: "norms" stands in the profile as "norms, recomputed".
+class MarkedRecomputation {
+ public:
+  explicit MarkedRecomputation(Device& dev) : dev_(dev) { dev.recomputing_ = true; }
+  ~MarkedRecomputation() { dev_.recomputing_ = false; }
+  MarkedRecomputation(const MarkedRecomputation&) = delete;
+
+ private:
+  Device& dev_;
 };

@@ -67,22 +67,22 @@ void add_bias(cudaStream_t stream, T* x, const T* bias, int64_t M, int64_t N, in
 
 template <class T>
 struct GeluBackward {
-  T *dg_dh, *h_g;  // (n)
+  T *dg_g, *h_dh;  // (n)
   template <int N>
   __device__ void at(int64_t i) const {
     float x[N], d[N];
-    load(x, h_g + i), load(d, dg_dh + i);
+    load(x, h_dh + i), load(d, dg_g + i);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const float2 v = gelu<T>(x[j]);
       x[j] = v.x, d[j] *= v.y;
     }
-    store(dg_dh + i, d), store(h_g + i, x);
+    store(dg_g + i, x), store(h_dh + i, d);
   }
 };
 template <class T>
-void gelu_backward(cudaStream_t stream, T* dg_dh, T* h_g, int64_t n) {
-  each<width<T>>(stream, GeluBackward<T>{dg_dh, h_g}, n, aligned(dg_dh, h_g));
+void gelu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t n) {
+  each<width<T>>(stream, GeluBackward<T>{dg_g, h_dh}, n, aligned(dg_g, h_dh));
 }
 
 // g or dg_g (M,F), h or h_dh (M,2F). A thread owns one vector of g and the two of h that it belongs to.

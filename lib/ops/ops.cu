@@ -106,8 +106,8 @@ void gelu_forward(Stream& s, T* g, const T* h, int64_t n) {
   RUN(is_double<T>, moves<T>(2 * n), gelu_forward, g, h, n);
 }
 template <class T>
-void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n) {
-  RUN(is_double<T>, moves<T>(4 * n), gelu_backward, dg_dh, h_g, n);
+void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t n) {
+  RUN(is_double<T>, moves<T>(4 * n), gelu_backward, dg_g, h_dh, n);
 }
 template <class T>
 void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F) {

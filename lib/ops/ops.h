@@ -64,12 +64,12 @@ void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy
                    bool accumulate = false);
 
 // ---- activations
-// tanh-GELU (Hendrycks & Gimpel 2016): g (n) = gelu(h (n)). Backward in place: dg_dh (n) comes as dg and leaves as dh;
-// h_g (n) comes as h and leaves as gelu(h), which the next wgrad wants.
+// tanh-GELU (Hendrycks & Gimpel 2016): g (n) = gelu(h (n)). Backward in place: dg_g (n) comes as dg and leaves as
+// gelu(h), which the next wgrad reads; h_dh (n) comes as h and leaves as dh.
 template <class T>
 void gelu_forward(Stream& s, T* g, const T* h, int64_t n);
 template <class T>
-void gelu_backward(Stream& s, T* dg_dh, T* h_g, int64_t n);
+void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t n);
 // SwiGLU (Shazeer 2020): h (M,2F) holds gate then up in each row; g (M,F) = silu(gate) * up. Backward in place:
 // dg_g (M,F) comes as dg and leaves as g; h_dh (M,2F) comes as h and leaves as dh.
 template <class T>

@@ -70,7 +70,7 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
         if (p.frozen && kind.name != kinds[0].name) continue;
         const auto piece = unit.piece(p, fsdp.shard_rank(u));
         const bool here = mine && piece.numel > 0;
-        char* at = static_cast<char*>(kind.data) + piece.at * size_of(kind.dtype);
+        char* at = static_cast<char*>(kind.data) + piece.offset_in_shard * size_of(kind.dtype);
         if (here) parts.push_back({p.name, kind.name, p.shape, piece.first, piece.numel, at, kind.dtype});
         else parts.push_back({p.name, kind.name, p.shape, 0, 0, nullptr, kind.dtype});
       }

@@ -21,8 +21,7 @@ template <class T, class G>
 std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport, const Run& r) {
   dev.mode = Mode::plan;
   ops::keep_workspace(dev);
-  const bool open = false;  // the channels: no other rank need be there
-  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, open);
+  Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, Links::planned);
   Event copied(dev);
   const int32_t* const unread = nullptr;  // host memory, in a dry run
   const ops::AdamW* const adamw = nullptr;

@@ -100,7 +100,7 @@ std::string choices_text(const Run& r, Transport transport) {
   return text + strf("; %s; moments in %s; %s; weights initialized %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
-                     f.whole_init ? "unsharded, then sharded" : "sharded",
+                     f.unsharded_init ? "unsharded, then sharded" : "sharded",
                      r.o.graph ? "a step is one CUDA graph" : "kernels are launched one by one");
 }
 
@@ -111,7 +111,7 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
   for (size_t i = 0; i < issued.size(); i++) {
     const Issued& e = issued[i];
     const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
-    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e.kind));
+    text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e));
     if (e.bytes == 0) text += unit + "\n";
     else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
     else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);

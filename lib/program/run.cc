@@ -99,7 +99,7 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   f.reduce_last = o.accum_sync == "last";
   f.update_in_backward = o.optimizer_in_backward == 1;
   f.norm = o.clip_norm == "inf" ? ops::GradNorm::inf : ops::GradNorm(std::atoi(o.clip_norm.c_str()));
-  f.whole_init = o.meta_init == 0;
+  f.unsharded_init = o.meta_init == 0;
   f.gather_over_mpi = o.gather == "mpi";
   f.gather_by_copy_engine = o.gather == "copy-engine";
   f.seed = o.seed;
