@@ -204,7 +204,7 @@ all: train bench
 tests: build/test_unit $(if $(rank_objects),build/test_ranks)
 
 train: build/train.o $(parts)
-bench: build/bench.o $(filter-out build/model.o build/fsdp.o,$(parts))
+bench: build/bench.o $(parts)
 build/test_unit: build/test/main.o $(unit_objects) $(parts)
 build/test_ranks: build/test/main_mpi.o $(rank_objects) $(parts)
 catch_lib := $(if $(filter has_catch2_v3,$(catch)),-lCatch2)
