@@ -80,11 +80,13 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       gather_channel_(
           dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
           dev.backend == Backend::gpu ? largest(units_, gathered) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0,
-          open, options.gather_by_copy_engine),
+          open ? Links::open : Links::planned, options.gather_by_copy_engine ? Via::copy_engines : Via::kernels),
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
-                      largest_reduction(units_, &FlatParam::padded, options.reduce_dtype, shard_world_.size), open),
+                      largest_reduction(units_, &FlatParam::padded, options.reduce_dtype, shard_world_.size),
+                      open ? Links::open : Links::planned),
       replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
-                       largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), open),
+                       largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size),
+                       open ? Links::open : Links::planned),
       scalars_ready_(dev),
       scalars_summed_(dev),
       late_(dev) {
@@ -474,7 +476,7 @@ void Fsdp<T, G>::timed_wait(int kind, const Event& e) {
   }
   Waits& w = waits_[timed_step_][kind];
   size_t i = w.used++;
-  if (i == w.events.size()) w.events.emplace_back(Event(dev_, true), Event(dev_, true));
+  if (i == w.events.size()) w.events.emplace_back(Event(dev_, Event::timed), Event(dev_, Event::timed));
   s.record(w.events[i].first);
   s.wait(e);
   s.record(w.events[i].second);

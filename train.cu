@@ -457,14 +457,14 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
   ops::keep_workspace(dev);
   Model<T, G> model(dev, world, transport, r.model, r.batch, r.fsdp, false);
   Event copied(dev);
-  Estimate* const estimate = std::exchange(dev.estimate, nullptr);  // of the step alone
+  Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
-  dev.estimate = estimate;
+  dev.timeline = timeline;
   model.fsdp.begin_trace();
   step_program(dev, model, r, nullptr, nullptr, copied);
   std::vector<Issued> issued = model.fsdp.trace();
-  if (dev.estimate && r.o.graph == 0) {  // one graph begins when the one before has ended
-    dev.estimate->next_step();
+  if (dev.timeline && r.o.graph == 0) {  // one graph begins when the one before has ended
+    dev.timeline->next_step();
     step_program(dev, model, r, nullptr, nullptr, copied);
   }
   if (r.o.val_every > 0) validation_program(dev, model, nullptr, true, copied);
@@ -548,7 +548,7 @@ std::string train(const Context& c, const Run& r) {
     stats.emplace_back(dev, r.o.nsa_stats ? r.model.depth * int64_t(sizeof(NsaStats)) : 1);
     graphs.emplace_back(dev);
     copied.emplace_back(dev), val_done.emplace_back(dev);
-    started.emplace_back(dev, true), done.emplace_back(dev, true);
+    started.emplace_back(dev, Event::timed), done.emplace_back(dev, Event::timed);
   }
   HostBuffer<int32_t> val_batch(dev, ints);
   Event val_copied(dev);
@@ -761,7 +761,7 @@ struct Price {
 Price price(Run r, const World& world, const Chip& chip) {
   Estimate estimate(chip, r.o.graph == 1);
   Device dev(Backend::gpu, Device::plan_only);
-  dev.estimate = &estimate;
+  dev.timeline = &estimate;
   r.o.val_every = 0;  // a step alone
   const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
   with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(dev, world, transport, r); });
@@ -975,7 +975,7 @@ void run(Options o, const World& world, const std::string& command) {
   bool engines = false;
   try {
     dev = std::make_unique<Device>(r.backend, gpu ? world.local_rank % gpus : 0, sharers,
-                                   gpu && transport == Transport::mpi);
+                                   comm_streams(r.backend, transport));
     engines = copy_engines_pay(*dev);
     with_types(r, [&](auto t, auto g) { plan<decltype(t), decltype(g)>(*dev, world, transport, r); });
   } catch (const Error& e) { error = e.what(); }

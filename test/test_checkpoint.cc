@@ -805,7 +805,7 @@ struct Trainer {
                   : backend == Backend::gpu && one_gpu_a_rank() ? Transport::nccl
                                                                 : Transport::mpi),
         dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0, world.size,
-            backend == Backend::gpu && transport == Transport::mpi),
+            comm_streams(backend, transport)),
         adamw(dev, 1),
         copied(dev) {
     config.arch = Arch::rope;

@@ -1,6 +1,6 @@
-// lib/comm/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can compute
-// what every other rank holds (value() below), so each checks its results by itself. Between two collectives nothing
-// here throws: a rank that left early would leave the others waiting.
+// lib/comm/comm.h: the collectives and the host-side agreements between ranks, at any world size. Every rank can
+// compute what every other rank holds (value() below), so each checks its results by itself. Between two collectives
+// nothing here throws: a rank that left early would leave the others waiting.
 #include "test/catch.h"
 
 #include <algorithm>
@@ -61,11 +61,11 @@ struct Rig {
         bytes(largest_count * 8 * world.size),
         dev(backend, backend == Backend::gpu ? world.local_rank % gpus() : 0,
             backend == Backend::gpu ? (world.local_size + gpus() - 1) / gpus() : world.local_size,
-            backend == Backend::gpu && transport == Transport::mpi),
+            comm_streams(backend, transport)),
         host(dev, bytes + guard) {
-    lay_out(false);
+    lay_out(Links::planned);
     dev.mem.commit();
-    lay_out(true);
+    lay_out(Links::open);
     dev.mode = Mode::run;
   }
   // Both streams are done before either channel goes.
@@ -76,13 +76,13 @@ struct Rig {
       dev.reduce().synchronize();
     } catch (const Error& e) { std::fprintf(stderr, "rank %d: %s\n", world.rank, e.what()); }
   }
-  void lay_out(bool open) {
+  void lay_out(Links links) {
     one = dev.mem.keep<char>(bytes + guard, "one", Purpose::gather_slots);
     two = dev.mem.keep<char>(bytes + guard, "two", Purpose::gradient_slots);
     gathers.reset();
-    gathers = std::make_unique<Channel>(dev, dev.gather(), world, transport, "gather", bytes, open);
+    gathers = std::make_unique<Channel>(dev, dev.gather(), world, transport, "gather", bytes, links);
     reductions.reset();
-    reductions = std::make_unique<Channel>(dev, dev.reduce(), world, transport, "reduce", bytes, open);
+    reductions = std::make_unique<Channel>(dev, dev.reduce(), world, transport, "reduce", bytes, links);
   }
   bool exact() const { return transport != Transport::nccl; }  // sums in rank order
   // A stream's work has an error to tell only here; it is kept for the CHECK, not thrown.
@@ -372,7 +372,7 @@ TEST_CASE("collectives return at once", "[comm]") {
   Rig rig(Backend::cpu);
   // A channel's delay holds its stream up, once a collective, and not the host.
   rig.gathers->delay_ms = rig.reductions->delay_ms = 50;
-  Event from(rig.dev, true), gathered(rig.dev, true), reduced(rig.dev, true);
+  Event from(rig.dev, Event::timed), gathered(rig.dev, Event::timed), reduced(rig.dev, Event::timed);
   Stream &gather = rig.gathers->stream(), &reduce = rig.reductions->stream();
   const auto start = std::chrono::steady_clock::now();
   gather.record(from);
@@ -401,11 +401,11 @@ TEST_CASE("a planned world opens nothing", "[comm]") {
   world.rank = 3, world.size = 8;
   if (test_world().rank == 0) {
     Device dev(Backend::cpu, 0);
-    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", 123456, false);
+    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", 123456, Links::planned);
     CHECK(dev.mem.report().before_step[int(Purpose::workspace)] >= 123456);
     channel.all_gather(nullptr, 10, Dtype::f32);
     channel.reduce_scatter(nullptr, 10, Dtype::f32);
-    CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, false), Error);
+    CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, Links::planned), Error);
   }
 }
 
@@ -425,11 +425,11 @@ TEST_CASE("groups of ranks talk among themselves, and to those in their place in
     double* buf = nullptr;
     const Transport over = world.size > 1 ? Transport::mpi : Transport::none;
     std::unique_ptr<Channel> among, across;
-    for (bool open : {false, true}) {
+    for (Links links : {Links::planned, Links::open}) {
       buf = dev.mem.keep<double>(2, "two numbers", Purpose::workspace);
-      among = std::make_unique<Channel>(dev, dev.reduce(), shards, over, "among", 4096, open);
-      across = std::make_unique<Channel>(dev, dev.reduce(), replicas, over, "across", 4096, open);
-      if (!open) dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
+      among = std::make_unique<Channel>(dev, dev.reduce(), shards, over, "among", 4096, links);
+      across = std::make_unique<Channel>(dev, dev.reduce(), replicas, over, "across", 4096, links);
+      if (links == Links::planned) dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
     }
     buf[0] = buf[1] = double(1 << world.rank);
     among->all_reduce(buf, 1, Dtype::f64);
@@ -574,7 +574,7 @@ TEST_CASE("a rank throws while the others wait in a collective", "[.throws]") {
   or_abort([&] {
     Device dev(Backend::cpu, 0, world.size);
     std::vector<float> data(size_t(64 * world.size));
-    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", int64_t(data.size() * 4), true);
+    Channel channel(dev, dev.gather(), world, Transport::mpi, "gather", int64_t(data.size() * 4), Links::open);
     dev.mode = Mode::run;
     if (world.rank == 1) throw Error("out of luck");
     channel.all_gather(data.data(), 64, Dtype::f32);

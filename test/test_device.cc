@@ -1,4 +1,4 @@
-// lib/device/device.h: error texts, streams and events, the packing of buffers, planned memory. What holds on both backends is
+// lib/device: error texts, streams and events, the packing of buffers, planned memory. What holds on both backends is
 // a function of the backend, which a CPU case and a GPU case ([gpu]) call; CPU streams are also held by gates, so that
 // what must not depend on time is tested without it.
 #include "test/catch.h"
@@ -183,7 +183,7 @@ void streams_in_order(Backend backend) {
 
 void streams_side_by_side(Backend backend) {
   Bench t(backend, 1, 1);
-  Event a_done(t.dev, true), b_done(t.dev, true);
+  Event a_done(t.dev, Event::timed), b_done(t.dev, Event::timed);
   t.a.sleep(1);  // what a first use costs
   t.copy_through(t.b, 0);
   t.a.synchronize();
@@ -233,7 +233,7 @@ void events_order_streams(Backend backend) {
 // wait() means the latest record() at the time of the call; never recorded holds nobody; a later record is not meant.
 void events_mean_the_latest_record(Backend backend) {
   Bench t(backend, 3, 3);
-  Event e(t.dev), a_done(t.dev, true), b_done(t.dev, true);
+  Event e(t.dev), a_done(t.dev, Event::timed), b_done(t.dev, Event::timed);
   t.b.wait(e);  // never recorded
   t.copy_through(t.b, 0);
   t.a.record(e);
@@ -275,14 +275,14 @@ void events_mean_the_latest_record(Backend backend) {
 void elapsed_time(Backend backend) {
   Device& dev = test_device(backend);
   Stream& a = dev.compute();
-  Event from(dev, true), to(dev, true);
+  Event from(dev, Event::timed), to(dev, Event::timed);
   a.record(from);
   a.sleep(25);
   a.record(to);
   const float ms = elapsed_ms(from, to);  // waits by itself
   CHECK(ms >= 24.9f);
   CHECK(ms < 500);
-  Event never(dev, true);
+  Event never(dev, Event::timed);
   CHECK_THROWS_AS(elapsed_ms(never, to), Error);
 #if FSDP_CUDA
   cudaGetLastError();
@@ -495,6 +495,57 @@ TEST_CASE("any web of events holds on CPU streams", "[device]") {
     CHECK(broken == 0);
     for (size_t i = 0; i < 3; ++i) CHECK(done[i] == known[i][i]);
   }
+}
+
+// Writes down what it is told.
+struct Report : Timeline {
+  std::string said;
+  double now = 0;
+  void operation(int stream, const Cost& c) override { said += strf("%d: %.0f bytes; ", stream, c.bytes); }
+  void collective(int stream, Collective, double bytes, int ranks, int local, Via via) override {
+    said += strf("%d: %.0f bytes over %d of %d%s; ", stream, bytes, ranks, local,
+                 via == Via::copy_engines ? " by engines" : "");
+  }
+  Point record(int stream) override {
+    said += strf("%d: record; ", stream);
+    return {stream, ++now};
+  }
+  void wait(int stream, const Point& event) override {
+    said += strf("%d: wait for %d's of %.0f; ", stream, event.stream, event.seconds);
+  }
+  void next_step() override { said += "step; "; }
+};
+
+TEST_CASE("a dry run reports to its timeline, and only a dry run", "[device]") {
+  Device dev(Backend::cpu, 0);
+  std::vector<char> a(100), b(100);
+  Report report;
+  auto work = [&] {
+    Event copied(dev);
+    dev.compute().wait(copied);  // never recorded
+    dev.gather().copy(a.data(), b.data(), 100);
+    dev.gather().record(copied);
+    dev.compute().wait(copied);
+    dev.reduce().zero(a.data(), 7);
+    dev.reduce().zero(a.data(), 0);  // nothing
+    dev.reduce().record(copied);
+    dev.compute().wait(copied);
+  };
+  work();  // to nobody
+  dev.timeline = &report;
+  work();
+  CHECK(report.said ==
+        "0: wait for 0's of 0; 1: 200 bytes; 1: record; 0: wait for 1's of 1; 2: 7 bytes; 2: record; "
+        "0: wait for 2's of 2; ");
+  report.said.clear();
+  dev.compute().spend(moves<float>(3));
+  dev.gather().spend(Collective::all_gather, 64, 4, 2, Via::copy_engines);
+  CHECK(report.said == "0: 12 bytes; 1: 64 bytes over 4 of 2 by engines; ");
+  report.said.clear();
+  dev.mode = Mode::run;
+  work();
+  for (Stream* s : {&dev.compute(), &dev.gather(), &dev.reduce()}) s->synchronize();
+  CHECK(report.said.empty());
 }
 
 TEST_CASE("a planned GPU has no streams and no memory", "[device]") {

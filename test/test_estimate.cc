@@ -22,7 +22,7 @@ Chip toy() { return {"toy", 10, 1e12, 1e11, 1e12 / 0.75, 1e9, 1e9 / 0.7, 1e9 / 0
 struct Dry {
   Device dev{Backend::gpu, Device::plan_only};
   Estimate estimate;
-  explicit Dry(const Chip& chip) : estimate(chip) { dev.estimate = &estimate; }
+  explicit Dry(const Chip& chip) : estimate(chip) { dev.timeline = &estimate; }
 };
 
 Cost flops(double n) {
@@ -40,7 +40,7 @@ void step(Device& dev, const ModelConfig& m, int64_t batch, World world, bool en
   Model<T, G> model(dev, world, world.size > 1 ? Transport::nccl : Transport::none, m, batch, o, false);
   Event copied(dev);
   for (int i = 0; i < steps; ++i) {
-    if (i > 0) dev.estimate->next_step();
+    if (i > 0) dev.timeline->next_step();
     dev.mem.begin("step");
     model.begin_step(nullptr, 1);
     model.forward_backward(nullptr, 1, true, true, copied);
@@ -147,14 +147,14 @@ TEST_CASE("copy engines gather faster and leave the multiprocessors alone; betwe
           "[estimate]") {
   struct Case {
     int local;
-    bool engines;
+    Via via;
     double seconds = 0, slowed = 0;
-  } ring{2, false}, engine{2, true}, far{1, false};
+  } ring{2, Via::kernels}, engine{2, Via::copy_engines}, far{1, Via::kernels};
   for (Case* c : {&ring, &engine, &far}) {
     Chip chip = toy();
     chip.link *= c->local == 1 ? 100 : 1;  // then the network is what takes the time
     Dry dry(chip);
-    dry.dev.gather().spend(Collective::all_gather, 2e9, 2, c->local, c->engines);
+    dry.dev.gather().spend(Collective::all_gather, 2e9, 2, c->local, c->via);
     dry.dev.compute().spend(flops(100e12));
     c->seconds = dry.estimate.clock(1), c->slowed = dry.estimate.slowed();
   }
@@ -348,7 +348,7 @@ TEST_CASE("estimated collectives and the measured ones of results/", "[estimate]
       const bool engines = j.at("by") == "copy engines";
       const Collective kind = j.at("collective") == "all_gather" ? Collective::all_gather : Collective::reduce_scatter;
       Dry dry(*chip_named("h200"));
-      dry.dev.gather().spend(kind, double(mib << 20), ranks, ranks, engines);
+      dry.dev.gather().spend(kind, double(mib << 20), ranks, ranks, engines ? Via::copy_engines : Via::kernels);
       dry.dev.compute().spend(flops(1e15));
       const double ms = r.at("ms"), estimated = 1e3 * dry.estimate.clock(1);
       // Beside products it takes so much longer, and they do for all that time.

@@ -104,7 +104,7 @@ Outcome train(const Setup& s, const World& world) {
                               : gpu && !s.share_gpu ? Transport::nccl
                                                     : Transport::mpi;
   const int ordinal = gpu && !s.share_gpu ? world.local_rank % gpus() : 0;
-  Device dev(s.backend, ordinal, world.size, gpu && transport == Transport::mpi);
+  Device dev(s.backend, ordinal, world.size, comm_streams(s.backend, transport));
   const int64_t per_rank = (s.rows + world.size - 1) / world.size;
   const int64_t batch = (per_rank + s.micro_batches - 1) / s.micro_batches;
   const int64_t ints = batch_ints(s.model, batch), seq = s.model.seq, M = batch * seq;
@@ -545,7 +545,7 @@ TEST_CASE("what is gathered when it is wanted hides behind nothing", "[fsdp]") {
     m.depth = 4, m.forward_prefetch = ahead, m.backward_prefetch = behind;
     Device dev(Backend::gpu, Device::plan_only);
     Estimate estimate(*chip_named("h200"));
-    dev.estimate = &estimate;
+    dev.timeline = &estimate;
     World world;
     world.size = world.local_size = 8;
     FsdpOptions options;

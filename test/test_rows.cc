@@ -6,7 +6,7 @@
 
 #include <unistd.h>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 #include "lib/program/rows.h"
 #include "test/catch.h"
 

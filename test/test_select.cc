@@ -551,7 +551,7 @@ TEST_CASE("GPU: nsa_select, times", "[.time]") {
           for (int i = 0; i < times; ++i) gpu::nsa_select<bf16>(s.cuda(), arch, indices, q, k, lse, scratch, a);
         };
         const int times = T > 40000 ? 5 : 20;
-        Event from(dev, true), to(dev, true);
+        Event from(dev, Event::timed), to(dev, Event::timed);
         run(3);
         s.record(from), run(times), s.record(to);
         const double ms = elapsed_ms(from, to) / times;

@@ -558,7 +558,7 @@ TEST_CASE("GPU: selected attention, milliseconds", "[.time]") {
       s.copy(chosen, indices.data(), int64_t(indices.size()) * 4);
       const int64_t bytes[2] = {plan(a, false, segment).bytes, plan(a, true, segment).bytes};
       char* scratch = take(std::max(bytes[0], bytes[1]));
-      Event e[3] = {Event(s.device(), true), Event(s.device(), true), Event(s.device(), true)};
+      Event e[3] = {Event(s.device(), Event::timed), Event(s.device(), Event::timed), Event(s.device(), Event::timed)};
       std::vector<float> forward, backward;
       for (int i = 0; i < repeats; ++i) {
         s.record(e[0]);

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "lib/device/device.h"
+#include "lib/device/stream.h"
 
 namespace gpu {
 

@@ -4,6 +4,7 @@
 // the row-major Z = X Y is computed as the column-major Z^T = Y^T X^T: operands change places and keep their bytes. A
 // bias along the columns of Z lies along the rows of Z^T, which is what cuBLASLt's bias epilogue adds.
 #include "cpu/ops.h"
+#include "lib/device/device.h"
 #include "lib/ops/ops.h"
 
 #if FSDP_CUDA

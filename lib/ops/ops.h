@@ -7,7 +7,7 @@
 // Pointers are 16-byte aligned; C, V and hidden sizes are multiples of 8 on a GPU in bf16 (checked by the model).
 #pragma once
 
-#include "lib/device/device.h"
+#include "lib/device/stream.h"
 
 namespace ops {
 

@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 
 namespace {
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "lib/device/error.h"
 #include "lib/program/telemetry.h"
 
 namespace {
@@ -36,8 +37,8 @@ std::string letters_of(const std::string& s) {
   return t;
 }
 
-double link_rate(const Chip& chip, int ranks, bool engines) {
-  return chip.link * (engines ? engine_of_link : ranks == 2 ? pair_of_link : ring_of_link);
+double link_rate(const Chip& chip, int ranks, Via via) {
+  return chip.link * (via == Via::copy_engines ? engine_of_link : ranks == 2 ? pair_of_link : ring_of_link);
 }
 
 }  // namespace
@@ -68,10 +69,10 @@ double Estimate::seconds(const Cost& c) const {
 
 // A ring goes at the rate of a GPU's link. Across nodes there are as many rings as a node has GPUs in the group, and
 // each leaves the node through another network card.
-double Estimate::seconds(Collective kind, double bytes, int ranks, int local, bool engines) const {
+double Estimate::seconds(Collective kind, double bytes, int ranks, int local, Via via) const {
   local = std::min(local, ranks);
   const int nodes = (ranks + local - 1) / local;
-  double rate = local > 1 ? link_rate(chip_, ranks, engines) : never_ends;
+  double rate = local > 1 ? link_rate(chip_, ranks, via) : never_ends;
   if (nodes > 1) rate = std::min(rate, local * chip_.network * of_network);
   const double latency = kind == Collective::all_reduce
                              ? tree + 2 * ((local - 1) * tree_hop + std::ceil(std::log2(nodes)) * tree_node_hop)
@@ -91,7 +92,7 @@ double Estimate::end_of(double start, double seconds, double takes, const Spans&
   return end;
 }
 
-void Estimate::spend(int stream, const Cost& c) {
+void Estimate::operation(int stream, const Cost& c) {
   calls_ += c.launches;
   const double t = seconds(c);
   double &clock = clock_[size_t(stream)], end = clock + t;
@@ -106,26 +107,33 @@ void Estimate::spend(int stream, const Cost& c) {
 
 // Collectives share the links, or the network where their groups span nodes: one that is issued later has them while
 // the earlier ones do not.
-void Estimate::spend(int stream, Collective kind, double bytes, int ranks, int local, bool engines) {
+void Estimate::collective(int stream, Collective kind, double bytes, int ranks, int local, Via via) {
   if (ranks < 2) return;
   calls_++;
-  const double t = seconds(kind, bytes, ranks, local, engines);
+  const double t = seconds(kind, bytes, ranks, local, via);
   double &clock = clock_[size_t(stream)], end = clock + t;
   auto& same = spans_[ranks > local];
   for (const Spans& spans : same) end = end_of(clock, end - clock, 1, spans);
-  const double moving = sent(kind, bytes, ranks) / link_rate(chip_, ranks, engines) / t;
+  const double moving = sent(kind, bytes, ranks) / link_rate(chip_, ranks, via) / t;
   same[size_t(stream)].push_back(
-      {end - t, end, engines ? engine_takes * moving : std::max(held, ring_takes * std::min(1.0, moving))});
+      {end - t, end,
+       via == Via::copy_engines ? engine_takes * moving : std::max(held, ring_takes * std::min(1.0, moving))});
   clock = end;
   Traffic& traffic = traffic_[size_t(kind)];
   traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;
 }
 
-void Estimate::wait(int stream, int recorder, double until) {
+Timeline::Point Estimate::record(int stream) {
+  calls_++;
+  return {stream, clock(stream)};
+}
+
+void Estimate::wait(int stream, const Point& event) {
+  calls_++;
   double& clock = clock_[size_t(stream)];
-  if (until <= clock) return;
-  if (stream == 0) exposed_[size_t(recorder)] += until - clock;
-  clock = until;
+  if (event.seconds <= clock) return;
+  if (stream == 0) exposed_[size_t(event.stream)] += event.seconds - clock;
+  clock = event.seconds;
 }
 
 double Estimate::host() const { return (graph_ ? 1 : double(calls_)) * issue; }

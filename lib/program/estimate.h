@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/device/device.h"
+#include "lib/device/timeline.h"
 
 struct Chip {  // by the datasheet; bytes/s and FLOP/s
   const char* name;
@@ -31,23 +31,20 @@ const Chip* chip_named(const std::string& name);
 
 constexpr int gpus_per_node = 8;  // of a world that is not here
 
-class Estimate {
+class Estimate : public Timeline {
  public:
   // graph: a step is one CUDA graph, which the host launches in one call.
   explicit Estimate(const Chip& chip, bool graph = false) : chip_(chip), graph_(graph) {}
 
-  // What Stream calls; streams are numbered as they are there. ranks: of the collective's group, `local` in a node;
-  // engines: by copy engines.
-  void spend(int stream, const Cost& c);
-  void spend(int stream, Collective kind, double bytes, int ranks, int local, bool engines = false);
-  void wait(int stream, int recorder, double until);
-  void host_call() { calls_++; }
-  // What follows is another step, and what is told is that one alone.
-  void next_step();
+  void operation(int stream, const Cost& c) override;
+  void collective(int stream, Collective kind, double bytes, int ranks, int local, Via via) override;
+  Point record(int stream) override;
+  void wait(int stream, const Point& event) override;
+  void next_step() override;  // what is told from then on is that step alone
   double clock(int stream) const { return clock_[size_t(stream)]; }
 
   double seconds(const Cost& c) const;  // alone on the chip
-  double seconds(Collective kind, double bytes, int ranks, int local, bool engines = false) const;
+  double seconds(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels) const;
   double step() const;
   double host() const;                                                       // to issue the step
   double busy(Work kind) const { return busy_[size_t(kind)]; }               // the compute stream

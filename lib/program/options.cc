@@ -11,7 +11,7 @@
 #include "CLI/CLI.hpp"
 #include "nlohmann/json.hpp"
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 
 namespace {
 

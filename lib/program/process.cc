@@ -15,7 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 #include "lib/program/process.h"
 #include "lib/program/telemetry.h"
 

@@ -13,7 +13,7 @@
 
 #include <unistd.h>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 
 double peak_bf16_tflops(const std::string& device_name) {
   // The vendor's datasheets, without sparsity. A name is looked for word by word, and the first entry that fits counts:

@@ -19,7 +19,7 @@
 template <class F>
 std::vector<double> time_calls(Device& dev, Stream& s, F call) {
   std::vector<Event> ends;
-  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, /*timing=*/true);
+  for (int i = 0; i <= 20; ++i) ends.emplace_back(dev, Event::timed);
   for (int i = 0; i < 3; ++i) call();
   for (Event& end : ends) {
     if (&end != &ends[0]) call();

@@ -44,7 +44,7 @@ class Layer {
   // Medians of `reps` passes after two that do not count; the last also says where the time went.
   json time(int reps) {
     std::vector<Event> events;
-    for (int i = 0; i < 3 * (reps + 2); ++i) events.emplace_back(dev_, /*timing=*/true);
+    for (int i = 0; i < 3 * (reps + 2); ++i) events.emplace_back(dev_, Event::timed);
     const auto event = [&](int pass, int which) -> Event& { return events[size_t(3 * pass + which)]; };
     for (int i = 0; i < reps + 2; ++i) {
       if (i == reps + 1) dev_.start_profile();

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "lib/comm/comm.h"
+#include "lib/comm/channel.h"
+#include "lib/comm/world.h"
 #include "lib/ops/ops.h"
 #include "lib/program/estimate.h"
 #include "lib/program/timing.h"
@@ -21,7 +22,7 @@ using nlohmann::json;
 // longer.
 template <class F, class G>
 double time_beside(Device& dev, Stream& s, int64_t calls, F call, Stream& other, int64_t other_calls, G other_call) {
-  Event begun(dev), start(dev, /*timing=*/true), end(dev, /*timing=*/true);
+  Event begun(dev), start(dev, Event::timed), end(dev, Event::timed);
   other_call();
   other.record(begun);
   for (int64_t i = 1; i < other_calls; ++i) other_call();
@@ -54,12 +55,12 @@ class Bench {
         M_(gpu_ ? 8192 : 128),
         N_(gpu_ ? 16384 : 256),
         K_(gpu_ ? 4096 : 128) {
-    open(most_mib, false);
+    open(most_mib, Links::planned);
     if (copy_engines_) use_nccl_memory(dev_);
     dev_.mem.commit();
     dev_.mem.rewind();
     dev_.mode = Mode::run;
-    open(most_mib, true);
+    open(most_mib, Links::open);
     fill(x_, M_ * K_), fill(w_, N_ * K_), fill(buffer_, bytes_of(most_mib) / int64_t(sizeof(T)));
     dev_.compute().synchronize();
     matmul_ms_ = agreed(median(time_calls(dev_, dev_.compute(), [&] { matmul(); })));
@@ -70,11 +71,13 @@ class Bench {
     Collective what;
     Channel* channel;
     const char* by;
+    Via via = Via::kernels;
   };
   std::vector<Kind> kinds() const {
     std::vector<Kind> all = {{"all_gather", Collective::all_gather, ring_.get(), name_of(transport_)},
                              {"reduce_scatter", Collective::reduce_scatter, ring_.get(), name_of(transport_)}};
-    if (copy_engines_) all.push_back({"all_gather", Collective::all_gather, engines_.get(), "copy engines"});
+    if (copy_engines_)
+      all.push_back({"all_gather", Collective::all_gather, engines_.get(), "copy engines", Via::copy_engines});
     return all;
   }
 
@@ -103,8 +106,8 @@ class Bench {
                    {"product_beside_ms", matmul_beside}});
     if (const Chip* chip = chip_named(dev_.name)) {
       result["of_link"] = 1e9 * gb_s / chip->link;
-      result["estimated_ms"] = 1e3 * Estimate(*chip).seconds(kind.what, double(bytes), world_.size, world_.local_size,
-                                                             kind.channel == engines_.get());
+      result["estimated_ms"] =
+          1e3 * Estimate(*chip).seconds(kind.what, double(bytes), world_.size, world_.local_size, kind.via);
     }
     return result;
   }
@@ -115,16 +118,16 @@ class Bench {
   // Cut so that every rank's part is a multiple of 256 bytes.
   int64_t bytes_of(int64_t mib) const { return (mib << 20) / (256 * world_.size) * 256 * world_.size; }
 
-  void open(int64_t most_mib, bool open) {
+  void open(int64_t most_mib, Links links) {
     const int64_t most = bytes_of(most_mib);
     buffer_ = dev_.mem.keep<T>(most / int64_t(sizeof(T)), "buffer", Purpose::gather_slots);
     y_ = dev_.mem.keep<T>(M_ * N_, "y", Purpose::activations);
     x_ = dev_.mem.keep<T>(M_ * K_, "x", Purpose::activations);
     w_ = dev_.mem.keep<T>(N_ * K_, "w", Purpose::activations);
-    ring_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "ring", most, open);
+    ring_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "ring", most, links);
     if (copy_engines_)
-      engines_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, open,
-                                           /*copy_engines=*/true);
+      engines_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, links,
+                                           Via::copy_engines);
   }
 
   // Normal numbers, made in fp32 in y's memory, a piece at a time.

@@ -1,18 +1,10 @@
-#include "lib/comm/comm.h"
-
-#define OMPI_SKIP_MPICXX 1  // the C++ bindings, long gone from MPI, do not compile cleanly
-#define MPICH_SKIP_MPICXX 1
-#include <mpi.h>
-#include <unistd.h>
+#include "lib/comm/channel.h"
 
 #include <algorithm>
-#include <chrono>
-#include <climits>
-#include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <utility>
-#include <vector>
+
+#include "lib/comm/mpi_calls.h"
 
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
@@ -22,16 +14,6 @@
 #endif
 
 namespace {
-void check_mpi(int code, const char* call, int line) {
-  if (code == MPI_SUCCESS) return;
-  char text[MPI_MAX_ERROR_STRING] = "";
-  int n = 0;
-  MPI_Error_string(code, text, &n);
-  throw MpiError(strf("MPI: %s failed at %s:%d on rank %d: %s; see whether another rank stopped first", call, __FILE__,
-                      line, this_rank(), text));
-}
-#define MPI_CHECK(call) check_mpi((call), #call, __LINE__)
-
 #if FSDP_NCCL
 void check_nccl(ncclResult_t code, const char* call, int line, ncclComm_t comm) {
   if (code == ncclSuccess) return;
@@ -41,17 +23,6 @@ void check_nccl(ncclResult_t code, const char* call, int line, ncclComm_t comm) 
 }
 #define NCCL_CHECK(call, comm) check_nccl((call), #call, __LINE__, comm)
 #endif
-
-// Waits without burning the core that another rank computes on.
-void finish(MPI_Request* request) {
-  for (int spins = 0;; spins++) {
-    int done = 0;
-    MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
-    if (done) return;
-    if (spins < 100) std::this_thread::yield();
-    else std::this_thread::sleep_for(std::chrono::microseconds(spins < 1000 ? 50 : 500));
-  }
-}
 
 // MPI counts are ints: a part of any size is some number of equal pieces, described to MPI as one type.
 struct Part {
@@ -92,181 +63,6 @@ void sum_parts(void* to, const void* parts, int64_t count, int ranks, Dtype t) {
 }
 }  // namespace
 
-World init_mpi(int* argc, char*** argv) {
-  // Ranks on one host talk through shared memory only; copying out of another process's memory is often forbidden in
-  // containers, and Open MPI then prints a page about it.
-  setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
-  // NVLink multicast stays off: all that we use works without it, and a crash while it is on can take a host's GPUs
-  // down.
-  setenv("NCCL_NVLS_ENABLE", "0", 0);
-  int provided = 0;
-  MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
-  World w;
-  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &w.rank));
-  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &w.size));
-  set_this_rank(w.rank);
-  if (provided < MPI_THREAD_MULTIPLE)
-    throw MpiError("MPI: this library was built without MPI_THREAD_MULTIPLE, which the streams need; use Open MPI");
-  MPI_Comm host;
-  MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
-  MPI_CHECK(MPI_Comm_rank(host, &w.local_rank));
-  MPI_CHECK(MPI_Comm_size(host, &w.local_size));
-  MPI_CHECK(MPI_Comm_free(&host));
-  return w;
-}
-
-void finish_mpi() { MPI_Finalize(); }
-
-World shard_group(const World& world, int ranks) {
-  ASSERT(ranks >= 1 && world.size % ranks == 0);
-  World w;
-  w.rank = world.rank % ranks, w.size = ranks, w.group = world.rank / ranks;
-  w.local_size = std::min(ranks, world.local_size);
-  return w;
-}
-World replica_group(const World& world, int ranks) {
-  ASSERT(ranks >= 1 && world.size % ranks == 0);
-  World w;
-  w.rank = world.rank / ranks, w.size = world.size / ranks, w.group = world.rank % ranks;
-  w.local_size = std::max(1, world.local_size / ranks);
-  return w;
-}
-bool on_one_host(const World& world, int ranks) {
-  const int host = world.rank - world.local_rank, group = world.rank / ranks * ranks;
-  return group >= host && group + ranks <= host + world.local_size;
-}
-
-void abort_all_ranks(const std::string& text, int status) {
-  std::fprintf(stderr, "error: %s\n", text.c_str());
-  std::fflush(stderr);
-  int started = 0;
-  MPI_Initialized(&started);
-  if (started) MPI_Abort(MPI_COMM_WORLD, status);
-  _exit(status);
-}
-
-void or_abort(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const std::exception& e) {
-    const std::string rank = strf("rank %d", this_rank()), what = e.what();
-    const bool says_rank = what.find(rank) != std::string::npos;
-    abort_all_ranks(says_rank ? what : rank + ": " + what, 1);
-  }
-}
-
-void barrier() {
-  MPI_Request request;
-  MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));
-  finish(&request);
-}
-
-std::string broadcast_text(const std::string& text, int root) {
-  int64_t n = int64_t(text.size());
-  MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, MPI_COMM_WORLD));
-  std::string out = text;
-  out.resize(size_t(n));
-  MPI_CHECK(MPI_Bcast(&out[0], int(n), MPI_CHAR, root, MPI_COMM_WORLD));
-  return out;
-}
-
-std::string agree(const std::string& error) {
-  int rank, size;
-  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
-  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &size));
-  int mine = error.empty() ? size : rank, lowest = size;
-  MPI_CHECK(MPI_Allreduce(&mine, &lowest, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
-  return lowest == size ? "" : broadcast_text(error, lowest);
-}
-
-void require_same(const std::string& text, const std::string& what) {
-  std::string first = broadcast_text(text);
-  std::string error;
-  if (text != first)
-    error = strf(
-        "%s of rank %d differs from that of rank 0; start all ranks with the same command (rank 0: %s; rank %d: "
-        "%s)",
-        what.c_str(), this_rank(), first.c_str(), this_rank(), text.c_str());
-  error = agree(error);
-  if (!error.empty()) throw UsageError(error);
-}
-
-struct TextChannel::Impl {
-  MPI_Comm mpi = MPI_COMM_NULL;
-  // What MPI reads and writes stands here, since a collective that was abandoned still may.
-  int64_t n = 0;
-  std::vector<int64_t> sizes;
-  std::vector<int> counts, at;
-  std::string mine, all;
-
-  void wait(MPI_Request* request, const std::atomic<bool>& abandoned) {
-    for (int done = 0;;) {
-      if (abandoned) throw Abandoned();
-      MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
-      if (done) return;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-  }
-};
-
-TextChannel::TextChannel(const World& world) : world_(world), impl_(std::make_unique<Impl>()) {
-  if (world.size == 1) return;
-  MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &impl_->mpi));
-  MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
-}
-TextChannel::~TextChannel() {
-  if (abandoned_) (void)impl_.release();
-  else if (impl_->mpi != MPI_COMM_NULL) MPI_Comm_free(&impl_->mpi);
-}
-
-std::vector<std::string> TextChannel::gather(const std::string& text) {
-  if (world_.size == 1) return {text};
-  Impl& i = *impl_;
-  const size_t ranks = size_t(world_.size);
-  i.mine = text, i.n = int64_t(text.size());
-  i.sizes.resize(ranks), i.counts.resize(ranks), i.at.resize(ranks);
-  // All know all sizes, so that all refuse together what MPI's ints cannot count.
-  MPI_Request request;
-  MPI_CHECK(MPI_Iallgather(&i.n, 1, MPI_INT64_T, i.sizes.data(), 1, MPI_INT64_T, i.mpi, &request));
-  i.wait(&request, abandoned_);
-  int64_t total = 0;
-  for (size_t r = 0; r < ranks; r++) {
-    i.counts[r] = int(i.sizes[r]), i.at[r] = int(total);
-    total += i.sizes[r];
-    if (total > INT_MAX) throw MpiError("the ranks' texts are more than 2 GiB together");
-  }
-  i.all.resize(world_.rank == 0 ? size_t(total) : 0);
-  MPI_CHECK(MPI_Igatherv(i.mine.data(), i.counts[size_t(world_.rank)], MPI_CHAR, &i.all[0], i.counts.data(),
-                         i.at.data(), MPI_CHAR, 0, i.mpi, &request));
-  i.wait(&request, abandoned_);
-  std::vector<std::string> texts;
-  for (size_t r = 0; world_.rank == 0 && r < ranks; r++)
-    texts.push_back(i.all.substr(size_t(i.at[r]), size_t(i.counts[r])));
-  return texts;
-}
-
-std::string TextChannel::broadcast(const std::string& text) {
-  if (world_.size == 1) return text;
-  Impl& i = *impl_;
-  i.all = text, i.n = int64_t(text.size());
-  MPI_Request request;
-  MPI_CHECK(MPI_Ibcast(&i.n, 1, MPI_INT64_T, 0, i.mpi, &request));
-  i.wait(&request, abandoned_);
-  if (i.n > INT_MAX) throw MpiError("a text is more than 2 GiB");
-  i.all.resize(size_t(i.n));
-  MPI_CHECK(MPI_Ibcast(&i.all[0], int(i.n), MPI_CHAR, 0, i.mpi, &request));
-  i.wait(&request, abandoned_);
-  return i.all;
-}
-
-std::string TextChannel::agree(const std::string& error) {
-  std::string first;
-  for (const std::string& e : gather(error))
-    if (first.empty()) first = e;
-  return broadcast(first);
-}
-
 const char* name_of(Transport t) {
   return t == Transport::nccl ? "NCCL" : t == Transport::mpi ? "MPI through host memory" : "none (one rank)";
 }
@@ -279,12 +75,8 @@ std::string nccl_version() {
   return "none";
 }
 
-std::string mpi_version() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
-  int n = 0;
-  MPI_Get_library_version(text, &n);
-  std::string s(text);
-  return s.substr(0, s.find_first_of(",\n"));
+CommStreams comm_streams(Backend backend, Transport transport) {
+  return backend == Backend::gpu && transport == Transport::mpi ? CommStreams::one : CommStreams::two;
 }
 
 #if FSDP_NCCL && NCCL_VERSION_CODE >= 22800
@@ -337,19 +129,19 @@ struct Channel::Impl {
 };
 
 Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
-                 int64_t max_bytes, bool open, bool copy_engines)
+                 int64_t max_bytes, Links links, Via gathers)
     : dev_(dev),
       stream_(stream),
       world_(world),
       transport_(world.size == 1 ? Transport::none : transport),
       max_bytes_(max_bytes),
-      copy_engines_(copy_engines),
+      gathers_(gathers),
       impl_(std::make_unique<Impl>()) {
   transport = transport_;
   ASSERT(world.size == 1 || transport != Transport::none);
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
-  if (!open || transport == Transport::none) return;
+  if (links == Links::planned || transport == Transport::none) return;
   MPI_CHECK(MPI_Comm_split(MPI_COMM_WORLD, world.group, world.rank, &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
   if (transport == Transport::nccl) {
@@ -359,11 +151,11 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, impl_->mpi));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 #if COPY_ENGINES
-    if (copy_engines) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    if (gathers == Via::copy_engines) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
 #endif
     NCCL_CHECK(ncclCommInitRankConfig(&impl_->nccl, world.size, id, world.rank, &config), nullptr);
 #if COPY_ENGINES
-    if (copy_engines) {
+    if (gathers == Via::copy_engines) {
       // A window cannot be a communicator's first collective. All of the arena: its slots lie at the same places on
       // all ranks, whose plans are the same.
       char* base = dev.mem.base();
@@ -423,7 +215,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off())
     stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size,
-                  copy_engines_);
+                  gathers_);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);

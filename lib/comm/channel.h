@@ -1,0 +1,74 @@
+// Collectives on a stream. NCCL moves data between GPUs, one a rank; otherwise (CPU ranks, ranks that share a GPU, a
+// build without NCCL) the same collectives go over MPI through host memory.
+//
+// A Channel is a stream with a communicator of its own: one for gathers and one for reductions, so that they overlap
+// each other. Collectives are enqueued on the channel's stream and return at once. All ranks must call them in the same
+// order, channel by channel. Counts are per rank and 64 bit; any world size.
+//
+//   Channel gathers(dev, dev.gather(), world, Transport::nccl, "gather", most_bytes, Links::open);
+//   cast(dev.gather(), slot + world.rank * count, shard, count);    // this rank's part, where it belongs
+//   gathers.all_gather(slot, count, Dtype::bf16);                   // and now all parts
+//   dev.gather().record(gathered);
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "lib/comm/world.h"
+#include "lib/device/device.h"
+
+enum class Transport { none, nccl, mpi };  // none: one rank
+const char* name_of(Transport t);
+std::string nccl_version();  // "2.28.9", or "none" in a build without NCCL
+
+// Collectives through a GPU's host memory wait for each other where gathers and reductions run in different orders on
+// different ranks: they share a stream.
+CommStreams comm_streams(Backend backend, Transport transport);
+
+// From now on the arena is memory that other ranks' copy engines can reach. Before Memory::commit(). Throws UsageError
+// in a build without NCCL 2.28.
+void use_nccl_memory(Device& dev);
+// Whether copy engines are what gathers should go by on this device, if its ranks are on one host: where they were
+// measured to be faster (Hopper and later), the library can, and all GPUs reach each other.
+bool copy_engines_pay(const Device& dev);
+
+// planned: memory is recorded and nobody is talked to, as in a world that is not here (--plan --world N).
+enum class Links { planned, open };
+
+class Channel {
+ public:
+  // `max_bytes`: the largest buffer that a collective here will see (all ranks' parts together); MPI stages through
+  // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks, of all groups. A world of
+  // one needs no transport, whatever is given.
+  // gathers: by copy engines, all_gathers of arena memory use no SM (NCCL's zero-CTA policy on symmetric windows; one
+  // host; after use_nccl_memory). Throws NcclError where NCCL would take kernels instead.
+  Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
+          Links links, Via gathers = Via::kernels);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  // In place: buf holds size*count elements; rank r's part, [r*count, (r+1)*count), is copied to all.
+  void all_gather(void* buf, int64_t count, Dtype t);
+  // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
+  // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
+  void reduce_scatter(void* buf, int64_t count, Dtype t);
+  // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f64 alone.
+  enum Reduction { sum, max };
+  void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);
+  void broadcast(void* buf, int64_t bytes, int root);
+
+  Stream& stream() { return stream_; }
+  double delay_ms = 0;  // for tests: sleeps before each collective
+
+ private:
+  struct Impl;
+  Device& dev_;
+  Stream& stream_;
+  World world_;
+  Transport transport_;
+  int64_t max_bytes_;
+  Via gathers_;
+  std::unique_ptr<Impl> impl_;
+};

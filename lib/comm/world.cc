@@ -1,0 +1,214 @@
+#include "lib/comm/world.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "lib/comm/mpi_calls.h"
+
+void check_mpi(int code, const char* call, const char* file, int line) {
+  if (code == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int n = 0;
+  MPI_Error_string(code, text, &n);
+  throw MpiError(strf("MPI: %s failed at %s:%d on rank %d: %s; see whether another rank stopped first", call, file,
+                      line, this_rank(), text));
+}
+
+void finish(MPI_Request* request) {
+  for (int spins = 0;; spins++) {
+    int done = 0;
+    MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
+    if (done) return;
+    if (spins < 100) std::this_thread::yield();
+    else std::this_thread::sleep_for(std::chrono::microseconds(spins < 1000 ? 50 : 500));
+  }
+}
+
+World init_mpi(int* argc, char*** argv) {
+  // Ranks on one host talk through shared memory only; copying out of another process's memory is often forbidden in
+  // containers, and Open MPI then prints a page about it.
+  setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
+  // NVLink multicast stays off: all that we use works without it, and a crash while it is on can take a host's GPUs
+  // down.
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
+  int provided = 0;
+  MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
+  World w;
+  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &w.rank));
+  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &w.size));
+  set_this_rank(w.rank);
+  if (provided < MPI_THREAD_MULTIPLE)
+    throw MpiError("MPI: this library was built without MPI_THREAD_MULTIPLE, which the streams need; use Open MPI");
+  MPI_Comm host;
+  MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
+  MPI_CHECK(MPI_Comm_rank(host, &w.local_rank));
+  MPI_CHECK(MPI_Comm_size(host, &w.local_size));
+  MPI_CHECK(MPI_Comm_free(&host));
+  return w;
+}
+
+void finish_mpi() { MPI_Finalize(); }
+
+World shard_group(const World& world, int ranks) {
+  ASSERT(ranks >= 1 && world.size % ranks == 0);
+  World w;
+  w.rank = world.rank % ranks, w.size = ranks, w.group = world.rank / ranks;
+  w.local_size = std::min(ranks, world.local_size);
+  return w;
+}
+World replica_group(const World& world, int ranks) {
+  ASSERT(ranks >= 1 && world.size % ranks == 0);
+  World w;
+  w.rank = world.rank / ranks, w.size = world.size / ranks, w.group = world.rank % ranks;
+  w.local_size = std::max(1, world.local_size / ranks);
+  return w;
+}
+bool on_one_host(const World& world, int ranks) {
+  const int host = world.rank - world.local_rank, group = world.rank / ranks * ranks;
+  return group >= host && group + ranks <= host + world.local_size;
+}
+
+void abort_all_ranks(const std::string& text, int status) {
+  std::fprintf(stderr, "error: %s\n", text.c_str());
+  std::fflush(stderr);
+  int started = 0;
+  MPI_Initialized(&started);
+  if (started) MPI_Abort(MPI_COMM_WORLD, status);
+  _exit(status);
+}
+
+void or_abort(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const std::exception& e) {
+    const std::string rank = strf("rank %d", this_rank()), what = e.what();
+    const bool says_rank = what.find(rank) != std::string::npos;
+    abort_all_ranks(says_rank ? what : rank + ": " + what, 1);
+  }
+}
+
+void barrier() {
+  MPI_Request request;
+  MPI_CHECK(MPI_Ibarrier(MPI_COMM_WORLD, &request));
+  finish(&request);
+}
+
+std::string broadcast_text(const std::string& text, int root) {
+  int64_t n = int64_t(text.size());
+  MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, MPI_COMM_WORLD));
+  std::string out = text;
+  out.resize(size_t(n));
+  MPI_CHECK(MPI_Bcast(&out[0], int(n), MPI_CHAR, root, MPI_COMM_WORLD));
+  return out;
+}
+
+std::string agree(const std::string& error) {
+  int rank, size;
+  MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+  MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &size));
+  int mine = error.empty() ? size : rank, lowest = size;
+  MPI_CHECK(MPI_Allreduce(&mine, &lowest, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
+  return lowest == size ? "" : broadcast_text(error, lowest);
+}
+
+void require_same(const std::string& text, const std::string& what) {
+  std::string first = broadcast_text(text);
+  std::string error;
+  if (text != first)
+    error = strf(
+        "%s of rank %d differs from that of rank 0; start all ranks with the same command (rank 0: %s; rank %d: "
+        "%s)",
+        what.c_str(), this_rank(), first.c_str(), this_rank(), text.c_str());
+  error = agree(error);
+  if (!error.empty()) throw UsageError(error);
+}
+
+struct TextChannel::Impl {
+  MPI_Comm mpi = MPI_COMM_NULL;
+  // What MPI reads and writes stands here, since a collective that was abandoned still may.
+  int64_t n = 0;
+  std::vector<int64_t> sizes;
+  std::vector<int> counts, at;
+  std::string mine, all;
+
+  void wait(MPI_Request* request, const std::atomic<bool>& abandoned) {
+    for (int done = 0;;) {
+      if (abandoned) throw Abandoned();
+      MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
+      if (done) return;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+};
+
+TextChannel::TextChannel(const World& world) : world_(world), impl_(std::make_unique<Impl>()) {
+  if (world.size == 1) return;
+  MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &impl_->mpi));
+  MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
+}
+TextChannel::~TextChannel() {
+  if (abandoned_) (void)impl_.release();
+  else if (impl_->mpi != MPI_COMM_NULL) MPI_Comm_free(&impl_->mpi);
+}
+
+std::vector<std::string> TextChannel::gather(const std::string& text) {
+  if (world_.size == 1) return {text};
+  Impl& i = *impl_;
+  const size_t ranks = size_t(world_.size);
+  i.mine = text, i.n = int64_t(text.size());
+  i.sizes.resize(ranks), i.counts.resize(ranks), i.at.resize(ranks);
+  // All know all sizes, so that all refuse together what MPI's ints cannot count.
+  MPI_Request request;
+  MPI_CHECK(MPI_Iallgather(&i.n, 1, MPI_INT64_T, i.sizes.data(), 1, MPI_INT64_T, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  int64_t total = 0;
+  for (size_t r = 0; r < ranks; r++) {
+    i.counts[r] = int(i.sizes[r]), i.at[r] = int(total);
+    total += i.sizes[r];
+    if (total > INT_MAX) throw MpiError("the ranks' texts are more than 2 GiB together");
+  }
+  i.all.resize(world_.rank == 0 ? size_t(total) : 0);
+  MPI_CHECK(MPI_Igatherv(i.mine.data(), i.counts[size_t(world_.rank)], MPI_CHAR, &i.all[0], i.counts.data(),
+                         i.at.data(), MPI_CHAR, 0, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  std::vector<std::string> texts;
+  for (size_t r = 0; world_.rank == 0 && r < ranks; r++)
+    texts.push_back(i.all.substr(size_t(i.at[r]), size_t(i.counts[r])));
+  return texts;
+}
+
+std::string TextChannel::broadcast(const std::string& text) {
+  if (world_.size == 1) return text;
+  Impl& i = *impl_;
+  i.all = text, i.n = int64_t(text.size());
+  MPI_Request request;
+  MPI_CHECK(MPI_Ibcast(&i.n, 1, MPI_INT64_T, 0, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  if (i.n > INT_MAX) throw MpiError("a text is more than 2 GiB");
+  i.all.resize(size_t(i.n));
+  MPI_CHECK(MPI_Ibcast(&i.all[0], int(i.n), MPI_CHAR, 0, i.mpi, &request));
+  i.wait(&request, abandoned_);
+  return i.all;
+}
+
+std::string TextChannel::agree(const std::string& error) {
+  std::string first;
+  for (const std::string& e : gather(error))
+    if (first.empty()) first = e;
+  return broadcast(first);
+}
+
+std::string mpi_version() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int n = 0;
+  MPI_Get_library_version(text, &n);
+  std::string s(text);
+  return s.substr(0, s.find_first_of(",\n"));
+}

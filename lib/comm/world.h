@@ -1,0 +1,76 @@
+// Who the ranks are, and what they agree on: MPI starts them, and on the host they tell each other texts. For set-up
+// and between steps; never inside one (channel.h).
+//
+//   const World world = init_mpi(&argc, &argv);
+//   std::string error;
+//   try {
+//     prepare();                                    // may fail on some ranks only
+//   } catch (const Error& e) { error = e.what(); }
+//   error = agree(error);                           // the lowest rank's error, on all of them
+//   if (!error.empty()) throw Error(error);         // together, so that nobody waits for one that is gone
+//   require_same(settings, "the configuration");
+//   or_abort([&] { train(); });                     // what one rank throws from here on ends all
+//   finish_mpi();
+//
+// All but shard_group, replica_group, on_one_host and abort_all_ranks is collective over all ranks.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lib/device/error.h"
+
+struct World {
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 1;  // among the ranks of this host, by a shared-memory split
+  int group = 0;  // which of the worlds of this size, where the ranks are cut into several; see shard_group
+};
+// The ranks in groups of `ranks` neighbours, which must divide the world: a rank's own group, and those that have its
+// place in theirs.
+World shard_group(const World& world, int ranks);
+World replica_group(const World& world, int ranks);
+// Whether this rank's group of `ranks` neighbours is on one host, if hosts have runs of neighbours. Ranks may differ.
+bool on_one_host(const World& world, int ranks);
+
+// Starts MPI (once a process) and tells who we are. Errors: MpiError.
+World init_mpi(int* argc, char*** argv);
+void finish_mpi();
+// Kills all ranks, with `text` as the one line said. For errors that other ranks cannot know of.
+[[noreturn]] void abort_all_ranks(const std::string& text, int status);
+
+// Runs f. What it throws, other ranks cannot know of and may be waiting for in a collective: it ends them all.
+void or_abort(const std::function<void()>& f);
+
+// Host-side collectives on all ranks, for set-up and between steps; never inside one.
+void barrier();
+std::string broadcast_text(const std::string& text, int root = 0);
+// All ranks pass their error, empty if none. Returns the lowest rank's error, the same on all ranks, or empty.
+std::string agree(const std::string& error);
+// Throws UsageError on every rank if `text` is not the same on all; `what` names it.
+void require_same(const std::string& text, const std::string& what);
+
+// The same on a communicator of its own, so that a thread beside the training can use them while the training talks.
+// Waiting burns no core. With one rank there is no MPI in it. All of it is collective over `world`, the constructor
+// and the destructor too.
+class TextChannel {
+ public:
+  explicit TextChannel(const World& world);
+  ~TextChannel();
+  TextChannel(const TextChannel&) = delete;
+  std::vector<std::string> gather(const std::string& text);  // rank 0: every rank's, in order; other ranks: none
+  std::string broadcast(const std::string& text);            // rank 0's
+  std::string agree(const std::string& error);
+  // For errors after which the other ranks may never come: whoever waits here, or comes later, gets an Abandoned.
+  struct Abandoned {};
+  void abandon() { abandoned_ = true; }
+
+ private:
+  struct Impl;
+  World world_;
+  std::unique_ptr<Impl> impl_;
+  std::atomic<bool> abandoned_{false};
+};
+std::string mpi_version();

@@ -1,0 +1,110 @@
+#include "lib/device/graph.h"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "lib/device/device.h"
+
+#if FSDP_CUDA
+#include <cuda.h>
+#endif
+
+Graph::~Graph() {
+#if FSDP_CUDA
+  if (exec_) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(exec_));
+#endif
+}
+
+#if FSDP_CUDA
+namespace {
+// The runtime knows neither the kernels of libraries that launch through the driver nor all kinds of nodes.
+Graph::Nodes count_nodes(cudaGraph_t graph) {
+  auto driver = [](const char* name, auto** function) {
+    void* p = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &p, 12030, cudaEnableDefault, &found));
+#else
+    CUDA_CHECK(cudaGetDriverEntryPoint(name, &p, cudaEnableDefault, &found));
+#endif
+    *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(p);
+    return found == cudaDriverEntryPointSuccess;
+  };
+  CUresult (*type_of)(CUgraphNode, CUgraphNodeType*) = nullptr;
+  CUresult (*params_of)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*) = nullptr;
+  CUresult (*name_of)(const char**, CUfunction) = nullptr;
+  CUresult (*name_of_kernel)(const char**, CUkernel) = nullptr;
+  Graph::Nodes count;
+  if (!driver("cuGraphNodeGetType", &type_of) || !driver("cuGraphKernelNodeGetParams", &params_of) ||
+      !driver("cuFuncGetName", &name_of) || !driver("cuKernelGetName", &name_of_kernel))
+    return count;
+  size_t n = 0;
+  CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
+  std::vector<cudaGraphNode_t> nodes(n);
+  CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &n));
+  for (cudaGraphNode_t node : nodes) {
+    CUgraphNodeType type;
+    if (type_of(node, &type) != CUDA_SUCCESS) {
+      count.others++;
+    } else if (type == CU_GRAPH_NODE_TYPE_KERNEL) {
+      CUDA_KERNEL_NODE_PARAMS params = {};
+      const char* name = "";
+      count.kernels++;
+      if (params_of(node, &params) != CUDA_SUCCESS) continue;
+      if (params.func) name_of(&name, params.func);
+      else name_of_kernel(&name, params.kern);
+      count.nccl_kernels += std::strstr(name, "nccl") != nullptr;
+    } else {
+      const bool copies = type == CU_GRAPH_NODE_TYPE_MEMCPY || type == CU_GRAPH_NODE_TYPE_MEMSET;
+      (copies ? count.copies : count.others)++;
+    }
+  }
+  return count;
+}
+}  // namespace
+#endif
+
+void Graph::make(const std::function<void()>& work) {
+  ASSERT(dev_.backend == Backend::gpu && dev_.mode == Mode::run && !exec_ && !dev_.in_graph);
+#if FSDP_CUDA
+  std::vector<Stream*> others;
+  for (Stream* s : {&dev_.gather(), &dev_.reduce()})
+    if (others.empty() || others[0] != s) others.push_back(s);
+  Event fork(dev_);
+  std::vector<Event> joins;
+  for (size_t i = 0; i < others.size(); i++) joins.emplace_back(dev_);
+  const cudaStream_t compute = dev_.compute().cuda();
+  CUDA_CHECK(cudaStreamBeginCapture(compute, cudaStreamCaptureModeThreadLocal));
+  dev_.in_graph = ++dev_.graphs;
+  cudaGraph_t graph = nullptr;
+  try {
+    dev_.compute().record(fork);
+    for (Stream* s : others) s->wait(fork);
+    work();
+    for (size_t i = 0; i < others.size(); i++) others[i]->record(joins[i]), dev_.compute().wait(joins[i]);
+  } catch (...) {
+    cudaStreamEndCapture(compute, &graph);
+    dev_.in_graph = 0;
+    throw;
+  }
+  dev_.in_graph = 0;
+  CUDA_CHECK(cudaStreamEndCapture(compute, &graph));
+  nodes_ = count_nodes(graph);
+  cudaGraphExec_t exec = nullptr;
+  CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  CUDA_CHECK(cudaGraphDestroy(graph));
+  exec_ = exec;
+  if (!dev_.after_graph) dev_.after_graph = std::make_unique<Event>(dev_);
+#else
+  (void)work;
+#endif
+}
+
+void Graph::launch() {
+  ASSERT(exec_);
+#if FSDP_CUDA
+  CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(exec_), dev_.compute().cuda()));
+  dev_.compute().record(*dev_.after_graph);
+#endif
+}

@@ -1,0 +1,310 @@
+#include "lib/device/memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <numeric>
+
+#include "lib/device/device.h"
+
+const char* name_of(Purpose p) {
+  static const char* names[purposes] = {"master",         "moments",     "gradients",   "gather slots",
+                                        "gradient slots", "activations", "temporaries", "workspace"};
+  return names[int(p)];
+}
+
+namespace {
+constexpr int64_t kept_align = 4096, align = 256, arena_align = 2 << 20;
+int64_t round_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
+
+// Places buffers one after another, each into the lowest gap between those that live at one time with it.
+int64_t pack_in_order(const std::vector<Life>& lives, const std::vector<int>& order, int64_t align,
+                      std::vector<int64_t>* offsets) {
+  struct Taken {
+    int64_t from, to, born, dead;
+  };
+  std::vector<Taken> all;  // by offset
+  offsets->assign(lives.size(), 0);
+  int64_t total = 0;
+  for (int i : order) {
+    const Life& l = lives[size_t(i)];
+    const int64_t bytes = round_up(l.bytes, align);
+    int64_t at = 0;
+    for (const Taken& t : all) {
+      if (t.from - at >= bytes) break;
+      if (t.born < l.dead && l.born < t.dead) at = std::max(at, t.to);
+    }
+    (*offsets)[size_t(i)] = at;
+    total = std::max(total, at + bytes);
+    const auto place =
+        std::upper_bound(all.begin(), all.end(), at, [](int64_t x, const Taken& t) { return x < t.from; });
+    all.insert(place, {at, at + bytes, l.born, l.dead});
+  }
+  return total;
+}
+}  // namespace
+
+int64_t most_live(const std::vector<Life>& lives, int64_t align) {
+  std::vector<std::pair<int64_t, int64_t>> changes;
+  for (const Life& l : lives) {
+    if (l.dead <= l.born) continue;
+    changes.emplace_back(l.born, round_up(l.bytes, align));
+    changes.emplace_back(l.dead, -round_up(l.bytes, align));
+  }
+  std::sort(changes.begin(), changes.end());  // at one time, deaths (negative) come before births
+  int64_t live = 0, most = 0;
+  for (const auto& c : changes) most = std::max(most, live += c.second);
+  return most;
+}
+
+int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>* offsets) {
+  // Offline storage allocation is NP-hard. Placing the largest first is within a few per cent here, and where it is
+  // not, one of the other orders usually is. What is left over goes when the buffer that lies highest is placed first,
+  // and then the one that lies highest now, and so on. Stop as soon as the lower bound is met.
+  std::vector<int> order(lives.size()), best_order;
+  auto span = [&](int i) { return lives[size_t(i)].dead - lives[size_t(i)].born; };
+  auto size = [&](int i) { return lives[size_t(i)].bytes; };
+  auto born = [&](int i) { return lives[size_t(i)].born; };
+  const std::function<bool(int, int)> rules[] = {
+      [&](int a, int b) { return size(a) > size(b); },
+      [&](int a, int b) { return span(a) > span(b); },
+      [&](int a, int b) { return double(size(a)) * double(span(a)) > double(size(b)) * double(span(b)); },
+      [&](int a, int b) { return born(a) < born(b); },
+  };
+  std::vector<int64_t> at;
+  int64_t best = -1, bound = most_live(lives, align);
+  for (const auto& rule : rules) {
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), rule);
+    const int64_t total = pack_in_order(lives, order, align, &at);
+    if (best < 0 || total < best) best = total, *offsets = at, best_order = order;
+    if (best == bound) break;
+  }
+  order = best_order, at = *offsets;
+  const int64_t n = int64_t(lives.size()), tries = n == 0 ? 0 : std::min<int64_t>(200, 400000000 / (n * n));
+  for (int64_t i = 0; i < tries && best > bound; i++) {
+    auto end = [&](int i) { return span(i) > 0 ? at[size_t(i)] + size(i) : -1; };
+    const auto top = std::max_element(order.begin(), order.end(), [&](int a, int b) { return end(a) < end(b); });
+    std::rotate(order.begin(), top, top + 1);
+    const int64_t total = pack_in_order(lives, order, align, &at);
+    if (total < best) best = total, *offsets = at;
+  }
+  return std::max<int64_t>(best, 0);
+}
+
+void* Memory::keep_bytes(int64_t bytes, const std::string& name, Purpose p) {
+  ASSERT(current_ < 0 && bytes >= 0);
+  if (!committed()) {
+    int64_t at = kept_.empty() ? 0 : kept_.back().offset + round_up(kept_.back().bytes, kept_align);
+    kept_.push_back({name, p, bytes, 0, 0, at, ""});
+    arena_ = -1;
+    return reinterpret_cast<char*>(int64_t(1) << 44) + at;
+  }
+  if (next_kept_ >= kept_.size() || kept_[next_kept_].name != name || kept_[next_kept_].bytes != bytes)
+    throw Error(strf("internal error: '%s' (%lld bytes) is not what the memory plan holds at place %zu", name.c_str(),
+                     (long long)bytes, next_kept_));
+  return base_ + kept_[next_kept_++].offset;
+}
+
+void Memory::rewind() { next_kept_ = 0; }
+
+void Memory::begin(const std::string& program) {
+  ASSERT(current_ < 0);
+  for (size_t i = 0; i < programs_.size(); i++)
+    if (programs_[i].name == program) current_ = int(i);
+  if (current_ < 0) {
+    if (committed()) throw Error("internal error: program '" + program + "' was never planned");
+    current_ = int(programs_.size());
+    programs_.emplace_back();
+    programs_.back().name = program;
+  }
+  phase_ = program;
+  cursor_ = 0;
+}
+
+void Memory::end() {
+  ASSERT(current_ >= 0 && live_.empty());
+  Program& p = programs_[size_t(current_)];
+  if (p.recorded && cursor_ != p.order.size())
+    throw Error("internal error: program '" + p.name + "' ended before its memory plan");
+  if (!p.recorded) arena_ = -1;
+  p.recorded = true;
+  current_ = -1;
+}
+
+void Memory::phase(const std::string& name) { phase_ = name; }
+
+void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
+  ASSERT(current_ >= 0 && bytes >= 0);
+  Program& p = programs_[size_t(current_)];
+  auto add = [&](char* at, int index) {
+    live_.emplace_back(at, index);
+    return at;
+  };
+  // Distinct addresses that no one may follow: 16 TiB up, apart from the kept ones.
+  auto fake = [](int index) { return reinterpret_cast<char*>(int64_t(1) << 45) + (int64_t(index) << 36); };
+  if (!p.recorded) {
+    const int index = int(p.bufs.size());
+    p.bufs.push_back({name, purpose, bytes, p.clock++, -1, 0, phase_});
+    p.order.push_back(index);
+    return add(fake(index), index);
+  }
+  const int index = cursor_ < p.order.size() ? p.order[cursor_] : -1;
+  if (index < 0 || p.bufs[size_t(index)].bytes != bytes || p.bufs[size_t(index)].name != name)
+    throw Error(strf("internal error: in '%s', phase '%s': taking '%s' (%lld bytes) departs from the memory plan",
+                     p.name.c_str(), phase_.c_str(), name, (long long)bytes));
+  cursor_++;
+  return add(committed() ? base_ + kept_bytes_ + p.bufs[size_t(index)].offset : fake(index), index);
+}
+
+void Memory::give(void* ptr) {
+  if (current_ < 0) return;  // unwinding after an error
+  Program& p = programs_[size_t(current_)];
+  for (size_t i = live_.size(); i-- > 0;) {
+    if (live_[i].first != ptr) continue;
+    int index = live_[i].second;
+    live_.erase(live_.begin() + std::ptrdiff_t(i));
+    if (!p.recorded) {
+      p.bufs[size_t(index)].dead = p.clock++;
+      p.order.push_back(~index);
+    } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {
+      cursor_++;
+    } else if (!std::uncaught_exceptions()) {
+      std::fprintf(stderr, "internal error: giving '%s' back departs from the memory plan\n",
+                   p.bufs[size_t(index)].name.c_str());
+      std::abort();  // called from destructors: nothing can be thrown here
+    }
+    return;
+  }
+}
+
+void Memory::pack_all() const {
+  kept_bytes_ = kept_.empty() ? 0 : kept_.back().offset + round_up(kept_.back().bytes, kept_align);
+  int64_t most = 0;
+  for (Program& p : programs_) {
+    std::vector<Life> lives;
+    // A buffer of no bytes gets an address of its own too, since give() tells buffers by their addresses.
+    for (const Buf& b : p.bufs) lives.push_back({std::max<int64_t>(b.bytes, 1), b.born, b.dead});
+    std::vector<int64_t> offsets;
+    most = std::max(most, pack(lives, align, &offsets));
+    for (size_t i = 0; i < offsets.size(); i++) p.bufs[i].offset = offsets[i];
+  }
+  arena_ = round_up(std::max<int64_t>(kept_bytes_ + most, 1), arena_align);
+}
+
+int64_t Memory::arena_bytes() const {
+  if (arena_ < 0) pack_all();
+  return arena_;
+}
+
+MemoryReport Memory::report() const {
+  MemoryReport r = {};
+  r.arena = arena_bytes();
+  for (const Buf& b : kept_) {
+    int64_t bytes = round_up(b.bytes, kept_align);
+    if (b.purpose == Purpose::master) r.init[int(b.purpose)] += bytes, r.init_total += bytes;
+    r.before_step[int(b.purpose)] += bytes, r.before_step_total += bytes;
+  }
+  int64_t most = -1, most_weights = 0;
+  for (const Program& p : programs_) {
+    // The moment right after a birth is the only kind at which a maximum can fall.
+    for (const Buf& at : p.bufs) {
+      int64_t live = 0, weights = 0;
+      for (const Buf& b : p.bufs)
+        if (b.born <= at.born && at.born < b.dead) {
+          live += round_up(b.bytes, align);
+          if (b.purpose == Purpose::master) weights += round_up(b.bytes, align);
+        }
+      most_weights = std::max(most_weights, weights);
+      if (live <= most) continue;
+      most = live;
+      std::copy(r.before_step, r.before_step + purposes, r.peak);
+      int64_t largest = 0;
+      for (const Buf& b : p.bufs)
+        if (b.born <= at.born && at.born < b.dead) {
+          r.peak[int(b.purpose)] += round_up(b.bytes, align);
+          if (b.bytes > largest) largest = b.bytes, r.largest = b.name;
+        }
+      r.peak_phase = at.phase;
+    }
+  }
+  if (most < 0) std::copy(r.before_step, r.before_step + purposes, r.peak);
+  r.init[int(Purpose::master)] += most_weights, r.init_total += most_weights;
+  r.live_peak = r.before_step_total + std::max<int64_t>(most, 0);
+  return r;
+}
+
+void Memory::commit() {
+  ASSERT(!committed() && current_ < 0);
+  int64_t want = arena_bytes();
+  ASSERT(dev_.backend == Backend::cpu || dev_.ordinal != Device::plan_only);
+  // All sharers' arenas against what was free at the start: by now some may have taken theirs.
+  int64_t free = dev_.free_bytes;
+  bool fits = want * dev_.sharers <= free;
+#if FSDP_CUDA
+  if (dev_.backend == Backend::gpu) {
+    size_t f = 0, t = 0;
+    CUDA_CHECK(cudaMemGetInfo(&f, &t));
+    if (want > int64_t(f)) fits = false, free = int64_t(f);
+  }
+#endif
+  if (!fits) {
+    MemoryReport r = report();
+    std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
+    throw OutOfMemory(
+        strf("no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s, and %s has "
+             "%.0f MiB free of %.0f; nothing was allocated; lower --batch or --seq, or use more ranks",
+             double(want) / 1048576.0, r.peak_phase.c_str(), r.largest.c_str(), shared.c_str(), dev_.name.c_str(),
+             double(free) / 1048576.0, double(dev_.total_bytes) / 1048576.0));
+  }
+  if (dev_.backend == Backend::cpu) {
+    void* p = mmap(nullptr, size_t(want), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+      throw OutOfMemory(
+          strf("no room in memory: the system refused the arena of %.0f MiB on rank %d: %s; lower --batch "
+               "or --seq",
+               double(want) / 1048576.0, this_rank(), std::strerror(errno)));
+    base_ = static_cast<char*>(p);
+    device_reported_ = want;
+  } else {
+#if FSDP_CUDA
+    size_t before = 0, after = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&before, &total));
+    if (allocate) base_ = static_cast<char*>(allocate(want));
+    else CUDA_CHECK(cudaMalloc(&base_, size_t(want)));
+    CUDA_CHECK(cudaMemGetInfo(&after, &total));
+    device_reported_ = int64_t(before) - int64_t(after);
+#endif
+  }
+  next_kept_ = 0;
+}
+
+void Memory::poison() {
+  ASSERT(committed());
+  int64_t bytes = arena_ - kept_bytes_;
+#if FSDP_CUDA
+  if (dev_.backend == Backend::gpu) {
+    CUDA_CHECK(cudaMemset(base_ + kept_bytes_, 0xff, size_t(bytes)));
+    CUDA_CHECK(cudaDeviceSynchronize());  // the streams do not wait for the default stream
+    return;
+  }
+#endif
+  std::memset(base_ + kept_bytes_, 0xff, size_t(bytes));
+}
+
+Memory::~Memory() {
+  if (!base_) return;
+#if FSDP_CUDA
+  if (dev_.backend == Backend::gpu) {
+    if (free) free(base_);
+    else cudaFree(base_);
+    return;
+  }
+#endif
+  munmap(base_, size_t(arena_));
+}
