@@ -971,7 +971,7 @@ struct Trainer {
     batch = (rows + world.size - 1) / world.size, ints = batch_ints(config, batch);
     for (bool plan : {true, false}) {
       ops::keep_workspace(dev);
-      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, fsdp, !plan);
+      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, fsdp, plan ? Links::planned : Links::open);
       if (plan) step_program(1), dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
     }
     host = std::make_unique<HostBuffer<int32_t>>(dev, ints);

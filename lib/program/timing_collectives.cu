@@ -1,0 +1,204 @@
+// Collectives by size: how long one takes alone, how long beside matmuls, and what it costs those. Both directions
+// matter for FSDP: NCCL's kernels take multiprocessors away from the computation that they are to hide behind, copy
+// engines do not.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lib/comm/channel.h"
+#include "lib/comm/world.h"
+#include "lib/ops/ops.h"
+#include "lib/program/estimate.h"
+#include "lib/program/timing.h"
+
+namespace {
+
+using nlohmann::json;
+
+// Milliseconds of one of `calls` calls on stream s while `other_calls` on the stream `other` run, which must last
+// longer.
+template <class F, class G>
+double time_beside(Device& dev, Stream& s, int64_t calls, F call, Stream& other, int64_t other_calls, G other_call) {
+  Event begun(dev), start(dev, Event::timed), end(dev, Event::timed);
+  other_call();
+  other.record(begun);
+  for (int64_t i = 1; i < other_calls; ++i) other_call();
+  s.wait(begun);
+  s.record(start);
+  for (int64_t i = 0; i < calls; ++i) call();
+  s.record(end);
+  s.synchronize(), other.synchronize();
+  return elapsed_ms(start, end) / double(calls);
+}
+
+// How many calls fill `total_ms`.
+int64_t calls_for(double total_ms, double ms) { return std::max<int64_t>(3, std::llround(total_ms / ms)); }
+
+// Rank 0's value on all ranks: they must agree on how many collectives they call.
+double agreed(double x) { return std::atof(broadcast_text(strf("%.17g", x)).c_str()); }
+
+// What one rank times collectives with: a channel for each way to move data, a buffer, and a matmul to run beside them:
+// on a GPU the widest of the reference shape, y (M, N) = x (M, K) w (N, K)^T for M = 8192 tokens.
+template <class T>
+class Bench {
+ public:
+  // The memory is planned first and then taken, as ./train does.
+  Bench(const World& world, int64_t most_mib)
+      : world_(world),
+        gpu_(gpu_count() > 0),
+        transport_(gpu_ ? Transport::nccl : Transport::mpi),
+        dev_(gpu_ ? Backend::gpu : Backend::cpu, gpu_ ? world.local_rank : 0, gpu_ ? 1 : world.local_size),
+        copy_engines_(agree(copy_engines_pay(dev_) && on_one_host(world, world.size) ? "" : "no").empty()),
+        M_(gpu_ ? 8192 : 128),
+        N_(gpu_ ? 16384 : 256),
+        K_(gpu_ ? 4096 : 128) {
+    open(most_mib, Links::planned);
+    if (copy_engines_) use_nccl_memory(dev_);
+    dev_.mem.commit();
+    dev_.mem.rewind();
+    dev_.mode = Mode::run;
+    open(most_mib, Links::open);
+    fill(x_, M_ * K_), fill(w_, N_ * K_), fill(buffer_, bytes_of(most_mib) / int64_t(sizeof(T)));
+    dev_.compute().synchronize();
+    matmul_ms_ = agreed(median(time_calls(dev_, dev_.compute(), [&] { matmul(); })));
+  }
+
+  struct Kind {
+    const char* name;
+    Collective what;
+    Channel* channel;
+    const char* by;
+    Via via = Via::kernels;
+  };
+  std::vector<Kind> kinds() const {
+    std::vector<Kind> all = {{"all_gather", Collective::all_gather, ring_.get(), name_of(transport_)},
+                             {"reduce_scatter", Collective::reduce_scatter, ring_.get(), name_of(transport_)}};
+    if (copy_engines_)
+      all.push_back({"all_gather", Collective::all_gather, engines_.get(), "copy engines", Via::copy_engines});
+    return all;
+  }
+
+  // One collective of one size. Collective over all ranks.
+  json time(const Kind& kind, int64_t mib) {
+    const int64_t bytes = bytes_of(mib), count = bytes / world_.size / int64_t(sizeof(T));
+    Stream &compute = dev_.compute(), &comm = dev_.gather();
+    const auto multiply = [&] { matmul(); };
+    const auto call = [&] {
+      if (kind.what == Collective::all_gather) kind.channel->all_gather(buffer_, count, dtype_of<T>);
+      else kind.channel->reduce_scatter(buffer_, count, dtype_of<T>);
+    };
+    barrier();
+    json result = spread("ms", time_calls(dev_, comm, call));
+    const double ms = agreed(result["ms"]), gb_s = 1e-6 * sent(kind.what, double(bytes), world_.size) / ms;
+    // 40 ms of the one beside 120 ms of the other, by their times alone.
+    const double beside_matmul =
+        time_beside(dev_, comm, calls_for(40, ms), call, compute, calls_for(120, matmul_ms_), multiply);
+    barrier();
+    const double matmul_beside =
+        time_beside(dev_, compute, calls_for(40, matmul_ms_), multiply, comm, calls_for(120, ms), call);
+    result.update({{"ms", ms},
+                   {"sent_gb_s", gb_s},
+                   {"beside_product_ms", beside_matmul},
+                   {"product_ms", matmul_ms_},
+                   {"product_beside_ms", matmul_beside}});
+    if (const Chip* chip = chip_named(dev_.name)) {
+      result["of_link"] = 1e9 * gb_s / chip->link;
+      result["estimated_ms"] =
+          1e3 * Estimate(*chip).seconds(kind.what, double(bytes), world_.size, world_.local_size, kind.via);
+    }
+    return result;
+  }
+
+  json hardware() const { return {{"gpus", gpu_count()}, {"name", dev_.name}, {"nccl", nccl_version()}}; }
+
+ private:
+  // Cut so that every rank's part is a multiple of 256 bytes.
+  int64_t bytes_of(int64_t mib) const { return (mib << 20) / (256 * world_.size) * 256 * world_.size; }
+
+  void open(int64_t most_mib, Links links) {
+    const int64_t most = bytes_of(most_mib);
+    buffer_ = dev_.mem.keep<T>(most / int64_t(sizeof(T)), "buffer", Purpose::gather_slots);
+    y_ = dev_.mem.keep<T>(M_ * N_, "y", Purpose::activations);
+    x_ = dev_.mem.keep<T>(M_ * K_, "x", Purpose::activations);
+    w_ = dev_.mem.keep<T>(N_ * K_, "w", Purpose::activations);
+    ring_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "ring", most, links);
+    if (copy_engines_)
+      engines_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, links,
+                                           Via::copy_engines);
+  }
+
+  // Normal numbers, made in fp32 in y's memory, a piece at a time.
+  void fill(T* to, int64_t n) {
+    const int64_t piece = M_ * N_ / 2;
+    for (int64_t at = 0; at < n; at += piece, made_ += piece) {
+      float* wide = reinterpret_cast<float*>(y_);
+      ops::init_normal(dev_.compute(), wide, 1, 1, made_, std::min(piece, n - at), 0, 1);
+      ops::cast<T, float>(dev_.compute(), to + at, wide, std::min(piece, n - at));
+    }
+  }
+
+  void matmul() { ops::matmul<T>(dev_.compute(), y_, x_, w_, nullptr, nullptr, M_, N_, K_); }
+
+  const World world_;
+  const bool gpu_;
+  const Transport transport_;
+  Device dev_;
+  const bool copy_engines_;
+  const int64_t M_, N_, K_;
+  T *buffer_ = nullptr, *y_ = nullptr, *x_ = nullptr, *w_ = nullptr;
+  std::unique_ptr<Channel> ring_, engines_;
+  int64_t made_ = 0;  // numbers, by fill
+  double matmul_ms_ = 0;
+};
+
+template <class T>
+void time_collectives(const RowFile& rows, const std::vector<int64_t>& sizes, const World& world) {
+  Bench<T> bench(world, *std::max_element(sizes.begin(), sizes.end()));
+  std::vector<Words> table = {{"collective", "by", "MiB", "ms", "GB/s sent", "of the link", "estimated ms",
+                               "beside matmuls, ms", "a matmul beside it"}};
+  for (const auto& kind : bench.kinds())
+    for (int64_t mib : sizes) {
+      const json result = bench.time(kind, mib);
+      const auto cell = [&](const char* key, const char* format) {
+        return result.contains(key) ? strf(format, result[key].get<double>()) : std::string("-");
+      };
+      table.push_back({kind.name, kind.by, std::to_string(mib), cell("ms", "%.3f"), cell("sent_gb_s", "%.1f"),
+                       cell("of_link", "%.3f"), cell("estimated_ms", "%.3f"), cell("beside_product_ms", "%.3f"),
+                       strf("x %.2f", result["product_beside_ms"].get<double>() / result["product_ms"].get<double>())});
+      if (world.rank == 0)
+        rows.append({{"sweep", "collectives"},
+                     {"collective", kind.name},
+                     {"by", kind.by},
+                     {"mib", mib},
+                     {"ranks", world.size},
+                     {"dtype", name_of(dtype_of<T>)},
+                     {"hardware", bench.hardware()},
+                     {"result", result}});
+    }
+  if (world.rank == 0) std::printf("%s", markdown(table).c_str());
+}
+
+}  // namespace
+
+int collectives_rank(const RowFile& rows, const std::vector<int64_t>& mib, int* argc, char*** argv) {
+  const World world = init_mpi(argc, argv);
+  const int gpus = gpu_count();
+  std::string error;
+  if (world.size < 2)
+    error = "--sweep collectives: one rank has no peer to exchange data with; choose --ranks 2 or more";
+  else if (gpus > 0 && gpus < world.local_size)
+    error = strf("--sweep collectives: %d ranks on a host with %d GPU%s; NCCL needs one for each rank: lower --ranks",
+                 world.local_size, gpus, gpus == 1 ? "" : "s");
+  error = agree(error);
+  if (error.empty())
+    or_abort([&] {
+      if (gpus > 0) time_collectives<bf16>(rows, mib, world);
+      else time_collectives<float>(rows, mib, world);
+    });
+  else if (world.rank == 0) std::fprintf(stderr, "error: %s\n", error.c_str());
+  finish_mpi();
+  return error.empty() ? 0 : 2;
+}
