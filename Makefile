@@ -245,5 +245,9 @@ build/version.h: force
 	@commit=$${COMMIT:-$$(git describe --always --dirty 2>/dev/null || echo unknown)}; \
 	$(call write_if_changed,#define FSDP_COMMIT "'$$commit'")
 
+# A source that has moved since the last build: what was made of it finds its new one.
+%.cu: ;
+%.cc: ;
+
 -include $(objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d
 endif

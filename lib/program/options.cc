@@ -477,7 +477,7 @@ nlohmann::json read_state(const nlohmann::json& state, const std::string& file) 
   const nlohmann::json step = member(state, "step");
   require(step.is_number_integer() && step >= 0, "step", step, "a number of steps");
   require(options.is_object(), "options", options, "an object");
-  for (const Spec& s : specs()) {
+  for (const Spec& s : specs) {
     const std::string key = key_of(s.name);
     if (!options.contains(key)) {
       options[key] = s.otherwise ? nlohmann::json() : get(s, Options());

@@ -77,10 +77,10 @@ Price price(Run r, int ranks, const Chip& chip) {
   return price(r, world, chip);
 }
 
-// CUDA, NCCL and cuBLAS take some beside the plan.
-bool fits(double bytes, const Chip& chip) {
-  return bytes + double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)) <= chip.memory;
-}
+// What CUDA, NCCL and cuBLAS take beside the plan.
+double reserve() { return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)); }
+
+bool fits(double bytes, const Chip& chip) { return bytes + reserve() <= chip.memory; }
 
 namespace {
 
@@ -190,7 +190,7 @@ std::string estimate_text(const Run& r, int ranks) {
   if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
   return p.text +
          strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA and NCCL take %.1f\n", 1e-9 * p.bytes,
-              chip->name, 1e-9 * chip->memory, 1e-9 * reserve) +
+              chip->name, 1e-9 * chip->memory, 1e-9 * reserve()) +
          advice(r.o, ranks, *chip);
 }
 

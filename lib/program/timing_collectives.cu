@@ -50,14 +50,15 @@ class Bench {
       : world_(world),
         gpu_(gpu_count() > 0),
         transport_(gpu_ ? Transport::nccl : Transport::mpi),
-        dev_(gpu_ ? Backend::gpu : Backend::cpu, gpu_ ? world.local_rank : 0, gpu_ ? 1 : world.local_size),
-        copy_engines_(agree(copy_engines_pay(dev_) && on_one_host(world, world.size) ? "" : "no").empty()),
+        taken_(assign_device(gpu_ ? Backend::gpu : Backend::cpu, world)),
+        dev_(gpu_ ? Backend::gpu : Backend::cpu, taken_.ordinal, taken_.sharers),
+        copy_engines_(agree(copy_engines_pay(dev_, world) && on_one_host(world, world.size) ? "" : "no").empty()),
         M_(gpu_ ? 8192 : 128),
         N_(gpu_ ? 16384 : 256),
         K_(gpu_ ? 4096 : 128) {
     open(most_mib, Links::planned);
     if (copy_engines_) use_nccl_memory(dev_);
-    dev_.mem.commit();
+    dev_.mem.commit(library_bytes(dev_.backend, transport_));
     dev_.mem.rewind();
     dev_.mode = Mode::run;
     open(most_mib, Links::open);
