@@ -403,6 +403,8 @@ TEST_CASE("a step's price is that of the ranks which share it", "[program]") {
   CHECK(eight.bytes < one.bytes);  // shards of the master weights and moments
   CHECK(one.tokens_per_sec == Approx(2 * 2048 / one.seconds));
   CHECK(validated.bytes == one.bytes);
+  CHECK(validated.seconds == one.seconds);                          // a step alone
+  CHECK(eight.tokens_per_sec == Approx(2 * 2048 / eight.seconds));  // of a GPU
   says(one.text, {"step"});
 }
 
