@@ -8,9 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "lib/comm/gpus.h"
 #include "lib/comm/channel.h"
 #include "lib/comm/world.h"
 #include "lib/ops/ops.h"
+#include "lib/program/chips.h"
 #include "lib/program/estimate.h"
 #include "lib/program/timing.h"
 
@@ -146,6 +148,7 @@ class Bench {
   const World world_;
   const bool gpu_;
   const Transport transport_;
+  const DeviceAssignment taken_;
   Device dev_;
   const bool copy_engines_;
   const int64_t M_, N_, K_;
@@ -186,17 +189,18 @@ void time_collectives(const RowFile& rows, const std::vector<int64_t>& sizes, co
 
 int collectives_rank(const RowFile& rows, const std::vector<int64_t>& mib, int* argc, char*** argv) {
   const World world = init_mpi(argc, argv);
-  const int gpus = gpu_count();
+  const bool on_gpus = gpu_count() > 0;
+  const int cards = on_gpus ? assign_device(Backend::gpu, world).host_cards : world.local_size;
   std::string error;
   if (world.size < 2)
     error = "--sweep collectives: one rank has no peer to exchange data with; choose --ranks 2 or more";
-  else if (gpus > 0 && gpus < world.local_size)
+  else if (cards < world.local_size)
     error = strf("--sweep collectives: %d ranks on a host with %d GPU%s; NCCL needs one for each rank: lower --ranks",
-                 world.local_size, gpus, gpus == 1 ? "" : "s");
+                 world.local_size, cards, cards == 1 ? "" : "s");
   error = agree(error);
   if (error.empty())
     or_abort([&] {
-      if (gpus > 0) time_collectives<bf16>(rows, mib, world);
+      if (on_gpus) time_collectives<bf16>(rows, mib, world);
       else time_collectives<float>(rows, mib, world);
     });
   else if (world.rank == 0) std::fprintf(stderr, "error: %s\n", error.c_str());
