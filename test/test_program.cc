@@ -427,7 +427,7 @@ TEST_CASE("advice is a change that fits, with options that are there", "[program
     INFO(line);
     Chip chip = *chip_named("h200");
     const Price now = price(resolve(parsed(line), ranks, 0), ranks, chip);
-    chip.memory += now.bytes - 1 - chip.memory + 1.5e9;
+    chip.memory += now.bytes - 1 - chip.memory + reserve();
     REQUIRE(!fits(now.bytes, chip));
     const std::string text = advice(parsed(line), ranks, chip), begins = "the cheapest change that fits: ";
     INFO(text);
@@ -461,7 +461,7 @@ TEST_CASE("advice is a change that fits, with options that are there", "[program
   const Options alone = parsed("--plan --device gpu --preset tiny --seq 64 --dim 1024 --heads 16");
   Options least = alone;
   least.recompute = "block";
-  chip.memory = 1.5e9 + price(resolve(least, 64, 0), 64, chip).bytes;
+  chip.memory = reserve() + price(resolve(least, 64, 0), 64, chip).bytes;
   says(advice(alone, 1, chip), {"--recompute block on 64 does"});
 }
 

@@ -77,7 +77,6 @@ Price price(Run r, int ranks, const Chip& chip) {
   return price(r, world, chip);
 }
 
-// What CUDA, NCCL and cuBLAS take beside the plan.
 double reserve() { return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)); }
 
 bool fits(double bytes, const Chip& chip) { return bytes + reserve() <= chip.memory; }

@@ -25,7 +25,9 @@ Price price(Run r, const World& world, const Chip& chip);
 // On ranks that are not here: nodes full of GPUs, one for each rank. Chooses the gathers as a run there would.
 Price price(Run r, int ranks, const Chip& chip);
 
-// Whether a chip has room for a plan of so many bytes, beside what CUDA and NCCL keep for themselves.
+// Bytes that CUDA, NCCL and cuBLAS take beside a plan.
+double reserve();
+// Whether a chip has room for a plan of so many bytes, and for that.
 bool fits(double bytes, const Chip& chip);
 
 // What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s. One
