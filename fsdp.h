@@ -144,14 +144,14 @@ struct StepScalars {
 template <class T, class G>
 class Fsdp {
  public:
-  // Plans or takes the memory (see Memory). Collective over all ranks where links are open. units: laid out for the ranks of a
-  // shard group.
+  // Plans or takes the memory (see Memory). Collective over all ranks where links are open. units: laid out for the
+  // ranks of a shard group.
   Fsdp(Device& dev, const World& world, Transport transport, std::vector<Unit> units, const FsdpOptions& options,
        Links links);
 
   void init_weights();
   // adamw: on the host, pinned; it is read when the compute stream comes to it. clip: the largest gradient norm; 0:
-  // none.
+  // off.
   void begin_step(const ops::AdamW* adamw, float clip);
   // last: the step's last micro-batch; gradients are complete when it has reduced them.
   void begin_micro_batch(bool last) { last_micro_batch_ = last; }

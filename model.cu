@@ -14,6 +14,7 @@ NsaShape ModelConfig::nsa_shape(int64_t batch) const {
 
 namespace {
 
+// The module decides which unit a parameter goes to; units themselves do not know modules.
 struct ModuleParam : Param {
   int module;
 };
@@ -125,6 +126,7 @@ int last_of_backward(const ModelConfig& c) {
   return c.block_of(m) < 0 ? m : c.first_module(c.block_of(m));
 }
 
+// Compression's own weights multiply once for each compressed key, not once for each token.
 bool of_phi(const Param& p) { return p.name.find(".phi_") != std::string::npos; }
 
 std::string module_name(const ModelConfig& c, int m) {
@@ -148,6 +150,8 @@ struct ParameterTable {
   std::vector<int> unit_of;  // by module; -1: all its parameters are replicated
 };
 
+// From the options to units: modules are put together by wrap(), what is small is taken out into the replicated unit,
+// and what is left empty is dropped. Every rank makes the same table, so nobody has to send it.
 ParameterTable make_table(const ModelConfig& c) {
   const std::vector<ModuleParam> params = all_parameters(c);
   std::vector<int64_t> sizes(static_cast<size_t>(c.modules()));
@@ -208,6 +212,7 @@ int64_t parameter_count(const ModelConfig& c) {
 
 double flops_per_token(const ModelConfig& c) {
   const int last = last_of_backward(c);
+  // Two FLOPs a weight and token in the forward pass, as many for dx where the backward pass comes by, and for dw.
   auto of_weight = [&](const ModuleParam& p, int module) {
     return 2.0 * (1 + (module >= last) + !p.frozen) * double(p.numel);
   };
@@ -302,14 +307,17 @@ std::vector<Turn> evaluation_turns(const ModelConfig& c, const std::vector<int>&
 
 // ----------------------------------------------------------------------------------------------------------- batch
 
+MicroBatch micro_batch_at(int32_t* p, int64_t M) { return {p, p + M, p + 2 * M}; }
+
 int64_t batch_ints(const ModelConfig& c, int64_t batch) {
   int64_t M = batch * c.seq;
   return 2 * M + ops::token_index_ints(M, c.vocab);
 }
 
 void index_batch(const ModelConfig& c, int64_t batch, int32_t* host) {
-  int64_t M = batch * c.seq;
-  ops::build_token_index(host + 2 * M, host, M, c.vocab);
+  const int64_t M = batch * c.seq;
+  const MicroBatch b = micro_batch_at(host, M);
+  ops::build_token_index(b.index, b.tokens, M, c.vocab);
 }
 
 // ----------------------------------------------------------------------------------------------------------- model
@@ -337,14 +345,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
   const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
   chunk_ = piece((M_ + most - 1) / most);
   const int64_t hidden = M_ * hidden_row() * size;
-  // Pieces that are recomputed are summed in two more matrices. As many of them as it takes to need no more memory than
-  // two would without those sums, while that is not many.
-  const int64_t sums =
-      std::is_same_v<G, A> || c_.keeps_mlp() ? 0 : (c_.hidden + hidden_row()) * c_.dim * int64_t(sizeof(A));
-  int64_t pieces = (hidden + c_.hidden_bytes - 1) / c_.hidden_bytes;
-  if (pieces > 1)
-    while (pieces < 4 && 2 * hidden / pieces + sums > hidden) pieces++;
-  rows_ = piece(pieces);
+  rows_ = piece((hidden + c_.hidden_bytes - 1) / c_.hidden_bytes);
   const int64_t half = (rows_ + 1) / 2;
   forward_rows_ = rows_ * hidden_row() * size * 2 <= c_.hidden_bytes ? rows_ : (half + 127) / 128 * 128;
 
@@ -380,13 +381,14 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       if (!p.has_gradient && (p.shape.size() == 1 || of_phi(p))) discarded = std::max(discarded, p.numel);
   if (discarded > 0) discarded_ = dev.mem.keep<G>(discarded, "gradients of what is frozen", Purpose::workspace);
 
-  batch_ = dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace);
+  batch_ = micro_batch_at(dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace), M_);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
   stats_ = c_.sparse && c_.diagnostics ? dev.mem.keep<NsaStats>(c_.depth, "diagnostics", Purpose::workspace) : nullptr;
   const bool rotates = c_.arch == Arch::rope || c_.arch == Arch::llama;
   rope_table_ = rotates ? dev.mem.keep<A>(c_.seq * c_.head_dim(), "rotary table", Purpose::workspace) : nullptr;
 }
 
+// By name, once: what a step needs of a parameter is its unit and its offset.
 template <class T, class G>
 typename Model<T, G>::ParamRef Model<T, G>::find(const std::string& name) const {
   for (size_t u = 0; u < fsdp.units().size(); u++)
@@ -395,12 +397,15 @@ typename Model<T, G>::ParamRef Model<T, G>::find(const std::string& name) const 
   return {};
 }
 
+// A pointer into a slot is good while the unit is in use, and dangles behind its release: asking then is an error here,
+// not a wrong number later.
 template <class T, class G>
 const T* Model<T, G>::weight(const ParamRef& p) const {
   ASSERT(p.exists() && weights_[size_t(p.unit)]);
   return weights_[size_t(p.unit)] + p.offset;
 }
 
+// Kernels that make several gradients at one go write all of them; those of frozen parameters go where nobody looks.
 template <class T, class G>
 G* Model<T, G>::grad(const ParamRef& p) const {
   if (p.frozen) return discarded_;
@@ -414,6 +419,7 @@ void Model<T, G>::init_weights() {
   fsdp.init_weights();
 }
 
+// q, k and v are columns of one buffer: one product makes them, and nothing is split or transposed.
 template <class T, class G>
 AttentionShape Model<T, G>::attention_shape() const {
   const int64_t D = c_.head_dim(), row = (c_.heads + 2 * c_.kv_heads) * D;
@@ -436,14 +442,17 @@ void Model<T, G>::wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, i
   if (!p.frozen) ops::matmul_wgrad<T, G>(dev_.compute(), grad(p), dy, x, M, N, K, accumulate);
 }
 
+// `copied` tells the host when it may fill in the next micro-batch; it does not wait for it here.
 template <class T, class G>
 void Model<T, G>::load(const int32_t* host, Event& copied) {
-  dev_.compute().copy(batch_, host, batch_ints(c_, M_ / c_.seq) * 4);
+  dev_.compute().copy(batch_.tokens, host, batch_ints(c_, M_ / c_.seq) * 4);
   dev_.compute().record(copied);
 }
 
 // ------------------------------------------------------------------------------------------------------- the step
 
+// Read from top to bottom this is the step: what a block saves is handed from its forward to its backward and dies
+// there, so activations are at their most in the head, and shrink block by block behind it.
 template <class T, class G>
 void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied) {
   std::vector<Saved> saved(static_cast<size_t>(c_.depth));
@@ -472,6 +481,8 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
   end_micro_batch();
 }
 
+// The same forward pass without a backward: nothing is kept, every unit is resharded, so validation fits where training
+// does.
 template <class T, class G>
 void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied) {
   dev_.mem.phase("validation");
@@ -496,6 +507,7 @@ void Model<T, G>::begin_micro_batch(const std::vector<Turn>& turns, bool last) {
   if (replicated_ >= 0) weights_[size_t(replicated_)] = fsdp.use(replicated_);
 }
 
+// Any module may write to the replicated unit's gradient, from the head on; it is reduced when the micro-batch ends.
 template <class T, class G>
 void Model<T, G>::begin_backward() {
   if (replicated_ >= 0 && trained(replicated_)) grads_[size_t(replicated_)] = fsdp.gradient(replicated_);
@@ -537,11 +549,14 @@ void Model<T, G>::gather(const Turn& t) {
   }
 }
 
+// The first turn of a run waits for the gather; the others find the weights there.
 template <class T, class G>
 void Model<T, G>::use(const Turn& t) {
   if (t.begins_use) weights_[size_t(t.uses)] = fsdp.use(t.uses);
 }
 
+// Behind the last turn of a run. A unit that is not needed soon gives its slot up; the one that the backward pass
+// begins with stays resident. A prefetch of kind `post` stands here: between a unit's gradient and its reduction.
 template <class T, class G>
 void Model<T, G>::release(const Turn& t) {
   if (!t.ends_use) return;
@@ -552,11 +567,13 @@ void Model<T, G>::release(const Turn& t) {
     if (const int u = unit_behind(t); u >= 0) fsdp.gather(u);
 }
 
+// Waits for a gradient slot, which is why it stands in front of the first write and not earlier.
 template <class T, class G>
 void Model<T, G>::gradient(const Turn& t) {
   if (t.begins_gradient && trained(t.writes)) grads_[size_t(t.writes)] = fsdp.gradient(t.writes);
 }
 
+// Behind the last write of a run: from here the reduction runs beside the modules that follow.
 template <class T, class G>
 void Model<T, G>::reduce(const Turn& t) {
   if (!t.ends_gradient || !trained(t.writes)) return;
@@ -573,6 +590,7 @@ int Model<T, G>::unit_behind(const Turn& t) const {
   return last_ || first == t.uses ? -1 : first;
 }
 
+// The loss rides along with the gradient norm: one all_reduce for both.
 template <class T, class G>
 void Model<T, G>::end_step() {
   dev_.mem.phase("optimizer");
@@ -581,6 +599,8 @@ void Model<T, G>::end_step() {
   fsdp.end_step();
 }
 
+// The step behind a validation must gather what it would have gathered without one: a step that is recorded as a graph
+// cannot count on what happens to be resident.
 template <class T, class G>
 void Model<T, G>::finish_evaluation() {
   dev_.compute().zero(&fsdp.scalars()->norm2, sizeof(double));
@@ -591,18 +611,21 @@ void Model<T, G>::finish_evaluation() {
 
 // ------------------------------------------------------------------------------------------------------- embedding
 
+// tokens (M) -> x (M, C). Positions are added here by the architecture that has them in the residual stream.
 template <class T, class G>
 Buffer<T> Model<T, G>::embed() {
   const Turn& t = take_turn(Turn::forward, 0);
   Buffer<T> x = dev_.mem.take<T>(M_ * c_.dim, "block input", Purpose::activations);
   gather(t), use(t);
   dev_.mark("embedding");
-  ops::embedding_forward(dev_.compute(), x.get(), weight(embedding_), batch_, M_, c_.seq, c_.dim,
+  ops::embedding_forward(dev_.compute(), x.get(), weight(embedding_), batch_.tokens, M_, c_.seq, c_.dim,
                          c_.arch == Arch::simple);
   release(t);
   return x;
 }
 
+// dx (M, C) -> the embedding's gradient: each row of it is a sum over the places of its token, in their order, so two
+// runs agree bit for bit. Tied, it adds to what the head has left there.
 template <class T, class G>
 void Model<T, G>::embed_backward(Buffer<T> dx) {
   const Turn& t = take_turn(Turn::gradient, 0);
@@ -610,9 +633,8 @@ void Model<T, G>::embed_backward(Buffer<T> dx) {
   gradient(t);
   dev_.mark("embedding, backward");
   if (!embedding_.frozen)
-    ops::embedding_backward(dev_.compute(), grad(embedding_), dx.get(),
-                            ops::token_index_at(batch_ + 2 * M_, M_, c_.vocab), partials.get(), M_, c_.vocab, c_.dim,
-                            c_.tied);
+    ops::embedding_backward(dev_.compute(), grad(embedding_), dx.get(), ops::token_index_at(batch_.index, M_, c_.vocab),
+                            partials.get(), M_, c_.vocab, c_.dim, c_.tied);
   reduce(t);
 }
 
@@ -626,6 +648,7 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   const BlockParams& at = params_[size_t(block)];
   const int64_t M = M_, C = c_.dim, QKV = c_.row();
   dev_.mark("norms");
+  // Recomputed, the norm takes the statistics that were kept: the same bits, and one pass over x less.
   Buffer<T> n = mem.take<T>(M * C, "normed");
   if (v->stats1) {
     ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
@@ -685,6 +708,7 @@ Buffer<T> Model<T, G>::middle(int64_t block, Saved* v) {
   return n;
 }
 
+// x (M, C) -> the next block's input. keep: something of this block is trained, so its backward will come.
 template <class T, class G>
 Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep) {
   Saved here;
@@ -740,6 +764,7 @@ Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   return dx;
 }
 
+// The same call as the forward pass makes, on the same input: recomputation changes no bit.
 template <class T, class G>
 void Model<T, G>::recompute_queries(int64_t block, Saved* v) {
   MarkedRecomputation marked(dev_);
@@ -747,6 +772,8 @@ void Model<T, G>::recompute_queries(int64_t block, Saved* v) {
   queries(block, v, Purpose::temporaries);
 }
 
+// NSA takes the blocks that the forward pass chose, or rounding might choose others and the gradient be of another
+// loss.
 template <class T, class G>
 void Model<T, G>::recompute_attention(int64_t block, Saved* v) {
   MarkedRecomputation marked(dev_);
@@ -787,6 +814,8 @@ void Model<T, G>::recompute_middle(int64_t block, Saved* v) {
   release(mlp);
 }
 
+// dx (M, C), the gradient of x2, through Wo, attention, the projections and the norm, to that of x. Each wgrad stands
+// as early as its inputs allow, so that they can be freed: what lives longest here decides the peak of long sequences.
 template <class T, class G>
 void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
@@ -859,7 +888,7 @@ Buffer<T> Model<T, G>::queries_backward(int64_t block, Saved* v, const T* d_o) {
 // ------------------------------------------------------------------------------------------------------ block: MLP
 
 // x2 + W2 gelu(W1 n), n the norm of x2; without attention x + W2 gelu(W1 x). In the same pieces whether the hidden
-// layer is kept or made again: the same products, so the same bits.
+// layer is kept or recomputed: the same products, so the same bits.
 template <class T, class G>
 Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool keep) {
   Stream& s = dev_.compute();
@@ -884,6 +913,7 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
       ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight_if_any(at.up_bias), rows, F, C);
     }
     here.reset();
+    // The residual is the product's epilogue: no kernel of its own reads and writes (M, C) once more.
     ops::matmul<T>(s, out + i * C, g, weight(at.down), weight_if_any(at.down_bias), residual + i * C, rows, C, F);
   }
   n.reset();
@@ -897,9 +927,9 @@ int64_t Model<T, G>::forward_piece(int64_t i) const {
   return std::min(forward_rows_, std::min(M_ - i, rows_ - i % rows_));
 }
 
-// Activated, the hidden layer exists for rows_ rows at a time, so the gradient of what multiplies it is a sum over such
-// pieces; where the hidden layer is recomputed, so is every other gradient of the MLP. Sums over pieces are fp32 and
-// rounded to G once: the number of pieces follows from memory, and should not show in a gradient.
+// The gradient of the hidden layer exists for rows_ rows at a time, so the MLP's gradients are sums over such pieces.
+// They are summed in fp32 and rounded to G once: the number of pieces follows from memory, and should not show in a
+// gradient. The pieces are the same whether the hidden layer is kept or recomputed: the same sums, so the same bits.
 template <class T, class G>
 void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
@@ -912,35 +942,45 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   MlpSums sums;
   const bool several = !std::is_same_v<G, A> && rows_ < M_;
   if (several && !at.down.frozen) sums.down = mem.take<A>(C * F, "gradient of the MLP");
-  if (several && !c_.keeps_mlp()) {
+  auto take_up_sums = [&] {
+    if (!several) return;
     if (!at.up.frozen) sums.up = mem.take<A>(UP * C, "gradient of the MLP");
     if (at.up_bias.exists()) sums.up_bias = mem.take<A>(F, "gradient of the MLP's bias");
     if (at.norm2.exists()) sums.norm = mem.take<A>(C, "gradient of the MLP's norm");
     if (at.norm2_bias.exists()) sums.norm_bias = mem.take<A>(C, "gradient of the MLP's norm");
-  }
+  };
+  auto round = [&](const ParamRef& p, Buffer<A>* sum, int64_t n) {
+    if constexpr (!std::is_same_v<G, A>)
+      if (*sum && !p.frozen) ops::cast<G, A>(s, grad(p), *sum, n);
+    sum->reset();
+  };
   dev_.mark("MLP, backward");
   if (!c_.keeps_mlp()) fsdp.remark(t.uses, "recompute MLP");
   if (at.down_bias.exists()) {
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M_, C), "partial sums");
     ops::bias_grad<T, G>(s, grad(at.down_bias), dx, partials, M_, C, C);
   }
+  // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
+  // each other, and their sums need not live together.
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);
     Buffer<T> recomputed;
     if (!c_.keeps_mlp()) recomputed = recompute_hidden(block, v, i, rows);
     T* h = c_.keeps_mlp() ? v->h + i * UP : recomputed.get();
     activation_backward(block, dx + i * C, h, i, rows, sums);
-    if (!c_.keeps_mlp()) up_backward(block, v, dx + i * C, h, i, rows, sums);
+    if (c_.keeps_mlp()) continue;
+    if (i == 0) take_up_sums();
+    up_backward(block, v, dx + i * C, h, i, rows, sums);
   }
-  if (c_.keeps_mlp()) up_backward(block, v, dx, v->h, 0, M_, sums);
+  round(at.down, &sums.down, C * F);
+  if (c_.keeps_mlp()) {
+    take_up_sums();
+    for (int64_t i = 0; i < M_; i += rows_)
+      up_backward(block, v, dx + i * C, v->h + i * UP, i, std::min(rows_, M_ - i), sums);
+  }
   v->h.reset();
-  if constexpr (!std::is_same_v<G, A>) {
-    auto round = [&](const ParamRef& p, const Buffer<A>& sum, int64_t n) {
-      if (sum && !p.frozen) ops::cast<G, A>(s, grad(p), sum, n);
-    };
-    round(at.up, sums.up, UP * C), round(at.down, sums.down, C * F), round(at.up_bias, sums.up_bias, F);
-    round(at.norm2, sums.norm, C), round(at.norm2_bias, sums.norm_bias, C);
-  }
+  round(at.up, &sums.up, UP * C), round(at.up_bias, &sums.up_bias, F);
+  round(at.norm2, &sums.norm, C), round(at.norm2_bias, &sums.norm_bias, C);
   release(t);
   reduce(t);
 }
@@ -1047,14 +1087,15 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   if (backward) gradient(t);
   {
     Buffer<T> logits = mem.take<T>(chunk_ * V, "logits of a chunk");
-    // Chunks are summed in the accumulation type: a sum of many roundings to bf16 would lose what they add.
+    // Logits and their gradient share one buffer; each chunk's dx takes the place of its n, which is read for the last
+    // time. Chunks are summed in the accumulation type: a sum of many roundings to bf16 would lose what they add.
     const bool wide = backward && !head_.frozen && !std::is_same_v<G, A> && chunk_ < M;
     Buffer<A> sum;
     if (wide) sum = mem.take<A>(V * C, "head's gradient");
     for (int64_t i = 0; i < M; i += chunk_) {
       const int64_t rows = std::min(chunk_, M - i);
       ops::matmul<T>(s, logits, n + i * C, weight(head_), nullptr, nullptr, rows, V, C);
-      ops::cross_entropy<T>(s, logits, losses + i, batch_ + M + i, A(scale), backward, rows, V);
+      ops::cross_entropy<T>(s, logits, losses + i, batch_.targets + i, A(scale), backward, rows, V);
       if (!backward) continue;
       if (wide) ops::matmul_wgrad<T, A>(s, sum, logits, n + i * C, rows, V, C, i > 0);
       else wgrad(head_, logits, n + i * C, rows, V, C, i > 0);

@@ -100,9 +100,14 @@ int64_t parameter_count(const ModelConfig& c);
 // leaves out because weights are frozen.
 double flops_per_token(const ModelConfig& c);
 
-// A micro-batch as ints, the layout that both the host's and the device's copies have: tokens (M), targets (M; -1 is
-// padding), then the tokens' index for the embedding's gradient.
-int64_t batch_ints(const ModelConfig& c, int64_t batch);
+// A micro-batch as ints, in the layout that both the host's and the device's copies have.
+struct MicroBatch {
+  int32_t* tokens;   // (M)
+  int32_t* targets;  // (M); -1: padding, which has no loss and no gradient
+  int32_t* index;    // where each token stands, for the embedding's gradient; see ops::build_token_index
+};
+MicroBatch micro_batch_at(int32_t* p, int64_t M);
+int64_t batch_ints(const ModelConfig& c, int64_t batch);  // in all
 // Fills in the index, behind tokens and targets.
 void index_batch(const ModelConfig& c, int64_t batch, int32_t* host);
 
@@ -258,7 +263,7 @@ class Model {
   std::vector<const T*> weights_;             // by unit; null: not in use
   std::vector<G*> grads_;                     // by unit; null: not being written
   G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything
-  int32_t* batch_;          // as batch_ints says
+  MicroBatch batch_;        // the device's
   A* rope_table_;           // (T, D), cos and sin
   A* loss_sum_;             // (1)
   NsaStats* stats_;         // (depth)

@@ -43,7 +43,8 @@ void fill_batches(const Run& r, const World& world, const Sampler& sampler, int6
   for (int64_t m = 0; m < r.grad_accum; m++, host += ints) {
     for (int64_t i = 0; i < r.batch; i++) {
       const int64_t row = from + m * r.batch + i;
-      int32_t *tokens = host + i * T, *targets = host + M + i * T;
+      const MicroBatch batch = micro_batch_at(host, M);
+      int32_t *tokens = batch.tokens + i * T, *targets = batch.targets + i * T;
       if (row < to) {
         sampler.sequence(first_sequence + row, tokens, targets);
       } else {

@@ -971,7 +971,8 @@ struct Trainer {
     batch = (rows + world.size - 1) / world.size, ints = batch_ints(config, batch);
     for (bool plan : {true, false}) {
       ops::keep_workspace(dev);
-      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, fsdp, plan ? Links::planned : Links::open);
+      model = std::make_unique<Model<float, float>>(dev, world, transport, config, batch, fsdp,
+                                                    plan ? Links::planned : Links::open);
       if (plan) step_program(1), dev.mem.commit(), dev.mem.rewind(), dev.mode = Mode::run;
     }
     host = std::make_unique<HostBuffer<int32_t>>(dev, ints);
@@ -997,7 +998,7 @@ struct Trainer {
         const int64_t row = first + i / T;
         auto token = [&](int64_t at) { return int32_t((n * 31 + row * 7 + at * (row % 3 + 1)) % config.vocab); };
         (*host)[i] = row < last ? token(i % T) : 0;
-        (*host)[M + i] = row < last ? token(i % T + 1) : -1;
+        micro_batch_at(host->get(), M).targets[i] = row < last ? token(i % T + 1) : -1;
       }
       index_batch(config, batch, host->get());
       step_program(n);

@@ -194,7 +194,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
                          : "--device gpu: built without CUDA; install CUDA and rebuild, or use --device cpu");
   const bool gpu = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || only_planned));
   r.backend = gpu ? Backend::gpu : Backend::cpu;
-  const Preset& p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
+  const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
   r.preset = p.name;
   if (!gpu && o.device == "auto")
     r.notices.push_back(strf("no GPU found: training preset %s in %s on the CPU", p.name,
