@@ -303,8 +303,9 @@ TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measu
     double measured;
   };
   std::vector<Row> rows;
-  for (const json& j : lines("results/world-2026-11-21.jsonl"))
-    if (j.at("who") == "fsdp.cu") rows.push_back({"world", j.at("config"), j.at("ranks"), j["result"]["step_ms"]});
+  for (const char* file : {"results/world-2026-11-21.jsonl", "results/world-2026-11-22.jsonl"})
+    for (const json& j : lines(file))
+      if (j.at("who") == "fsdp.cu") rows.push_back({"world", j.at("config"), j.at("ranks"), j["result"]["step_ms"]});
   for (const char* name :
        {"m7c-1gpu-batch1", "m7c-1gpu-batch16", "m7c-2gpu-batch1", "m7c-2gpu-batch16", "m7c-2gpu-dense-batch1",
         "m7c-2gpu-dense-batch16", "m7c-loss-nsa", "m7c-loss-dense", "text-gpu-bf16"}) {

@@ -1,4 +1,4 @@
-// What a run that goes on from a checkpoint takes over from it, what it may be told otherwise, and what it may not.
+// What a resumed run takes over from its checkpoint, what it may be told otherwise, and what it may not.
 //
 //   json state = load_state(o.resume, o.save, world);   // null without --resume
 //   take_up(state, &o);                                 // options left open are the checkpoint's
@@ -19,5 +19,5 @@ nlohmann::json state_at(const Run& r, int64_t step);
 // when they are not named again, and how a model is sharded, rounded and kept is each run's own.
 void take_up(const nlohmann::json& state, Options* o);
 
-// Refuses what contradicts the checkpoint and does not show in its tensors; says what goes on in another way.
+// Refuses what contradicts the checkpoint and does not show in its tensors; notes what differs.
 void compare(const nlohmann::json& state, Run* r);
