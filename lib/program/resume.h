@@ -1,9 +1,10 @@
 // What a resumed run takes over from its checkpoint, what it may be told otherwise, and what it may not.
 //
-//   json state = load_state(o.resume, o.save, world);   // null without --resume
-//   take_up(state, &o);                                 // options left open are the checkpoint's
+//   SavedState saved = load_state(o.resume, o.save, world);   // checkpoint.h; with --resume
+//   saved.state = read_state(saved.state, "manifest.json");   // options.h: a value for every option
+//   take_up(saved.state, &o);                                 // options left open are the checkpoint's
 //   Run r = resolve(o, world.size, gpus);
-//   compare(state, &r);                                 // throws UsageError; notices say what has changed
+//   compare(saved.state, &r);                                 // throws UsageError; notices say what has changed
 #pragma once
 
 #include <cstdint>
