@@ -50,9 +50,9 @@ std::vector<int32_t> tokens_of(const Corpus& c) {
 }
 
 // The one line that opening the file is refused with.
-std::string refusal(const std::string& path, int64_t vocab = 256, int64_t seq = 4, int part = 0) {
+std::string refusal(const std::string& path, int64_t vocab = 256, int64_t seq = 4, Split split = Split::all) {
   try {
-    open_corpus(path, vocab, seq, 0, part);
+    open_corpus(path, vocab, seq, 0, split);
   } catch (const UsageError& e) { return e.what(); }
   return "";
 }
@@ -107,7 +107,7 @@ TEST_CASE("an epoch reads every window once, and the next in another order", "[d
   std::vector<uint16_t> t(5 * 10 + 3);
   std::iota(t.begin(), t.end(), uint16_t(0));
   File file(token_file(2, t.size(), as_bytes(t)));
-  auto corpus = open_corpus(file.path, 100, 5, 0, 0);
+  auto corpus = open_corpus(file.path, 100, 5, 0, Split::all);
   Sampler sampler{corpus.get(), 5, 42};
   REQUIRE(sampler.windows() == 10);
   std::vector<std::vector<int>> epochs(3);
@@ -143,7 +143,7 @@ TEST_CASE("an epoch reads every window once, and the next in another order", "[d
 
 TEST_CASE("text is a token a byte", "[data]") {
   File file("hello, world\n");
-  auto corpus = open_corpus(file.path, 256, 4, 0, 0);
+  auto corpus = open_corpus(file.path, 256, 4, 0, Split::all);
   CHECK(corpus->count == 13);
   auto t = tokens_of(*corpus);
   CHECK(std::string(t.begin(), t.end()) == "hello, world\n");
@@ -156,10 +156,10 @@ TEST_CASE("token files of both widths, and llm.c's", "[data]") {
   const std::vector<int32_t> small_tokens(small.begin(), small.end()), large_tokens(large.begin(), large.end());
   File a(token_file(2, 6, as_bytes(small))), b(token_file(4, 6, as_bytes(large)));
   File c(llmc_file(20240520, 1, 6, as_bytes(small)), ".bin"), d(llmc_file(20240801, 7, 6, as_bytes(large)), ".bin");
-  CHECK(tokens_of(*open_corpus(a.path, 65536, 4, 0, 0)) == small_tokens);
-  CHECK(tokens_of(*open_corpus(b.path, 100000, 4, 0, 0)) == large_tokens);
-  CHECK(tokens_of(*open_corpus(c.path, 65536, 4, 0, 0)) == small_tokens);
-  CHECK(tokens_of(*open_corpus(d.path, 100000, 4, 0, 0)) == large_tokens);
+  CHECK(tokens_of(*open_corpus(a.path, 65536, 4, 0, Split::all)) == small_tokens);
+  CHECK(tokens_of(*open_corpus(b.path, 100000, 4, 0, Split::all)) == large_tokens);
+  CHECK(tokens_of(*open_corpus(c.path, 65536, 4, 0, Split::all)) == small_tokens);
+  CHECK(tokens_of(*open_corpus(d.path, 100000, 4, 0, Split::all)) == large_tokens);
 }
 
 TEST_CASE("bad data files are refused in one line", "[data]") {
@@ -227,7 +227,8 @@ TEST_CASE("the last tenth is kept apart", "[data]") {
   std::iota(t.begin(), t.end(), uint16_t(0));
   File file(token_file(2, t.size(), as_bytes(t)));
   for (int64_t seq : {1, 7, 16, 100, 300}) {
-    auto train = open_corpus(file.path, 1000, seq, 0, 1), val = open_corpus(file.path, 1000, seq, 0, 2);
+    auto train = open_corpus(file.path, 1000, seq, 0, Split::training),
+         val = open_corpus(file.path, 1000, seq, 0, Split::validation);
     INFO("seq " << seq);
     CHECK(train->count % seq == 0);
     CHECK(train->count + val->count == 1000);
@@ -237,13 +238,13 @@ TEST_CASE("the last tenth is kept apart", "[data]") {
     CHECK(tokens_of(*val).back() == 999);
     if (seq <= 16) CHECK(std::abs(train->count - 900) <= seq);
   }
-  refused(refusal(file.path, 1000, 600, 1), {"too few", "--val-data"});
-  CHECK(refusal(file.path, 1000, 600, 0).empty());
+  refused(refusal(file.path, 1000, 600, Split::training), {"too few", "--val-data"});
+  CHECK(refusal(file.path, 1000, 600, Split::all).empty());
 }
 
 TEST_CASE("random tokens are uniform, repeat, and depend on the seed", "[data]") {
-  auto a = open_corpus("random", 10, 64, 1, 0), b = open_corpus("random", 10, 64, 1, 0);
-  auto c = open_corpus("random", 10, 64, 2, 0), val = open_corpus("random", 10, 64, 1, 2);
+  auto a = open_corpus("random", 10, 64, 1, Split::all), b = open_corpus("random", 10, 64, 1, Split::all);
+  auto c = open_corpus("random", 10, 64, 2, Split::all), val = open_corpus("random", 10, 64, 1, Split::validation);
   std::vector<int32_t> x(20000), y(20000), z(20000), v(20000);
   a->read(1000, 20000, x.data());
   b->read(1000, 20000, y.data());
@@ -264,11 +265,11 @@ TEST_CASE("random tokens are uniform, repeat, and depend on the seed", "[data]")
 }
 
 TEST_CASE("the built-in corpus is text, always the same, long enough for any sequence", "[data]") {
-  auto a = open_corpus("", 256, 1024, 1, 0), b = open_corpus("", 256, 1024, 2, 0);
+  auto a = open_corpus("", 256, 1024, 1, Split::all), b = open_corpus("", 256, 1024, 2, Split::all);
   CHECK(a->count >= 1 << 20);
   CHECK(tokens_of(*a) == tokens_of(*b));
   for (int32_t t : tokens_of(*a)) REQUIRE((t == '\n' || (t >= ' ' && t < 127)));
-  auto longer = open_corpus("", 128, 1 << 18, 1, 1);
+  auto longer = open_corpus("", 128, 1 << 18, 1, Split::training);
   CHECK(Sampler{longer.get(), 1 << 18, 0}.windows() >= 16);
   // A long one begins with the short one.
   std::vector<int32_t> x(1000), y(1000);

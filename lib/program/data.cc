@@ -321,7 +321,7 @@ std::unique_ptr<Stored> synthetic(int64_t vocab, int64_t seq) {
 }
 
 // [first, first + count) of `all` tokens.
-void cut(int64_t all, int64_t seq, int part, const std::string& what, int64_t* first, int64_t* count) {
+void cut(int64_t all, int64_t seq, Split split, const std::string& what, int64_t* first, int64_t* count) {
   const int64_t need = seq + 1;
   const long long have = all;
   REQUIRE_USER(
@@ -331,26 +331,26 @@ void cut(int64_t all, int64_t seq, int part, const std::string& what, int64_t* f
       what.c_str(), have, static_cast<long long>(need), static_cast<long long>(seq));
   // The last tenth, but at least one sequence, as far as training keeps one as well.
   const int64_t at = std::min(all / 10 * 9 + all % 10 * 9 / 10, all - need) / seq * seq;
-  REQUIRE_USER(part == 0 || at >= need,
+  REQUIRE_USER(split == Split::all || at >= need,
                "%s holds %lld tokens, too few to keep a tenth for validation at --seq %lld: give --val-data, use more "
                "data or a smaller --seq",
                what.c_str(), have, static_cast<long long>(seq));
-  *first = part == 2 ? at : 0;
-  *count = part == 0 ? all : part == 1 ? at : all - at;
+  *first = split == Split::validation ? at : 0;
+  *count = split == Split::all ? all : split == Split::training ? at : all - at;
 }
 
 }  // namespace
 
-std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int64_t seq, uint64_t seed, int part) {
+std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int64_t seq, uint64_t seed, Split split) {
   if (path == "random") {
     auto corpus = std::make_unique<Random>();
-    cut(int64_t(1) << 40, seq, part, "random data", &corpus->first_token, &corpus->count);
+    cut(int64_t(1) << 40, seq, split, "random data", &corpus->first_token, &corpus->count);
     corpus->vocab = vocab, corpus->key = mix(seed);
     corpus->description = "random tokens";
     return corpus;
   }
   std::unique_ptr<Stored> corpus = path.empty() ? synthetic(vocab, seq) : open_file(path, vocab);
-  cut(corpus->count, seq, part, path.empty() ? "the built-in corpus" : "data file " + path, &corpus->first_token,
+  cut(corpus->count, seq, split, path.empty() ? "the built-in corpus" : "data file " + path, &corpus->first_token,
       &corpus->count);
   return corpus;
 }

@@ -21,10 +21,11 @@ struct Corpus {
   std::string description;
 };
 
+enum class Split { all, training, validation };  // validation: the last tenth; training: the rest
 // path: a file; "" the synthetic corpus; "random" uniform tokens below vocab. Checks the whole file: throws UsageError
 // (missing, empty, shorter than seq + 1 tokens, wrong magic, truncated, a token at or above vocab: file, offset, what
-// to do). part: 0 all, 1 all but the last tenth, 2 the last tenth (cut at a multiple of seq).
-std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int64_t seq, uint64_t seed, int part);
+// to do). The last tenth is cut off at a multiple of seq.
+std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int64_t seq, uint64_t seed, Split split);
 
 struct Sampler {
   const Corpus* corpus;

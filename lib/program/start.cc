@@ -45,10 +45,10 @@ void agree_on_run(Options o, int gpus, Job* job) {
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
     if (world.rank == 0) check_outputs(o);
     const bool splits = o.val_every > 0 && o.val_data.empty();
-    job->data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? 1 : 0);
+    job->data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? Split::training : Split::all);
     if (o.val_every > 0)
-      job->val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, 2)
-                             : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, 0);
+      job->val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, Split::validation)
+                             : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, Split::all);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<UsageError>(error);
   require_same(strf("%s, %s, %lld tokens", r.backend == Backend::gpu ? "GPU" : "CPU", job->data->description.c_str(),
