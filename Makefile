@@ -68,7 +68,7 @@ sources := $(wildcard *.cu attention/*.cu lib/*/*.cu lib/*/*.cc)
 test_sources := test/main.cc $(wildcard test/test_*.cc test/test_*.cu)
 
 format:
-	clang-format -i $(sources) $(wildcard *.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu)
+	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu)
 
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 

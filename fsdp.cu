@@ -110,11 +110,9 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
           dev.backend == Backend::gpu ? largest_gather(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0,
           links, options.gather_by_copy_engine ? Via::copy_engines : Via::kernels),
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
-                      largest_reduction(units_, &FlatParam::padded, options.reduce_dtype, shard_world_.size),
-                      links),
+                      largest_reduction(units_, &FlatParam::padded, options.reduce_dtype, shard_world_.size), links),
       replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
-                       largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size),
-                       links),
+                       largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), links),
       scalars_ready_(dev),
       scalars_summed_(dev),
       wanted_(dev) {

@@ -1,6 +1,7 @@
-// The twin of every operation of lib/ops/ops.h in plain loops: the CPU backend, and the oracle of the kernels' tests. Read
-// a twin first, then its kernel. T: storage (float, bf16, double); sums are in A = acc_t<T>. Inner loops are written so
-// that a compiler can use vector registers: unit stride, no branches, an exponential of its own, sums in lanes.
+// The twin of every operation of lib/ops/ops.h in plain loops: the CPU backend, and the oracle of the kernels' tests.
+// Read a twin first, then its kernel. T: storage (float, bf16, double); sums are in A = acc_t<T>. Inner loops are
+// written so that a compiler can use vector registers: unit stride, no branches, an exponential of its own, sums in
+// lanes.
 #pragma once
 
 #include <cblas.h>
