@@ -10,7 +10,7 @@
 #include <random>
 #include <utility>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 
 std::function<int(const char* call, const std::string& path)> checkpoint_hook;
 

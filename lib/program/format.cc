@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstddef>
 
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 
 std::string grouped(int64_t n) {
   std::string s = std::to_string(n < 0 ? -n : n);

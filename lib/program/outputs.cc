@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lib/program/checkpoint_directory.h"
-#include "lib/device/device.h"
+#include "lib/device/error.h"
 #include "lib/program/export.h"
 #include "lib/program/telemetry.h"
 
