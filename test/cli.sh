@@ -344,14 +344,42 @@ rows() {
   done
   verdict "the rows of a sweep" "${wrong#; }"
 }
-bench --sweep depth --values 1,2 --steps 3 --ranks 2 --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
-rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]'
-[ "$(grep -c '"depth":[12],.*"depth":[12],' "$dir/depth.jsonl")" = 2 ]
+tiny_steps=(--steps 3 --window 2:3 --ranks 2)
+bench --sweep depth --only 1,2 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
+rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]' '"steps_ms":\[[0-9.]*,[0-9.]*,[0-9.]*\]' \
+  '"window":\[2,3\]' '"first_peak_mib"' '"date":"20'
+[ "$(grep -c '"depth":\([12]\),.*"row":"\1"' "$dir/depth.jsonl")" = 2 ]
 verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are not in the rows' configurations")"
-bench --sweep knobs --values 1,5 --steps 2 --ranks 2 --out "$dir/knobs.jsonl" -- --seq 64 --batch 1
+
+# A sweep that was interrupted goes on, and keeps what it has; --only replaces the rows that it names.
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+head -n 1 "$dir/before.jsonl" >"$dir/depth.jsonl"
+bench --sweep depth --continue "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 4
+[ "$(head -n 1 "$dir/depth.jsonl")" = "$(head -n 1 "$dir/before.jsonl")" ]
+verdict "--continue keeps the rows that are there" "$([ $? = 0 ] || echo "the first row was made again")"
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+bench --sweep depth --only 3 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 4
+[ "$(diff "$dir/before.jsonl" "$dir/depth.jsonl" | grep -c '^>')" = 1 ] && diff "$dir/before.jsonl" "$dir/depth.jsonl" | grep -q '^> .*"row":"4"'
+verdict "--only makes the rows that it names anew" "$([ $? = 0 ] || echo "not the third row, or not it alone")"
+
+bench --sweep knobs --only 1,4 "${tiny_steps[@]}" --out "$dir/knobs.jsonl" -- --seq 64 --batch 1
 rows "$dir/knobs.jsonl" 2 '"exposed_gather_ms":[0-9]*\.[0-9]' '"ranks":2'
-[ "$(grep -c '"shard":"full".*"knobs":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"knobs":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
+[ "$(grep -c '"row":"as it is".*"shard":"full"' "$dir/knobs.jsonl")$(grep -c '"row":"--shard hybrid:2".*"shard":"hybrid:2"' "$dir/knobs.jsonl")" = 11 ] ||
+  [ "$(grep -c '"shard":"full".*"row":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"row":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
 verdict "a knob that a row names is what ran" "$([ $? = 0 ] || echo "the options are not in the rows' configurations")"
+
+# Every sweep of training runs here, with tiny shapes: its first row and its last.
+for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p'); do
+  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/${sweep%:*}.jsonl"
+  rows "$dir/${sweep%:*}.jsonl" 2 '"step_ms":[0-9]' '"losses":\[[0-9]'
+done
+bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
+wrong=""
+grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
+grep -q 'PyTorch: .*--nproc_per_node=2 peers/torch_fsdp.py .*--arch mlp .*--reduce-dtype bf16' "$dir/out" || wrong="$wrong; no command of PyTorch's"
+verdict "--dry-run says what would run" "$wrong"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
 bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
@@ -363,12 +391,23 @@ bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
-bench --sweep knobs --values 1000
-judge "a knob that there is not" "--values 1000"
-bench --sweep depth --values 0
+bench --sweep knobs --only 1000
+judge "a row that there is not" "--only 1000" "knobs"
+bench --sweep collectives --values 0
 judge "a value of nothing" "--values"
+bench --sweep nothing
+judge "a sweep that there is not" "--sweep nothing" "mlp-1024"
+bench --sweep depth --window 5
+judge "half a window" "--window 5"
+bench --sweep depth --gpu h200
+judge "a chip that is not here" "--gpu" "--dry-run"
 bench --sweep depth --out /nonexistent/rows.jsonl
-judge "rows that cannot be written" "--out" "/nonexistent/rows.jsonl"
+judge "rows that cannot be written" "/nonexistent/rows.jsonl"
+bench --sweep seq --out "$dir/depth.jsonl"
+judge "another sweep's rows" "$dir/depth.jsonl" "--sweep seq"
+echo "not rows" >"$dir/text"
+bench --sweep seq --out "$dir/text"
+judge "a file of something else" "$dir/text" "not overwritten"
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 # losses LOG: step and loss of each step after the third, from a log.

@@ -69,8 +69,15 @@ Price price(Run r, const World& world, const Chip& chip) {
   r.o.val_every = 0;  // a step alone
   const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
   plan(dev, world, transport, r);
-  const double tokens = double(r.tokens_per_step()) / world.size, bytes = double(dev.mem.arena_bytes());
-  return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
+  const double tokens = double(r.tokens_per_step()) / world.size, seconds = estimate.step();
+  const double bytes = double(dev.mem.arena_bytes());
+  const MemoryReport memory = dev.mem.report();
+  return {bytes,
+          seconds,
+          tokens / seconds,
+          double(memory.init_total),
+          double(memory.before_step_total),
+          estimate.text(tokens, tokens * flops_per_token(r.model))};
 }
 Price price(Run r, int ranks, const Chip& chip) {
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;

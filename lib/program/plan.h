@@ -18,7 +18,8 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
 
 // Memory and time of a step, by a dry run.
 struct Price {
-  double bytes, seconds, tokens_per_sec;  // of a GPU
+  double bytes, seconds, tokens_per_sec;  // of a GPU; bytes: the peak
+  double init_bytes, before_step_bytes;   // once the weights are there; when a step begins
   std::string text;                       // Estimate's table
 };
 Price price(Run r, const World& world, const Chip& chip);
