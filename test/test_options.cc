@@ -213,6 +213,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "4",
                             "--device",
                             "cpu",
+                            "--fuse",
+                            "0",
                             "--log",
                             "x.jsonl",
                             "--comm-timing",

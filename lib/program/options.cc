@@ -145,6 +145,7 @@ const std::vector<Spec> specs = flat({
 }},
 {"Machine", {
   {"graph", "0|1", &Options::graph, from(0, 1), "1: from the third step on, run each step as one CUDA graph, collectives included"},
+  {"fuse", "0|1", &Options::fuse, from(0, 1), "1: biases, residuals, GELU and the sums at norms are part of the kernel beside them; 0: each is a kernel of its own (to see what that costs)"},
   {"device", "NAME", &Options::device, one_of({"auto", "cpu", "gpu"}), "what the ranks compute on"},
 }},
 {"Output", {
