@@ -297,6 +297,17 @@ TEST_CASE("what is not fused costs a pass over memory", "[estimate]") {
   CHECK(apart.dev.mem.arena_bytes() == fused.dev.mem.arena_bytes());
 }
 
+// Whether a fused GELU pays is found by timing it.
+TEST_CASE("without tuning GELU is a kernel of its own", "[estimate]") {
+  const ModelConfig m = preset_named("m7c").model;
+  Dry tuned(toy()), first(toy());
+  first.dev.tune_matmuls = false;
+  step<bf16, bf16>(tuned.dev, m, 1, World());
+  step<bf16, bf16>(first.dev, m, 1, World());
+  const double gelus = double(m.depth), pass = double(m.seq * m.hidden) * 2 / 1e12, launch = 5e-6;
+  CHECK(first.estimate.busy(Work::memory) - tuned.estimate.busy(Work::memory) == Approx(gelus * (2 * pass + launch)));
+}
+
 TEST_CASE("an estimate changes nothing in the plan of memory", "[estimate]") {
   const ModelConfig m = preset_named("m7c").model;
   World world;

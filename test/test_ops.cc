@@ -1067,6 +1067,10 @@ TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
   compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune);
   compare_matmuls<bf16, float>(129, 64, 1000, Mode::tune);
   compare_matmuls<float, float>(256, 256, 256, Mode::tune);
+  compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune, /*fuse=*/false);
+  dev.tune_matmuls = false;
+  compare_matmuls<bf16, bf16>(256, 768, 768, Mode::tune);
+  dev.tune_matmuls = true;
   CUDA_CHECK(cudaDeviceSynchronize());
   CUDA_CHECK(cudaFree(dev.blas_workspace));
   dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;

@@ -215,6 +215,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "cpu",
                             "--fuse",
                             "0",
+                            "--tune-matmul",
+                            "0",
                             "--log",
                             "x.jsonl",
                             "--comm-timing",
