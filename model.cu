@@ -851,10 +851,8 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   ops::matmul_dgrad<T>(s, n, dqkv, weight(at.qkv), M, QKV, C, false);
   dqkv.reset();
   dev_.mark("norms, backward");
-  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
-  // dx also came down the residual stream, past attention: the norm's backward adds to it.
-  ops::norm_backward<T, G>(s, norm_, dx, grad(at.norm1), grad_if_any(at.norm1_bias), n, dx, v->x, v->stats1,
-                           weight(at.norm1), partials, M, C);
+  norm_backward(dx, grad(at.norm1), grad_if_any(at.norm1_bias), n, v->x, v->stats1, weight(at.norm1), M,
+                /*accumulate=*/false);
   release(t);
   reduce(t);
 }
@@ -1025,17 +1023,32 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64
     if (sums.up_bias) ops::bias_grad<T, A>(s, sums.up_bias, dh, partials, rows, F, F, more);
     else ops::bias_grad<T, G>(s, grad(at.up_bias), dh, partials, rows, F, F, more);
   }
-  ops::matmul_dgrad<T>(s, normed ? n.get() : dx, dh, weight(at.up), rows, UP, C, !normed);
-  if (!normed) return;
+  // What came down the residual stream, past the MLP, stands in dx: the product adds to it, or a kernel of its own.
+  if (!normed && !dev_.fuse) n = mem.take<T>(rows * C, "gradient of the MLP's input");
+  T* dn = n ? n.get() : dx;
+  ops::matmul_dgrad<T>(s, dn, dh, weight(at.up), rows, UP, C, dn == dx);
+  if (!normed) return n ? ops::add<T>(s, dx, dx, n, rows * C) : void();
   dev_.mark("norms, backward");
-  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
-  auto norm_backward = [&](auto* dgamma, auto* dbeta) {
-    using E = std::remove_pointer_t<decltype(dgamma)>;
-    ops::norm_backward<T, E>(s, norm_, dx, dgamma, dbeta, n, dx, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2),
-                             partials, rows, C, more);
+  auto through_norm = [&](auto* dgamma, auto* dbeta) {
+    norm_backward(dx, dgamma, dbeta, n, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2), rows, more);
   };
-  if (sums.norm) norm_backward(sums.norm.get(), sums.norm_bias.get());
-  else norm_backward(grad(at.norm2), grad_if_any(at.norm2_bias));
+  if (sums.norm) through_norm(sums.norm.get(), sums.norm_bias.get());
+  else through_norm(grad(at.norm2), grad_if_any(at.norm2_bias));
+}
+
+// dn (rows, C), the gradient of a norm's output, through the norm to its input's, which is added to dx: what is there
+// came down the residual stream, past the norm. dn is free afterwards. Not fused, the sum is a kernel of its own.
+template <class T, class G>
+template <class E>
+void Model<T, G>::norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma,
+                                int64_t rows, bool accumulate) {
+  Stream& s = dev_.compute();
+  const int64_t C = c_.dim;
+  const bool fuse = dev_.fuse;
+  Buffer<A> partials = dev_.mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
+  ops::norm_backward<T, E>(s, norm_, fuse ? dx : dn, dgamma, dbeta, dn, fuse ? dx : nullptr, x, stats, gamma, partials,
+                           rows, C, accumulate);
+  if (!fuse) ops::add<T>(s, dx, dx, dn, rows * C);
 }
 
 // The norm of rows [i, i + rows) of the block's middle, from the statistics that the forward pass has left.

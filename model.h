@@ -240,6 +240,9 @@ class Model {
   void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpSums& sums);
   Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
+  template <class E>
+  void norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma, int64_t rows,
+                     bool accumulate);
   void embed_backward(Buffer<T> dx);
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }

@@ -148,6 +148,11 @@ void add_bias(T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
     for (int64_t n = 0; n < N; ++n) x[m * ld + n] = T(acc_t<T>(x[m * ld + n]) + acc_t<T>(bias[n]));
 }
 
+template <class T>
+void add(T* y, const T* a, const T* b, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = T(acc_t<T>(a[i]) + acc_t<T>(b[i]));
+}
+
 // -------------------------------------------------------------------------------------------------------------- norms
 
 // y = (x - mean) / std * gamma + beta for one row; forward and apply share it and so agree in every bit.

@@ -248,6 +248,8 @@ knob "gathers by NCCL's kernels" 1 0 --gather nccl
 knob 'gathers by copy engines, into' 1 1 --gather copy-engine
 knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
 knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
+knob 'epilogues are kernels of their own' 1 0 --fuse 0
+knob "products by cuBLASLt's first choice" 1 0 --tune-matmul 0
 knob 'reduce_scatter head' 0 1 --tie-embeddings
 knob 'reduce_scatter block.0' 0 1 --freeze block.0
 # What it says before a run is what the run takes, on CPU ranks too.

@@ -636,6 +636,40 @@ TEST_CASE("operations through their streams on the CPU", "[ops]") {
   CHECK(y == std::vector<float>(8, 7));
 }
 
+// Rounded at each step, as separate kernels do; y += x w is the product's own either way.
+TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
+  const int64_t M = 7, N = 24, K = 16;
+  auto run = [&](bool fuse, auto zero) {
+    using T = decltype(zero);
+    return run_on(Backend::cpu, [&](Space& a) {
+      auto *y = a.out<T>(M * N), *sum = a.inout<T>(M * N), *h = a.out<T>(M * N), *g = a.out<T>(M * N),
+           *n = a.out<T>(M * N), *x2 = a.out<T>(M * N), *x = a.in<T>(M * K), *w = a.in<T>(N * K, 0.25),
+           *bias = a.in<T>(N), *residual = a.in<T>(M * N);
+      auto* stats = a.out<acc_t<T>>(2 * M);
+      const T* none = nullptr;
+      a.dev.fuse = fuse;
+      ops::matmul<T>(a.s, y, x, w, bias, residual, M, N, K);
+      ops::matmul<T>(a.s, sum, x, w, none, sum, M, N, K);
+      ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
+      ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N);
+      a.dev.fuse = true;
+    });
+  };
+  auto furthest = [](const auto& p, const auto& q) {
+    double most = 0;
+    for (size_t k = 0; k < p.size(); ++k)
+      for (size_t i = 0; i < p[k].values.size(); ++i)
+        most = std::max(most, std::abs(double(p[k].values[i]) - double(q[k].values[i])));
+    return most;
+  };
+  CHECK(furthest(run(true, 0.0), run(false, 0.0)) < 1e-13);
+  CHECK(furthest(run(true, 0.0f), run(false, 0.0f)) < 1e-5);
+  const auto one = run(true, bf16(0.0f)), apart = run(false, bf16(0.0f));
+  CHECK(furthest(one, apart) < 0.1);
+  CHECK(!same_bits(one[0].bits, apart[0].bits));
+  CHECK(same_bits(one[1].bits, apart[1].bits));
+}
+
 namespace {
 // y of norm_forward and of norm_apply on the same input, on one backend.
 template <class T>
@@ -957,7 +991,7 @@ TEST_CASE("GPU: initial weights do not depend on the cut", "[ops][gpu]") {
 
 namespace {
 template <class T, class G>
-void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
+void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, bool fuse = true) {
   INFO(name_of(dtype_of<T>) << " " << name_of(dtype_of<G>) << " M " << M << " N " << N << " K " << K);
   const double small = 1 / std::sqrt(double(K));
   compare(
@@ -969,6 +1003,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
         auto* y4 = a.inout<T>(M * N);
         auto* partials = a.work<float>(ops::bias_grad_partials(M, N));
         const T* none = nullptr;
+        a.dev.fuse = fuse;
         const auto all = [&] {
           ops::matmul<T>(a.s, y, x, w, none, none, M, N, K);
           ops::matmul<T>(a.s, y2, x, w, bias, residual, M, N, K);
@@ -982,6 +1017,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
           ops::bias_grad<T, G>(a.s, db2, dy, partials, M, N / 2, N);
           ops::bias_grad<T, G>(a.s, db2, dy + N / 2, partials, M, N / 2, N, true);
           ops::add_bias<T>(a.s, y4, bias, M, N / 2, N);
+          ops::add<T>(a.s, y4, y4, residual, M * N);
         };
         if (before == Mode::tune && a.dev.backend == Backend::gpu) {
           std::vector<std::pair<void*, std::vector<char>>> kept;  // tuning writes over its arrays
@@ -1000,6 +1036,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
           for (auto& k : kept) a.s.copy(k.first, k.second.data(), int64_t(k.second.size()));
         }
         all();
+        a.dev.fuse = true;
       },
       2);
 }
@@ -1017,6 +1054,8 @@ TEST_CASE("GPU: matrix products", "[ops][gpu]") {
   compare_matmuls<float, float>(33, 257, 4096);
   compare_matmuls<bf16, float>(512, 512, 4096);
   compare_matmuls<bf16, float>(2048, 8, 64);
+  compare_matmuls<bf16, bf16>(129, 768, 1000, Mode::run, /*fuse=*/false);
+  compare_matmuls<float, float>(129, 64, 1000, Mode::run, /*fuse=*/false);
 }
 
 TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
@@ -1028,6 +1067,10 @@ TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
   compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune);
   compare_matmuls<bf16, float>(129, 64, 1000, Mode::tune);
   compare_matmuls<float, float>(256, 256, 256, Mode::tune);
+  compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune, /*fuse=*/false);
+  dev.tune_matmuls = false;
+  compare_matmuls<bf16, bf16>(256, 768, 768, Mode::tune);
+  dev.tune_matmuls = true;
   CUDA_CHECK(cudaDeviceSynchronize());
   CUDA_CHECK(cudaFree(dev.blas_workspace));
   dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;

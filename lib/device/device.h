@@ -89,6 +89,10 @@ struct Device {
   // cuBLASLt's workspace: planned, one for the compute stream. Set by ops::keep_workspace.
   void* blas_workspace = nullptr;
   int64_t blas_workspace_bytes = 0;
+  // How operations are carried out; results change by rounding alone. The same on all ranks, and in the dry run as in
+  // the run. Set by plan().
+  bool fuse = true;          // lib/ops/ops.h says what is fused with what
+  bool tune_matmuls = true;  // Mode::tune times candidates
 
  private:
   friend class MarkedWait;

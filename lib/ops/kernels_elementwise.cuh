@@ -66,6 +66,24 @@ void add_bias(cudaStream_t stream, T* x, const T* bias, int64_t M, int64_t N, in
 }
 
 template <class T>
+struct Add {
+  T* y;            // (n)
+  const T *a, *b;  // (n)
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float x[N], z[N];
+    load(x, a + i), load(z, b + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] += z[j];
+    store(y + i, x);
+  }
+};
+template <class T>
+void add(cudaStream_t stream, T* y, const T* a, const T* b, int64_t n) {
+  each<width<T>>(stream, Add<T>{y, a, b}, n, aligned(y, a, b));
+}
+
+template <class T>
 struct GeluBackward {
   T *dg_g, *h_dh;  // (n)
   template <int N>

@@ -2,6 +2,7 @@
 #include "lib/ops/ops.h"
 
 #include "cpu/ops.h"
+#include "lib/device/device.h"
 #if FSDP_CUDA
 #include "lib/ops/kernels_elementwise.cuh"
 #include "lib/ops/kernels_norm.cuh"
@@ -85,8 +86,17 @@ void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld) 
 }
 
 template <class T>
+void add(Stream& s, T* y, const T* a, const T* b, int64_t n) {
+  RUN(is_double<T>, moves<T>(3 * n), add, y, a, b, n);
+}
+
+template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
                   const T* beta, int64_t M, int64_t C) {
+  if (delta && !s.device().fuse) {
+    add(s, sum, x, delta, M * C);
+    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C);
+  }
   RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
 }
 template <class T>
@@ -195,6 +205,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
                              int64_t);                                                                          \
   template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
   template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                     \
+  template void add(Stream&, T*, const T*, const T*, int64_t);                                                  \
   template void gelu_forward(Stream&, T*, const T*, int64_t);                                                   \
   template void gelu_backward(Stream&, T*, T*, int64_t);                                                        \
   template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                        \

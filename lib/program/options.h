@@ -72,7 +72,7 @@ struct Options {
   int64_t keep_attention = 0;
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
-  int64_t graph = 0;
+  int64_t graph = 0, fuse = 1, tune_matmul = 1;
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events

@@ -97,10 +97,14 @@ std::string choices_text(const Run& r, Transport transport) {
                                                                         : "gathers are local casts";
   text += ", into " +
           (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
-  return text + strf("; %s; moments in %s; %s; weights initialized %s; %s\n",
+  return text + strf("; %s; moments in %s; %s; weights initialized %s; %s; %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
                      f.unsharded_init ? "unsharded, then sharded" : "sharded",
+                     r.o.fuse ? "epilogues are fused" : "epilogues are kernels of their own",
+                     r.backend == Backend::cpu ? "products by BLAS"
+                     : r.o.tune_matmul         ? "products by the fastest of cuBLASLt's algorithms"
+                                               : "products by cuBLASLt's first choice",
                      r.o.graph ? "a step is one CUDA graph" : "kernels are launched one by one");
 }
 
