@@ -267,6 +267,7 @@ json row_of(const SweepRun& run, const Task& t, const char* who, const std::stri
 json read_steps(const std::vector<json>& log, int64_t first, int64_t last, json* row) {
   std::vector<double> ms, rate, mfu, gather, reduce;
   std::vector<json> all_ms, losses;
+  json validated = json::array();  // [step, loss]
   double peak = -1, best = std::nan("");
   json last_loss, result = json::object();
   for (const json& j : log) {
@@ -278,6 +279,7 @@ json read_steps(const std::vector<json>& log, int64_t first, int64_t last, json*
       if (!(best <= last_loss.get<double>())) best = last_loss.get<double>();
     }
     const auto number = [&](const char* key) { return j.contains(key) && j[key].is_number(); };
+    if (number("val_loss")) validated.push_back({step, j["val_loss"]});
     if (number("peak_mib") && step <= 2) result[step == 1 ? "first_peak_mib" : "second_peak_mib"] = j["peak_mib"];
     if (step < first || (last > 0 && step > last)) continue;
     const auto add = [&](const char* key, std::vector<double>* to) {
@@ -288,6 +290,7 @@ json read_steps(const std::vector<json>& log, int64_t first, int64_t last, json*
     if (number("peak_mib")) peak = std::max(peak, j["peak_mib"].get<double>());
   }
   (*row)["steps_ms"] = all_ms, (*row)["losses"] = losses;
+  if (!validated.empty()) (*row)["val_losses"] = validated;
   if (ms.empty()) return nullptr;
   result.update(spread("step_ms", ms));
   result["tokens_per_sec"] = median(rate);

@@ -628,6 +628,41 @@ Rows graph(const SweepMachine& m) {
   return rows;
 }
 
+// The same model, seed and data on a CPU and on GPUs.
+Rows losses(const SweepMachine& m) {
+  struct Of {
+    const char *name, *options;
+  };
+  const std::vector<Of> all = {{"CPU, fp32", "--device cpu --param-dtype fp32"},
+                               {"GPU, fp32", "--device gpu --param-dtype fp32"},
+                               {"GPU, bf16", "--device gpu --param-dtype bf16"}};
+  Rows rows;
+  for (const Of& a : all) {
+    if (!m.gpu && *a.name == 'G') continue;
+    SweepRow r{a.name,
+               {{"on", a.name}},
+               shape(m, "tiny", std::string(a.options) + (m.gpu ? " --attn nsa --batch 4 --seq 256" : ""),
+                     Tokens::built_in)};
+    r.steps = r.last = m.gpu ? 150 : 8, r.first = 5;
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
+// What the branches learn in place of all keys.
+Rows nsa_loss(const SweepMachine& m) {
+  Rows rows;
+  for (const char* attn : {"nsa", "dense"}) {
+    SweepRow r{attn, {{"attention", attn}},
+               shape(m, "m7c", m.gpu ? "--batch 4 --val-every 250" : "--val-every 4", Tokens::built_in), 1};
+    set_options({"--attn", attn}, &r.options);
+    if (m.gpu) set_options({"--data", "data/shakespeare.txt"}, &r.options);  // data/README.md says whence
+    r.steps = r.last = m.gpu ? 1000 : 8, r.first = 5;
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
 }  // namespace
 
 const std::vector<Sweep>& sweeps() {
@@ -654,6 +689,8 @@ const std::vector<Sweep>& sweeps() {
       {"context", "", "whole steps by sequence length, NSA and dense", K::training, context},
       {"knobs", "", "one option of FSDP in each row", K::training, knobs, "", {"--comm-timing"}},
       {"graph", "", "a step as issued and as a graph; gathers by NCCL and by copy engines", K::training, graph},
+      {"losses", "", "the loss of one model on a CPU and on GPUs", K::training, losses},
+      {"nsa-loss", "", "the losses of NSA and dense attention on text", K::training, nsa_loss},
       {"attention", "", "one layer by sequence length, NSA beside dense", K::layers, nullptr, "", {}, {4096, 8192, 16384, 32768, 65536, 131072}, {256, 512, 1024}},
       {"kernels", "", "the attention kernels alone", K::kernels},
       {"collectives", "", "MiB of all-gathers and reduce-scatters", K::collectives, nullptr, "", {}, {1, 4, 16, 64, 336, 1024}, {1, 8}},
