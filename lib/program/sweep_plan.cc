@@ -2,6 +2,7 @@
 
 #include "lib/program/format.h"
 #include "lib/program/plan.h"
+#include "lib/program/sweeps.h"
 
 using nlohmann::json;
 
@@ -11,8 +12,8 @@ Options parsed(const Words& options, const std::string& chip) {
   Words all = {"./train"};
   all.insert(all.end(), options.begin(), options.end());
   all.push_back("--plan");
-  if (!chip.empty()) all.insert(all.end(), {"--gpu", chip});
-  else all.insert(all.end(), {"--device", "cpu"});
+  if (!chip.empty()) set_options({"--gpu", chip}, &all);
+  else set_options({"--device", "cpu"}, &all);
   std::vector<const char*> argv;
   for (const std::string& word : all) argv.push_back(word.c_str());
   Options o;
