@@ -547,6 +547,19 @@ TEST_CASE("what a run says first, and what its log says first", "[program]") {
   CHECK(header(r, dev, world, Transport::mpi, 0, 5, "").at("estimated_ms") == 5);
   CHECK(h.at("hardware").at("ranks") == 2);
   CHECK(h.at("hardware").at("name") == dev.name);
+  CHECK(h.at("hardware").at("host").at("cores") == cores());
+  CHECK(h.at("hardware").at("host").at("cpu") == dev.name);
+  CHECK(h.at("versions") == versions_json());
+  for (const char* library : {"cuda", "cuda_driver", "cublas", "nccl", "mpi"}) {
+    const json& version = h.at("versions").at(library);
+    INFO(library);
+    // --version tells the same, but for the driver's.
+    const bool known = version.is_string() && !version.get<std::string>().empty();
+    CHECK((known || version.is_null()));
+    if (known && library != std::string("cuda_driver"))
+      CHECK(versions().find(version.get<std::string>()) != std::string::npos);
+  }
+  CHECK(h.at("versions").at("mpi").is_string());
   CHECK(h.at("memory").at("planned_peak_mib").get<double>() == mib(dev.mem.report().arena));
   const json& c = h.at("config");  // every option, resolved
   const json all = to_json(Options());
