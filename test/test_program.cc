@@ -96,6 +96,11 @@ TEST_CASE("batches follow from what is given of them", "[program]") {
   CHECK(on_cpu("--preset class --global-batch 10 --batch 4", 3).global_batch == 10);
 }
 
+TEST_CASE("presets have the parameters that they are named for", "[program]") {
+  CHECK(parameter_count(on_gpus("--preset m7c").model) == 78638304);
+  CHECK(parameter_count(on_gpus("--preset m7c-125m").model) == 125136096);
+}
+
 TEST_CASE("the schedule's length, its end and its warm-up", "[program]") {
   struct {
     const char* options;
