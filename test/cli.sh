@@ -152,6 +152,8 @@ bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 2
 good "help" "Instead of training" --help
 good "version" "MPI" --version
 good "hardware" '"gpus"' --hardware
+good "hardware of the host" '"host":{"cores":' --hardware
+good "versions of libraries" '"mpi":"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b

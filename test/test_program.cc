@@ -96,6 +96,11 @@ TEST_CASE("batches follow from what is given of them", "[program]") {
   CHECK(on_cpu("--preset class --global-batch 10 --batch 4", 3).global_batch == 10);
 }
 
+TEST_CASE("presets have the parameters that they are named for", "[program]") {
+  CHECK(parameter_count(on_gpus("--preset m7c").model) == 78638304);
+  CHECK(parameter_count(on_gpus("--preset m7c-125m").model) == 125136096);
+}
+
 TEST_CASE("the schedule's length, its end and its warm-up", "[program]") {
   struct {
     const char* options;
@@ -547,6 +552,19 @@ TEST_CASE("what a run says first, and what its log says first", "[program]") {
   CHECK(header(r, dev, world, Transport::mpi, 0, 5, "").at("estimated_ms") == 5);
   CHECK(h.at("hardware").at("ranks") == 2);
   CHECK(h.at("hardware").at("name") == dev.name);
+  CHECK(h.at("hardware").at("host").at("cores") == cores());
+  CHECK(h.at("hardware").at("host").at("cpu") == dev.name);
+  CHECK(h.at("versions") == versions_json());
+  for (const char* library : {"cuda", "cuda_driver", "cublas", "nccl", "mpi"}) {
+    const json& version = h.at("versions").at(library);
+    INFO(library);
+    // --version tells the same, but for the driver's.
+    const bool known = version.is_string() && !version.get<std::string>().empty();
+    CHECK((known || version.is_null()));
+    if (known && library != std::string("cuda_driver"))
+      CHECK(versions().find(version.get<std::string>()) != std::string::npos);
+  }
+  CHECK(h.at("versions").at("mpi").is_string());
   CHECK(h.at("memory").at("planned_peak_mib").get<double>() == mib(dev.mem.report().arena));
   const json& c = h.at("config");  // every option, resolved
   const json all = to_json(Options());

@@ -37,7 +37,8 @@ enum class Mode {
   run,
 };
 
-int gpu_count();  // CUDA devices that this process can use; 0 without a driver or in a build without CUDA
+int gpu_count();         // CUDA devices that this process can use; 0 without a driver or in a build without CUDA
+std::string cpu_name();  // this machine's model
 // What GPU `ordinal` of this process is, whatever other processes call it. Empty in a build without CUDA.
 struct GpuName {
   std::string uuid;  // of the GPU, or of the part of one (MIG) that is given to this process

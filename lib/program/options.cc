@@ -162,7 +162,7 @@ const std::vector<Spec> specs = flat({
   {"gpu", "NAME", &Options::gpu, one_of(chip_words()), "with --plan: estimate the time of a step on this chip", "the GPU here, else h200"},
   {"show-schedule", "", &Options::show_schedule, flag, "print what a step gathers, uses, releases and reduces, in order"},
   {"show-params", "", &Options::show_params, flag, "print the table of parameters"},
-  {"hardware", "", &Options::hardware, flag, "print the machine's hardware as JSON"},
+  {"hardware", "", &Options::hardware, flag, "print the machine's hardware and the versions of its libraries as JSON"},
   {"version", "", &Options::version, flag, "print commit, CUDA, NCCL and MPI"},
 }}});
 // clang-format on

@@ -219,7 +219,9 @@ std::string plan_text(Run r, int ranks) {
 std::string hardware_text() {
   const int gpus = gpu_count();
   const Device dev(gpus > 0 ? Backend::gpu : Backend::cpu, 0);
-  return hardware_json(dev, gpus).dump() + "\n";
+  nlohmann::json all = hardware_json(dev, gpus);
+  all["versions"] = versions_json();
+  return all.dump() + "\n";
 }
 
 // The first of the variables that is set.
