@@ -115,6 +115,7 @@ void choose_steps(const SweepRun& run, Task* t) {
              : !run.machine.gpu ? 6
              : slow             ? t->last + profiles
                                 : 30;
+  if (t->steps < 0) t->steps = t->last = t->plan.config.value("steps", int64_t(1));  // as many as the epochs have
   if (t->steps > 0) t->last = std::min(t->last, t->steps), t->first = std::min(t->first, t->last);
   if (!whole) t->warm = steps_of(run.warm_seconds, t->plan.seconds);
 }
@@ -129,6 +130,9 @@ std::vector<Task> tasks_of(const SweepRun& run) {
     t.number = number, t.ranks = row.ranks ? row.ranks : run.machine.ranks, t.row = std::move(row);
     if (!t.row.no_counterpart) {
       set_options(run.extra, &t.row.options);
+      // The schedule of the learning rate, which both follow, is that of the steps.
+      if (t.row.steps > 0)
+        set_options({"--steps", std::to_string(run.steps ? run.steps : t.row.steps)}, &t.row.options);
       try {
         t.plan = planned(t.row.options, t.ranks, run.machine.gpu ? run.machine.chip : "");
       } catch (const UsageError& e) { t.refused = e.what(); }
@@ -164,7 +168,7 @@ Words train_words(const SweepRun& run, const Task& t) {
   words.insert(words.end(), t.row.options.begin(), t.row.options.end());
   set_options(run.sweep->measured, &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
-  if (t.steps > 0) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
+  if (t.row.steps == 0) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
   set_options({"--log", file_of(run, t.number, ".jsonl")}, &words);
   return words;
 }
@@ -226,9 +230,12 @@ Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
     if (as_text.empty() || as_text == "-1") continue;  // at its default
     words.insert(words.end(), {option, as_text});
   }
+  // Ours are gathered in fp32 and cast behind the gather; the configuration names what they are cast to.
+  if (!t.plan.config.value("autocast", "").empty()) set_options({"--param-dtype", "fp32"}, &words);
   if (t.steps > 0) set_options({"--steps", std::to_string(t.steps)}, &words);
   set_options({"--first", std::to_string(t.first)}, &words);
   if (t.last > 0) set_options({"--last", std::to_string(t.last)}, &words);
+  words.push_back("--log-losses");
   if (t.warm > 0) set_options({"--warm-seconds", strf("%g", run.warm_seconds)}, &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
   set_options(peer.options, &words);
@@ -371,8 +378,9 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
 std::string outcome_of(const json& row) {
   if (row.contains("error")) return row["error"];
   const json& r = row["result"];
-  return strf("%.1f ms a step, %s MiB", r["step_ms"].get<double>(),
-              grouped(std::llround(r.value("peak_mib", 0.0))).c_str());
+  const json peak = r.value("peak_mib", json());  // PyTorch's is null on a CPU
+  return strf("%.1f ms a step", r["step_ms"].get<double>()) +
+         (peak.is_number() ? ", " + grouped(std::llround(peak.get<double>())) + " MiB" : "");
 }
 
 // ------------------------------------------------------------------------------------------------------------ PyTorch

@@ -61,6 +61,8 @@ json of(const std::vector<Theirs>& all, int64_t value) {
 
 // ------------------------------------------------------------------------------------------- simple_pytorch: the MLPs
 
+// In theirs ac_mode="full" leaves out the checkpoint that gathers a block's weights again for the backward pass.
+const char full_mode[] = "theirs keeps the gathered weights: ours is --reshard-after-forward 0";
 const char compile_model[] = "theirs compiles: ours fuses epilogues and residuals with norms";
 const char compile_step[] = "theirs compiles the step: ours chooses the matmuls' kernels by timing them";
 const char compile_both[] = "theirs compiles forward and backward: ours replays a step as one CUDA graph";
@@ -81,7 +83,8 @@ Rows mlp_1024(const SweepMachine& m) {
   add("+autocast(bf16)", 1, fp32 + " --autocast bf16" + plain, "--compile none", stages(348, -1, 2211, 63));
   add("+data_parallel", 0, fp32 + plain, "--compile none", stages(348, 432, 5513, 844));
   add("+compile(model)", 0, fp32 + fused, "--compile model", stages(348, 432, 3347, 1018), compile_model);
-  add("+ac_mode=full", 0, fp32 + fused + " --recompute block", "--compile model", stages(348, 432, 3347, 850));
+  add("+ac_mode=full", 0, fp32 + fused + " --reshard-after-forward 0", "--compile model", stages(348, 432, 3347, 850),
+      full_mode);
   add("+compile(step_fn)", 0, fp32 + tuned, "--compile block", stages(348, 432, 2638, 825), compile_step);
   add("+compile(_fwd)+compile(_bwd)", 0, fp32 + graph, "--compile fwdbwd", stages(348, 432, 2638, 780), compile_both);
   add("+param=fp32,reduce=bf16", 0, fp32 + " --reduce-dtype bf16" + graph, "--compile fwdbwd",
@@ -110,8 +113,8 @@ Rows mlp_4096(const SweepMachine& m) {
   add("both", 1, fp32 + " --autocast bf16" + graph, "--compile fwdbwd", stages(3072, -1, 22801, 565), compile_both);
   add("data_parallel", 0, fp32 + plain, "--compile none", stages(3072, 3200, 36625, 7169));
   add("+compile(2x)", 0, fp32 + graph, "--compile fwdbwd", stages(3072, 3200, 26896, 7141), compile_both);
-  add("+ac_mode=full + compile(2x)", 0, fp32 + " --recompute block" + graph, "--compile fwdbwd",
-      stages(3072, 3200, 28944, 7118));
+  add("+ac_mode=full + compile(2x)", 0, fp32 + " --reshard-after-forward 0" + graph, "--compile fwdbwd",
+      stages(3072, 3200, 28944, 7118), full_mode);
   add("+param=fp32,reduce=bf16", 0, fp32 + " --reduce-dtype bf16" + graph, "--compile fwdbwd", nullptr);
   add("+param=bf16,reduce=fp32", 0, "--param-dtype bf16 --reduce-dtype fp32" + graph, "--compile fwdbwd", nullptr);
   add("+param=bf16,reduce=bf16", 0, bf16 + graph, "--compile fwdbwd", stages(3072, 3200, 15633, 566));
@@ -384,7 +387,7 @@ struct Comm {
 
 std::string comm_options(const Comm& c) {
   std::string options = std::string("--wrap ") + c.wrap + (c.reshard ? "" : " --reshard-after-forward 0");
-  // Modules of this model are 400 MiB and more: let any number of them be merged, up to the bucket.
+  // Modules of this model are 288 MiB and more: any number of them may be merged, up to the bucket.
   if (*c.bucket != '-') options += std::string(" --wrap-min-params 1000000000 --bucket-mb ") + c.bucket;
   return options + (c.reshard ? c.limit ? " --limit-all-gathers 2" : " --limit-all-gathers off" : "");
 }
@@ -431,17 +434,21 @@ Rows comm(const SweepMachine& m) {
     if (*c.wrap == 'a') r.no_peer = "FSDP2 wraps what it is given: there is no wrapping by size and no bucket";
     rows.push_back(std::move(r));
   }
-  for (bool reshard : {true, false}) {
-    SweepRow r{std::string("whole, 8 GPUs, reshard ") + (reshard ? "1" : "0"),
-               {{"wrap", "block"},
-                {"bucket MiB", "-"},
-                {"reshard", reshard ? "1" : "0"},
-                {"limit", reshard ? "2" : "-"},
-                {"gather", "the default"}},
-               shape(m, "llama-47b", reshard ? "" : "--reshard-after-forward 0"),
-               8};
-    r.note = "depth 54 of 54 on 8 GPUs";
-    if (m.gpu) rows.push_back(std::move(r));
+  if (!m.gpu) return rows;
+  struct Whole {
+    const char *name, *reshard, *limit, *gather, *options;
+  };
+  for (const Whole& w : {Whole{"reshard 1", "1", "2", "copy-engine", ""},
+                         Whole{"reshard 0", "0", "-", "copy-engine", "--reshard-after-forward 0"},
+                         Whole{"reshard 1, nccl", "1", "2", "nccl", "--gather nccl"},
+                         Whole{"reshard 1, batch 2", "1", "2", "copy-engine", "--batch 2"}}) {
+    SweepRow r{
+        std::string("whole, 8 GPUs, ") + w.name,
+        {{"wrap", "block"}, {"bucket MiB", "-"}, {"reshard", w.reshard}, {"limit", w.limit}, {"gather", w.gather}},
+        shape(m, "llama-47b", w.options),
+        8};
+    r.note = std::string("all 54 blocks on 8 GPUs") + (std::string(w.options) == "--batch 2" ? ", batch 2" : "");
+    rows.push_back(std::move(r));
   }
   return rows;
 }
@@ -499,7 +506,7 @@ Rows class_rows(const SweepMachine& m) {
   const auto add = [&](const char* name, const std::string& options, const std::string& peer, const char* note = "") {
     SweepRow r{name, {{"experiment", name}}, shape(m, "class", "--epochs 2 " + options)};
     set_options({"--data", m.gpu ? "synthetic:2048" : "synthetic:32"}, &r.options);
-    r.peers = {{"", words_of("--init ours " + peer)}};
+    r.peers = {{"", words_of(peer)}};
     r.note = note;
     r.first = 5, r.steps = r.last = -1;  // to the end of the epochs
     rows.push_back(std::move(r));
@@ -532,7 +539,7 @@ Rows precision(const SweepMachine& m) {
                  shape(m, "m7c", std::string(a.options) + (m.gpu ? " --batch 4" : ""), Tokens::built_in)};
       set_options({"--attn", attn}, &r.options);
       r.steps = r.last = m.gpu ? 200 : 8, r.first = 5;
-      if (*attn == 'd') r.peers = {{"", words_of("--init ours")}};
+      if (*attn == 'd') r.peers = {{"", {}}};
       else r.no_peer = "PyTorch has no NSA";
       rows.push_back(std::move(r));
     }
@@ -628,6 +635,28 @@ Rows graph(const SweepMachine& m) {
   return rows;
 }
 
+// More ranks than anybody here has, by the plan.
+Rows scale(const SweepMachine& m) {
+  struct Of {
+    int64_t gpus;
+    const char* options;
+  };
+  const std::vector<Of> all = {
+      {8, ""}, {64, ""}, {512, ""}, {4096, ""}, {4096, "--shard hybrid:64"}, {4096, "--shard hybrid:8"}};
+  Rows rows;
+  for (const Of& a : all) {
+    if (!m.gpu && a.gpus > 8) continue;
+    const int64_t gpus = m.gpu ? a.gpus : 2;
+    SweepRow r{text(gpus) + (*a.options ? std::string(", ") + a.options : ""),
+               {{"GPUs", text(gpus)}, {"options", *a.options ? std::string("`") + a.options + "`" : "-"}},
+               shape(m, "llama-47b", a.options),
+               gpus};
+    set_options({"--attn", "nsa"}, &r.options);
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
 // The same model, seed and data on a CPU and on GPUs.
 Rows losses(const SweepMachine& m) {
   struct Of {
@@ -639,10 +668,10 @@ Rows losses(const SweepMachine& m) {
   Rows rows;
   for (const Of& a : all) {
     if (!m.gpu && *a.name == 'G') continue;
-    SweepRow r{a.name,
-               {{"on", a.name}},
-               shape(m, "tiny", std::string(a.options) + (m.gpu ? " --attn nsa --batch 4 --seq 256" : ""),
-                     Tokens::built_in)};
+    SweepRow r{
+        a.name,
+        {{"on", a.name}},
+        shape(m, "tiny", std::string(a.options) + (m.gpu ? " --attn nsa --batch 4 --seq 256" : ""), Tokens::built_in)};
     r.steps = r.last = m.gpu ? 150 : 8, r.first = 5;
     rows.push_back(std::move(r));
   }
@@ -653,8 +682,10 @@ Rows losses(const SweepMachine& m) {
 Rows nsa_loss(const SweepMachine& m) {
   Rows rows;
   for (const char* attn : {"nsa", "dense"}) {
-    SweepRow r{attn, {{"attention", attn}},
-               shape(m, "m7c", m.gpu ? "--batch 4 --val-every 250" : "--val-every 4", Tokens::built_in), 1};
+    SweepRow r{attn,
+               {{"attention", attn}},
+               shape(m, "m7c", m.gpu ? "--batch 4 --val-every 250" : "--val-every 4", Tokens::built_in),
+               1};
     set_options({"--attn", attn}, &r.options);
     if (m.gpu) set_options({"--data", "data/shakespeare.txt"}, &r.options);  // data/README.md says whence
     r.steps = r.last = m.gpu ? 1000 : 8, r.first = 5;
@@ -689,6 +720,7 @@ const std::vector<Sweep>& sweeps() {
       {"context", "", "whole steps by sequence length, NSA and dense", K::training, context},
       {"knobs", "", "one option of FSDP in each row", K::training, knobs, "", {"--comm-timing"}},
       {"graph", "", "a step as issued and as a graph; gathers by NCCL and by copy engines", K::training, graph},
+      {"scale", "", "47 B parameters on up to 4,096 GPUs, by the plan", K::training, scale},
       {"losses", "", "the loss of one model on a CPU and on GPUs", K::training, losses},
       {"nsa-loss", "", "the losses of NSA and dense attention on text", K::training, nsa_loss},
       {"attention", "", "one layer by sequence length, NSA beside dense", K::layers, nullptr, "", {}, {4096, 8192, 16384, 32768, 65536, 131072}, {256, 512, 1024}},
