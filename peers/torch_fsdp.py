@@ -504,7 +504,7 @@ def build_fsdp1(a, world):
         forward_prefetch=a.forward_prefetch > 0,
         limit_all_gathers=a.limit_all_gathers == "on",
         use_orig_params=True,
-        device_id=world.device if world.gpu else None,
+        device_id=world.device,
         device_mesh=mesh,
     )
 
