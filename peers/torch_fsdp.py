@@ -429,6 +429,8 @@ def build_fsdp2(a, world):
         how["ignored_params"] = set(replicated)
     ignored = {id(p) for p in replicated}
     groups = [g for g in units(a, model) if any(id(p) not in ignored for m in g for p in m.parameters())]
+    refuse_if(a.wrap == "auto" and a.recompute == "block" and any(len(g) > 1 for g in groups),
+              "--recompute block: FSDP2 cannot recompute a part of the modules that --wrap auto puts together; use both")
     for g in groups:
         reshard = bool(a.reshard_after_forward) and model.head not in g
         fully_shard(g if len(g) > 1 else g[0], reshard_after_forward=reshard, **how)
@@ -502,7 +504,7 @@ def build_fsdp1(a, world):
         forward_prefetch=a.forward_prefetch > 0,
         limit_all_gathers=a.limit_all_gathers == "on",
         use_orig_params=True,
-        device_id=world.device if world.gpu else None,
+        device_id=world.device,
         device_mesh=mesh,
     )
 

@@ -92,6 +92,10 @@ bad "resharding what stays whole" "--shard none|--reshard-after-forward 1" --sha
 bad "sizes of units without auto" "--wrap auto" --wrap-min-params 5
 bad "AdamW in the backward pass with clipping" "--optimizer-in-backward 1|--clip 0" --optimizer-in-backward 1
 bad "attention kept where it is kept anyway" "--keep-attention 1|--recompute" --keep-attention 1 --recompute mlp
+bad "passes over what has no end" "--epochs 2|--data random" --epochs 2 --data random
+bad "passes and tokens" "--epochs|--tokens" --epochs 2 --tokens 1000
+bad "less than a step of the data" "--epochs 0.0001|of a step" --epochs 0.0001
+bad "no step to save" "--stop-after 0|--save|--export" --stop-after 0 --save "$dir/nothing"
 bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-dtype bf16
 bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
 bad "a graph without a GPU" "--graph 1|CPU" --graph 1
@@ -432,6 +436,19 @@ mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
 mpi -np 3 ./train "${run[@]}" --stop-after 2 --resume "$dir/frozen"
 verdict "what was frozen trains without old moments, and that is said" \
   "$(grep -q "moments begin at zero for 'head.weight', 'head.norm': frozen in the checkpoint" "$dir/out" && [ "$status" = 0 ] || echo "it does not, or is not said")"
+# Before the first step there are the initial weights, the same from any number of ranks; one step makes others.
+mpi -np 2 ./train "${run[@]}" --stop-after 0 --export "$dir/initial.safetensors" --export-dtype fp32
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+mpi -np 3 ./train "${run[@]}" --stop-after 0 --export "$dir/again.safetensors" --export-dtype fp32
+cmp -s "$dir/initial.safetensors" "$dir/again.safetensors" || wrong="$wrong; three ranks begin with other weights than two"
+mpi -np 2 ./train "${run[@]}" --stop-after 1 --export "$dir/one.safetensors" --export-dtype fp32
+[ -s "$dir/one.safetensors" ] && ! cmp -s "$dir/initial.safetensors" "$dir/one.safetensors" || wrong="$wrong; a step changes nothing"
+verdict "the initial weights are exported" "${wrong#; }"
+# 63000 bytes hold 984 sequences of 64 tokens and the target behind them.
+mpi -np 2 ./train "${run[@]:0:6}" --global-batch 60 --epochs 0.5 --data "$dir/mine/text" --log "$dir/epochs.jsonl"
+verdict "half an epoch is the whole steps in it" \
+  "$([ "$status" = 0 ] && [ "$(grep -c '"step":' "$dir/epochs.jsonl")" = 8 ] && grep -q '"steps":8,' "$dir/epochs.jsonl" || echo "they are not 8 steps of 60 sequences")"
 # The program tunes and validates before its first step with the model that it then trains.
 one=(--device cpu --preset tiny --seq 64 --data random --steps 2 --shard grad)
 mpi -np 2 ./train "${one[@]}" --log "$dir/plain.jsonl"

@@ -95,8 +95,9 @@ const std::vector<Spec> specs = flat({
   {"weight-decay", "X", &Options::weight_decay, from(0, 10), "AdamW's weight decay, on matrices only"},
   {"clip", "X", &Options::clip, from(0, 1e9), "maximum global gradient norm; 0: no clipping"},
   {"steps", "N", &Options::steps, at_least(1), "length of the schedule", "200 on a GPU, 32 on a CPU"},
-  {"stop-after", "STEPS", &Options::stop_after, at_least(1), "stop early; the schedule keeps its length", "at the end of the schedule"},
+  {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export the initial weights", "at the end of the schedule"},
   {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens; sets the length of the schedule unless --steps does", "no limit"},
+  {"epochs", "X", &Options::epochs, above(0, 1e6), "stop after this many passes over the data, in whole steps; sets the length of the schedule unless --steps does", "no limit"},
   {"minutes", "X", &Options::minutes, above(0, 1e6), "stop after this many minutes", "no limit"},
   {"seed", "N", &Options::seed, at_least(0), "seed of the initial weights and of the data order"},
 }},
@@ -396,6 +397,9 @@ void check_combinations(const Options& o) {
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
   REQUIRE_USER(!o.profile || o.minutes == 0,
                "--profile times the last step, which --minutes leaves open; use --stop-after");
+  REQUIRE_USER(o.tokens == 0 || o.epochs == 0, "--tokens and --epochs both say when to stop; drop one");
+  REQUIRE_USER(o.stop_after != 0 || o.save.empty(),
+               "--stop-after 0 takes no step, so there is nothing for --save; --export writes the initial weights");
   REQUIRE_USER(o.resume != "latest" || !o.save.empty(), "--resume latest needs --save DIR, whose latest step it is");
   REQUIRE_USER(o.graph == 0 || (!o.comm_timing && !o.profile),
                "--graph 1: a graph cannot be timed from outside; drop --comm-timing and --profile");

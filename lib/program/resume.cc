@@ -34,7 +34,7 @@ void take_up(const json& state, Options* o) {
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
   if (!o->gives("batch") && !o->gives("global-batch") && !o->gives("grad-accum")) also({"global-batch", "grad-accum"});
-  if (!o->gives("tokens")) also({"steps"});
+  if (!o->gives("tokens") && !o->gives("epochs")) also({"steps"});
   take_over(was, names, o);
 }
 
