@@ -212,8 +212,7 @@ const char* const shared_options[] = {"arch",
                                       "data",
                                       "wrap",
                                       "forward_prefetch",
-                                      "backward_prefetch",
-                                      "meta_init"};
+                                      "backward_prefetch"};
 
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
   Words words;
