@@ -265,6 +265,31 @@ void swiglu_backward(T* dg_g, T* h_dh, int64_t M, int64_t F) {
   }
 }
 
+template <class T>
+void silu_forward(T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  using A = acc_t<T>;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      h[m * N + n] = T(A(x[m * ld + n]) + A(bias[n]));
+      const A v = h[m * N + n];  // as it is stored: the backward has nothing else
+      a[m * N + n] = T(v * sigmoid(v));
+    }
+}
+template <class T>
+void silu_backward(T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld) {
+  using A = acc_t<T>;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      const A v = h[m * N + n], s = sigmoid(v), silu = v * s;
+      dx[m * ld + n] = T(A(da_a[m * N + n]) * (s + silu * (A(1) - s)));
+      da_a[m * N + n] = T(silu);
+    }
+}
+template <class T>
+void copy_columns(T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from) {
+  for (int64_t m = 0; m < M; ++m) std::copy(from + m * ld_from, from + m * ld_from + N, to + m * ld_to);
+}
+
 // ---------------------------------------------------------------------------------------------------------- positions
 
 template <class T>

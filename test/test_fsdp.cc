@@ -41,6 +41,9 @@ std::vector<std::pair<std::string, ModelConfig>> all_models(int64_t vocab) {
   models.emplace_back("rope, NSA, mean", sparse(small(Arch::rope, vocab), Phi::mean));
   models.emplace_back("simple, NSA, linear", sparse(small(Arch::simple, vocab), Phi::linear));
   models.emplace_back("llama, NSA, MLP", sparse(small(Arch::llama, vocab), Phi::mlp));
+  models.emplace_back("rope, NSA, gates by an MLP", sparse(small(Arch::rope, vocab), Phi::mean));
+  ModelConfig& gated = models.back().second;  // wider than its gates
+  gated.nsa_gate = NsaGate::mlp, gated.dim = 64, gated.kv_heads = 4;
   return models;
 }
 

@@ -185,6 +185,33 @@ TEST_CASE("activations: gradients", "[ops]") {
   cpu::swiglu_backward(g2.data(), dh2.data(), M, F);
   CHECK(same_bits(g2, g));
   CHECK(gradient_error(h2, dh2, swiglu) < 1e-7);
+
+  // Columns 2 to 2 + F of a wider matrix; what is beside them stays.
+  const int64_t ld = F + 5;
+  Doubles x = normals<double>(M * ld, 4, 2), bias = normals<double>(F, 5), h3(M * F);
+  const auto silu = [&] {
+    cpu::silu_forward(g.data(), h3.data(), x.data() + 2, bias.data(), M, F, ld);
+    return dot(dg, g);
+  };
+  silu();
+  for (int64_t i = 0; i < M * F; ++i) {
+    const double v = x[i / F * ld + 2 + i % F] + bias[i % F];
+    CHECK(h3[i] == v);
+    CHECK(g[i] == Approx(v / (1 + std::exp(-v))).margin(1e-12));
+  }
+  Doubles dx(M * ld, 7), inner(M * F), g3 = dg;
+  cpu::silu_backward(g3.data(), dx.data() + 2, h3.data(), M, F, ld);
+  CHECK(same_bits(g3, g));
+  cpu::copy_columns(inner.data(), dx.data() + 2, M, F, F, ld);
+  Doubles x_inner(M * F);
+  cpu::copy_columns(x_inner.data(), x.data() + 2, M, F, F, ld);
+  const auto silu_of_inner = [&] {
+    cpu::copy_columns(x.data() + 2, x_inner.data(), M, F, ld, F);
+    return silu();
+  };
+  CHECK(gradient_error(x_inner, inner, silu_of_inner) < 1e-7);
+  for (int64_t i = 0; i < M * ld; ++i)
+    if (i % ld < 2 || i % ld >= 2 + F) CHECK(dx[i] == 7);
 }
 
 TEST_CASE("matmul: values and gradients", "[ops]") {
@@ -784,6 +811,15 @@ void compare_activations() {
         auto *h = a.inout<T>(2 * M * F, 2), *g = a.out<T>(M * F), *dg = a.inout<T>(M * F);
         ops::swiglu_forward<T>(a.s, g, h, M, F);
         ops::swiglu_backward<T>(a.s, dg, h, M, F);
+      });
+      compare([&](Space& a) {  // columns of a wider matrix
+        const int64_t ld = F + (F == 257 ? 27 : 24);
+        auto *x = a.inout<T>(M * ld, 2), *h = a.out<T>(M * F), *g = a.out<T>(M * F), *dg = a.inout<T>(M * F),
+             *bias = a.in<T>(F), *wide = a.inout<T>(M * ld), *narrow = a.out<T>(M * F);
+        ops::silu_forward<T>(a.s, g, h, x + 16, bias, M, F, ld);
+        ops::silu_backward<T>(a.s, dg, x + 16, h, M, F, ld);
+        ops::copy_columns<T>(a.s, wide + 8, g, M, F, ld, F);
+        ops::copy_columns<T>(a.s, narrow, wide, M, F, F, ld);
       });
     }
 }

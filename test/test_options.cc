@@ -235,6 +235,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "100",
                             "--nsa-phi",
                             "mlp",
+                            "--nsa-gate",
+                            "mlp",
                             "--recompute",
                             "both",
                             "--keep-attention",

@@ -129,6 +129,19 @@ void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F) {
 }
 
 template <class T>
+void silu_forward(Stream& s, T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  RUN(is_double<T>, moves<T>(3 * M * N), silu_forward, a, h, x, bias, M, N, ld);
+}
+template <class T>
+void silu_backward(Stream& s, T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld) {
+  RUN(is_double<T>, moves<T>(4 * M * N), silu_backward, da_a, dx, h, M, N, ld);
+}
+template <class T>
+void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from) {
+  RUN(is_double<T>, moves<T>(2 * M * N), copy_columns, to, from, M, N, ld_to, ld_from);
+}
+
+template <class T>
 void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base) {
   RUN(is_double<T>, moves<T>(T_ * D), rope_table<T>, table, T_, D, base);
 }
@@ -210,6 +223,9 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
   template void gelu_backward(Stream&, T*, T*, int64_t);                                                        \
   template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                        \
   template void swiglu_backward(Stream&, T*, T*, int64_t, int64_t);                                             \
+  template void silu_forward(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                   \
+  template void silu_backward(Stream&, T*, T*, const T*, int64_t, int64_t, int64_t);                            \
+  template void copy_columns(Stream&, T*, const T*, int64_t, int64_t, int64_t, int64_t);                        \
   template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, double);                                    \
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \

@@ -87,6 +87,16 @@ void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F);
 template <class T>
 void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F);
 
+// SiLU (Hendrycks & Gimpel 2016) of N columns of x, rows of ld numbers: h (M,N) = x + bias (N), a (M,N) = silu(h).
+// Backward: da_a (M,N) comes as da and leaves as a; dx, N columns of rows of ld numbers, is written.
+template <class T>
+void silu_forward(Stream& s, T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
+template <class T>
+void silu_backward(Stream& s, T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld);
+// N columns of `from`, rows of ld_from numbers, to N columns of `to`, rows of ld_to.
+template <class T>
+void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from);
+
 // ---- positions
 // RoPE (Su et al. 2021), half-split pairs (i, i + D/2), in place on `heads` consecutive heads of D at the start of each
 // row of x (M,ld); the row's position is row % T_. inverse: the transposed rotation, which is the backward.

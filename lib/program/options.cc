@@ -78,6 +78,7 @@ const std::vector<Spec> specs = flat({
   {"nsa-selected", "N", &Options::nsa_selected, from(1, 4096), "blocks each query selects: the first, its own, the one before it, and the top-scoring of the rest"},
   {"nsa-window", "N", &Options::nsa_window, from(1, 1 << 24), "keys in the sliding window"},
   {"nsa-phi", "NAME", &Options::nsa_phi, one_of(names_of(phi_names)), "what turns a block into a compressed key"},
+  {"nsa-gate", "NAME", &Options::nsa_gate, one_of(names_of(nsa_gate_names)), "what makes the branches' gates of the block's input: a matrix, or an MLP of two layers with SiLU"},
 }},
 {"Batch", {
   {"batch", "N", &Options::batch, from(1, 1 << 20), "sequences per rank and micro-batch", "the preset's"},

@@ -23,7 +23,7 @@ struct Options {
   int64_t nsa_block = nsa_defaults.block, nsa_stride = nsa_defaults.stride,
           nsa_select_block = nsa_defaults.select_block;
   int64_t nsa_selected = nsa_defaults.selected, nsa_window = nsa_defaults.window;
-  std::string nsa_phi = "mean";
+  std::string nsa_phi = "mean", nsa_gate = "linear";
   // Batch.
   int64_t batch = 0;         // sequences a rank and micro-batch
   int64_t global_batch = 0;  // sequences in all a step; 0: batch * ranks * grad_accum
