@@ -627,8 +627,9 @@ class Training:
         return self.loss_of(logits, targets)
 
     def backward(self, loss, last):
-        """And, as far as it can be compiled with it, the optimizer."""
-        loss.backward()
+        """And, where nothing comes between, the optimizer. Dynamo must not trace the hooks of FSDP in the backward, which
+        it would do on a CPU alone, where the backward has no thread of its own."""
+        torch._dynamo.disable(loss.backward)()
         if last and self.a.clip == 0 and not self.ignored and not self.a.optimizer_in_backward:
             self.optimizers[0].step()
 
