@@ -261,9 +261,12 @@ TEST_CASE("options make a round trip through a file", "[options]") {
   const auto changed = to_json(o), unset = to_json(Options());
   for (const auto& [key, value] : changed.items()) {
     INFO(key);
-    if (key != "graph" && key != "profile") CHECK(value != unset[key]);  // which some of the others exclude
+    // Some of the others exclude these.
+    if (key != "graph" && key != "profile" && key != "trace") CHECK(value != unset[key]);
   }
-  CHECK(parsed({"--profile"}).profile);
+  CHECK(parsed({"--profile", "--graph", "1"}).profile);
+  CHECK(parsed({"--trace", "a.json"}).trace == "a.json");
+  CHECK(parsed({"--plan", "--trace", "a.json", "--show-schedule"}).trace == "a.json");
   CHECK(parsed({"--graph", "1"}).graph == 1);
   CHECK(to_config(parsed({"--graph", "1"})) == "graph = 1\n");
   ConfigFile file(to_config(o));
@@ -306,6 +309,9 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   refused({"--val-data", "x"}, {"--val-data", "--val-every"});
   refused({"--val-batches", "4"}, {"--val-batches", "--val-every"});
   refused({"--profile", "--minutes", "1"}, {"--profile", "--minutes"});
+  refused({"--trace", "a.json", "--minutes", "1"}, {"--trace", "--minutes"});
+  refused({"--trace", "a.json", "--show-params"}, {"--trace", "--plan"});
+  refused({"--graph", "1", "--comm-timing"}, {"--graph 1", "--comm-timing"});
   refused({"--dim", "3", "--dim", "4"}, {"--dim", "more than once"});
   refused({"--tf32=perhaps"}, {"--tf32"});
   refused({"--world", "8"}, {"--world", "--plan"});
