@@ -4,6 +4,7 @@
 # in a table what it found, the second half builds. What can be set, on the command line or in the environment:
 #   CUDA=0          build the CPU backend alone (by itself where there is no nvcc)
 #   NCCL=0          leave NCCL out: collectives then go over MPI through host memory
+#   CUPTI=0         leave CUPTI out: --profile and --trace then show no kernels
 #   ARCH="90a 80"   GPU architectures (by itself: this machine's GPUs; without a GPU 8.0 and 9.0a)
 #   CUDA_HOME, NCCL_HOME, MPICXX, CXX, CPU_ARCH, CPPFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS; DEBUG=1 adds -g -lineinfo
 #   COMMIT          what --version and results say, for a source tree without git
@@ -36,7 +37,7 @@ help:
 	  'make tests       build the tests: build/test_unit, build/test_ranks' \
 	  'make format      clang-format every source' \
 	  'make clean       remove what was built' \
-	  'CUDA=0           the CPU backend alone; NCCL=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
+	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
 
 # A full /tmp would fail every compiler, apt-get and mpirun.
 ifneq ($(filter-out clean format help,$(or $(MAKECMDGOALS),all)),)
@@ -147,6 +148,17 @@ override NCCL := $(if $(nccl),1,0)
 nccl_version := $(if $(nccl),$(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v ? "." : "") $$3} END {print v}' \
   $(nccl_include)/nccl.h))
 
+# -------------------------------------------------------------------------------------------------------- search: CUPTI
+# Its headers lie beside CUDA's or apart. Its library is opened by the programs when they want it; where they look for it
+# is written into them.
+ifeq ($(CUDA)$(filter 0,$(CUPTI)),1)
+  cupti_include := $(firstword $(foreach d,$(cuda_include) /usr/include $(cuda_home)/extras/CUPTI/include,$(if \
+    $(wildcard $(d)/cupti.h),$(d))))
+  cupti_lib := $(firstword $(foreach d,$(cuda_lib) $(cuda_home)/extras/CUPTI/lib64 $(cuda_home)/extras/CUPTI/lib,$(if \
+    $(wildcard $(d)/libcupti.so*),$(d))))
+endif
+override CUPTI := $(if $(cupti_include),1,0)
+
 wants_tests := $(filter tests build/test_%,$(MAKECMDGOALS))
 missing := $(strip $(found_missing) $(if $(wants_tests),$(found_missing_tests)))
 
@@ -160,6 +172,10 @@ ifeq ($(MAKE_TOLD),)
   ifneq ($(nvcc),)
     $(call row,GPU,$(or $(found_gpu_name),none here))
     $(call row,NCCL,$(if $(nccl),$(nccl_version) ($(nccl_lib)),not found: collectives go over MPI))
+  endif
+  ifneq ($(nvcc),)
+    $(call row,CUPTI,$(if $(cupti_include),$(cupti_include)/cupti.h ($(or $(cupti_lib),no library here)),not found: --profile \
+      and --trace show no kernels))
   endif
   $(call row,MPI,$(if $(found_mpi),$(or $(found_mpi_mismatch),$(found_mpirun_version),no mpirun),not found))
   $(call row,OpenBLAS,$(or $(found_openblas),not found$(if $(found_openblas_note), ($(found_openblas_note)))))
@@ -177,10 +193,10 @@ ifneq ($(missing),)
 endif
 
 # ------------------------------------------------------------------------------------------------------------- flags
-defines := -DFSDP_CUDA=$(CUDA) -DFSDP_NCCL=$(NCCL)
+defines := -DFSDP_CUDA=$(CUDA) -DFSDP_NCCL=$(NCCL) -DFSDP_CUPTI=$(CUPTI)
 # System directories: their headers owe us no clean warnings. nvcc adds its own toolkit's.
 includes := -I. $(CPPFLAGS) $(found_mpi_flags) $(found_openblas_flags) $(addprefix -isystem ,$(filter-out /usr/include \
-  /usr/local/include,$(nccl_include)))
+  /usr/local/include $(cuda_include),$(nccl_include) $(cupti_include)))
 debug := $(if $(filter 1,$(DEBUG)),-g)
 host_flags := -O3 -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(CXXFLAGS)
 cxx_compile := $(CXX) -std=c++17 $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
@@ -189,7 +205,8 @@ nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(arc
 # A directory that the run-time linker does not search is written into the programs.
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))
-link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -ldl -lrt) \
+link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -lrt) -ldl \
+  $(call rpath,$(filter-out $(cuda_lib),$(cupti_lib))) \
   $(if $(nccl),$(nccl_lib) $(call rpath,$(patsubst %/,%,$(dir $(nccl_lib))))) $(found_mpi_libs) $(found_openblas_libs) -lpthread
 
 # ------------------------------------------------------------------------------------------------------------- build

@@ -315,6 +315,8 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   Stream& stream = gather_channel_.stream();
   stream.wait(state_[size_t(u)].ready);
   stream.wait(slot->released);
+  const int64_t bytes = unit.padded * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
+  const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
   auto unshard = [&](auto* to) {
     using E = std::remove_pointer_t<decltype(to)>;
     // My shard is cast straight to where the all_gather wants it: no copy in, no copy out.
@@ -435,6 +437,11 @@ void Fsdp<T, G>::reduce(int u) {
   dev_.compute().record(s.written);
   Stream& stream = reduce_channel_.stream();
   stream.wait(s.written);
+  const NamedWork named(dev_, stream, Span::reduce,
+                        how == Reduction::accumulate ? "accumulate"
+                        : unit.replicated            ? "all_reduce"
+                                                     : "reduce_scatter",
+                        unit.name, flat.padded * size_of(options_.reduce_dtype));
   if (unsharded) ops::accumulate_gradient(stream, unsharded, s.p, flat.padded, !first_unsharded);
   if (how != Reduction::accumulate) {
     if constexpr (std::is_same_v<G, float>) {
@@ -538,7 +545,10 @@ void Fsdp<T, G>::sum_scalars() {
   Stream& stream = reduce_channel_.stream();
   compute.record(scalars_ready_);
   stream.wait(scalars_ready_);
-  all_reduce_scalars(stream);
+  {
+    const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "norm and loss", int64_t(sizeof(StepScalars)));
+    all_reduce_scalars(stream);
+  }
   stream.record(scalars_summed_);
   timed_wait(Waits::reductions, scalars_summed_);
 }

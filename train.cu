@@ -12,6 +12,7 @@
 #include "lib/program/data.h"
 #include "lib/program/export.h"
 #include "lib/program/plan.h"
+#include "lib/program/profile.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
 #include "lib/program/start.h"
@@ -88,6 +89,8 @@ struct Training {
   int64_t val_rows = job.val_data ? std::min(r.o.val_batches * r.global_batch, val_sampler.windows()) : 0;
   const double flops = flops_per_token(r.model), peak = 1e12 * peak_bf16_tflops(dev.name) * job.gpus_used;  // for MFU
   int64_t first = 1, issued = 0;      // steps: the first of this run, the latest that the device was given
+  std::string first_ended = {};       // when the device was through with the first
+  StepProfiler profiler{job};         // with --profile and --trace
   std::unique_ptr<Saver> saver = {};  // with --save
   StepInFlight& slot(int64_t step) { return slots[step % 2]; }
   bool speaks() const { return job.world.rank == 0; }
@@ -104,9 +107,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
-  const bool profiled = r.o.profile && step == r.last_step;
-  if (profiled) t.dev.start_profile();
-  const auto from = Clock::now();
+  t.profiler.begin(step, t.first);
   s.record(now.started);
   t.dev.mark("tokens");
   if (r.o.comm_timing) t.model.fsdp.begin_timing();
@@ -124,12 +125,10 @@ void issue_step(Training<T, G>& t, int64_t step) {
   s.copy(now.trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
   if (t.model.stats()) s.copy(now.stats.get(), t.model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
   now.kernels = t.model.kernels();
+  if (step == t.first) s.host([&t] { t.first_ended = now_iso8601(); });
   s.record(now.done);
-  if (profiled) {
-    const double host_ms = std::chrono::duration<double, std::milli>(Clock::now() - from).count();
-    const auto times = t.dev.end_profile();
-    if (t.speaks()) report_profile(times, host_ms, t.job.telemetry.get());
-  }
+  t.dev.mark("");
+  t.profiler.end(step);
 }
 
 // Enqueues a validation behind the step: the loss of val_rows, dealt out to ranks and micro-batches as a step's are.
@@ -172,6 +171,7 @@ std::string report_step(Training<T, G>& t, int64_t step) {
     s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
     s.lr = learning_rate(r, step);
     s.step_ms = elapsed_ms(was.started, was.done);
+    if (step == t.first) s.ended = t.first_ended;
     s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
     s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
     s.peak_mib = mib(t.dev.mem.device_reported_bytes());
@@ -291,7 +291,8 @@ int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2
 
 int main(int argc, char** argv) {
   Options o;
-  std::string text, error, command = "mpirun -np ";
+  std::string text, error, command;
+  for (int i = 0; i < argc; i++) command += std::string(i ? " " : "") + argv[i];
   try {
     if (!parse_options(argc, argv, &o, &text)) {
       std::printf("%s", text.c_str());
@@ -300,7 +301,7 @@ int main(int argc, char** argv) {
   } catch (const Error& e) { error = e.what(); }
   if (error.empty() && (o.version || o.hardware || o.show_params || o.plan || o.show_schedule)) {
     try {
-      return answer(o);
+      return answer(o, command);
     } catch (const Error& e) {
       std::fprintf(stderr, "error: %s\n", e.what());
       return exit_status(e);
@@ -310,11 +311,9 @@ int main(int argc, char** argv) {
   int status = 0;
   try {
     world = init_mpi(&argc, &argv);
-    command += std::to_string(world.size);
-    for (int i = 0; i < argc; i++) command += std::string(" ") + argv[i];
     error = agree(error);
     if (!error.empty()) throw UsageError(error);
-    run(o, world, command);
+    run(o, world, strf("mpirun -np %d ", world.size) + command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
     status = exit_status(e);
     if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());

@@ -268,9 +268,11 @@ TEST_CASE("options make a round trip through a file", "[options]") {
   for (const auto& [key, value] : changed.items()) {
     INFO(key);
     // Some of the others exclude these.
-    if (key != "graph" && key != "profile" && key != "epochs") CHECK(value != unset[key]);
+    if (key != "graph" && key != "profile" && key != "trace" && key != "epochs") CHECK(value != unset[key]);
   }
-  CHECK(parsed({"--profile"}).profile);
+  CHECK(parsed({"--profile", "--graph", "1"}).profile);
+  CHECK(parsed({"--trace", "a.json"}).trace == "a.json");
+  CHECK(parsed({"--plan", "--trace", "a.json", "--show-schedule"}).trace == "a.json");
   CHECK(parsed({"--epochs", "1.5"}).epochs == 1.5);
   CHECK(parsed({"--graph", "1"}).graph == 1);
   CHECK(to_config(parsed({"--graph", "1"})) == "graph = 1\n");
@@ -314,6 +316,9 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   refused({"--val-data", "x"}, {"--val-data", "--val-every"});
   refused({"--val-batches", "4"}, {"--val-batches", "--val-every"});
   refused({"--profile", "--minutes", "1"}, {"--profile", "--minutes"});
+  refused({"--trace", "a.json", "--minutes", "1"}, {"--trace", "--minutes"});
+  refused({"--trace", "a.json", "--show-params"}, {"--trace", "--plan"});
+  refused({"--graph", "1", "--comm-timing"}, {"--graph 1", "--comm-timing"});
   refused({"--dim", "3", "--dim", "4"}, {"--dim", "more than once"});
   refused({"--tf32=perhaps"}, {"--tf32"});
   refused({"--world", "8"}, {"--world", "--plan"});

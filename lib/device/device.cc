@@ -7,8 +7,14 @@
 #include <fstream>
 #include <mutex>
 
+#include "lib/device/activity.h"
+
 #if FSDP_CUDA
 #include "lib/device/driver.h"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define FSDP_NVTX 1
+#endif
 #endif
 
 struct Device::Failure {
@@ -117,26 +123,105 @@ Device::~Device() {
 
 // --------------------------------------------------------------------------------------------------------- profile
 
-void Device::add_mark() {
-  marks_.emplace_back(std::string(marked_) + (recomputing_ ? ", recomputed" : ""), Event(*this, Event::timed));
-  compute().record(marks_.back().second);
+namespace {
+// NVTX's ranges of this thread, one in another. Without a profiler a call costs a test of a pointer.
+void begin_range(const char* name) {
+#ifdef FSDP_NVTX
+  nvtxRangePushA(name);
+#else
+  (void)name;
+#endif
+}
+void end_range() {
+#ifdef FSDP_NVTX
+  nvtxRangePop();
+#endif
+}
+}  // namespace
+
+const char* const waiting = "waiting for communication";
+
+void Device::mark(const char* name) {
+  marked_ = name;
+  if (timeline) timeline->mark = marked();
+  if (mode != Mode::run) return;
+  if (backend == Backend::gpu) {
+    if (range_open_) end_range();
+    range_open_ = *name != 0;
+    if (range_open_) begin_range(recomputing_ ? marked().c_str() : name);
+  }
+  if (!profiles()) return;
+  marks_.push_back({marked(), Event(*this, Event::timed), activity::now()});
+  compute().record(marks_.back().event);
 }
 
 void Device::start_profile() {
-  marks_.clear();
+  marks_.clear(), works_.clear();
   profiling_ = true;
 }
 
-std::vector<std::pair<std::string, double>> Device::end_profile() {
+Device::Profile Device::take_profile() {
   mark("");
   profiling_ = false;
-  std::vector<std::pair<std::string, double>> times;
+  Profile p;
+  if (!marks_.empty()) p.began_ns = marks_.front().host_ns, p.ended_ns = marks_.back().host_ns;
+  auto on_host = [&](uint64_t ns) { return 1e-9 * double(int64_t(ns - p.began_ns)); };
+  auto on_device = [&](Event& e) { return 1e-3 * double(elapsed_ms(marks_.front().event, e)); };
   for (size_t i = 0; i + 1 < marks_.size(); i++) {
-    const std::string& name = marks_[i].first;
-    auto at = std::find_if(times.begin(), times.end(), [&](const auto& t) { return t.first == name; });
-    if (at == times.end()) at = times.insert(times.end(), {name, 0.0});
-    at->second += elapsed_ms(marks_[i].second, marks_[i + 1].second);
+    Mark &from = marks_[i], &to = marks_[i + 1];
+    if (from.name.empty()) continue;
+    Span s;
+    s.name = from.name, s.kind = from.name == waiting ? Span::wait : Span::operation;
+    s.from = on_host(from.host_ns), s.to = on_host(to.host_ns);
+    p.host.push_back(s);
+    s.from = on_device(from.event), s.to = on_device(to.event);
+    p.device.push_back(s);
   }
-  marks_.clear();
+  for (Work& w : works_) {
+    Span s = w.span;
+    s.from = on_host(w.from_ns), s.to = on_host(w.to_ns);
+    p.host.push_back(s);
+    s.from = on_device(w.from), s.to = on_device(w.to);
+    p.device.push_back(s);
+  }
+  marks_.clear(), works_.clear();
+  return p;
+}
+
+std::vector<std::pair<std::string, double>> sums(const std::vector<Span>& spans) {
+  std::vector<std::pair<std::string, double>> times;
+  for (const Span& s : spans) {
+    if (s.lane != Span::compute) continue;
+    auto at = std::find_if(times.begin(), times.end(), [&](const auto& t) { return t.first == s.name; });
+    if (at == times.end()) at = times.insert(times.end(), {s.name, 0.0});
+    at->second += 1e3 * (s.to - s.from);
+  }
   return times;
+}
+
+std::vector<std::pair<std::string, double>> Device::end_profile() { return sums(take_profile().device); }
+
+NamedWork::NamedWork(Device& dev, Stream& stream, Span::Lane lane, const char* what, const std::string& unit,
+                     int64_t bytes)
+    : dev_(dev), stream_(stream) {
+  if (dev.timeline) dev.timeline->unit = unit;
+  if (dev.mode != Mode::run) return;
+  range_ = dev.backend == Backend::gpu;
+  if (range_) begin_range((std::string(what) + " " + unit).c_str());
+  profiled_ = dev.profiles();
+  if (!profiled_) return;
+  dev.works_.push_back({{}, Event(dev, Event::timed), Event(dev, Event::timed), activity::now(), 0});
+  Span& s = dev.works_.back().span;
+  s.lane = lane, s.kind = Span::collective, s.name = what, s.unit = unit, s.bytes = bytes;
+  stream.record(dev.works_.back().from);
+}
+
+NamedWork::~NamedWork() {
+  if (dev_.timeline) dev_.timeline->unit.clear();
+  if (profiled_) {
+    Device::Work& w = dev_.works_.back();
+    w.to_ns = activity::now();
+    stream_.record(w.to);
+  }
+  if (range_) end_range();
 }

@@ -4,7 +4,8 @@
 //   error.h        errors and their texts            dtype.h        fp32, bf16, fp64
 //   stream.h       streams and events                memory.h       planned memory
 //   host_memory.h  pinned host memory                graph.h        CUDA graphs
-//   timeline.h     what operations cost
+//   timeline.h     what operations cost              span.h         what ran when
+//   activity.h     kernels and copies, by CUPTI      nvml.h         how busy and how fast GPUs are
 //
 //   Device dev(Backend::gpu, 0);
 //   step(dev);  // Mode::plan: memory is recorded, nothing runs
@@ -25,6 +26,7 @@
 #include "lib/device/graph.h"
 #include "lib/device/host_memory.h"
 #include "lib/device/memory.h"
+#include "lib/device/span.h"
 #include "lib/device/stream.h"
 #include "lib/device/timeline.h"
 
@@ -61,14 +63,20 @@ struct Device {
   bool failed() const;
   void check();
 
-  // Where a step's time goes: what the compute stream is given from here on is `name`'s, until the next mark. Marks are
-  // events on that stream, and nothing where nobody has asked for a profile.
-  void mark(const char* name) {
-    marked_ = name;
-    if (profiling_ && mode == Mode::run) add_mark();
-  }
+  // Where a step's time goes: what the compute stream is given from here on is `name`'s, until the next mark; "":
+  // nobody's. On a GPU a mark is an NVTX range too, for profilers that are attached. With a profile it is an event on
+  // that stream, but not within a CUDA graph.
+  void mark(const char* name);
   void start_profile();
-  // Milliseconds by name, in order of first appearance; waits for the marks, and ends the profile.
+  // The profile's spans; waits for them, and ends it. On the device: of the compute stream by its marks, of the others
+  // by NamedWork, in seconds since the first mark. On the host: the same as they were issued, in seconds since
+  // began_ns, which counts as activity::now() does. Marks first, then named work, both in the order of time.
+  struct Profile {
+    std::vector<Span> device, host;
+    uint64_t began_ns = 0, ended_ns = 0;
+  };
+  Profile take_profile();
+  // Its milliseconds on the compute stream by name, in order of first appearance.
   std::vector<std::pair<std::string, double>> end_profile();
 
   Backend backend;
@@ -98,19 +106,37 @@ struct Device {
  private:
   friend class MarkedWait;
   friend class MarkedRecomputation;
-  void add_mark();
+  friend class NamedWork;
+  bool profiles() const { return profiling_ && mode == Mode::run && in_graph == 0; }
+  std::string marked() const { return std::string(marked_) + (recomputing_ ? ", recomputed" : ""); }
   struct Failure;
   std::shared_ptr<Failure> failure_;
   bool profiling_ = false, recomputing_ = false;
   const char* marked_ = "";  // the latest mark's name
-  std::vector<std::pair<std::string, Event>> marks_;
+  struct Mark {
+    std::string name;
+    Event event;
+    uint64_t host_ns;
+  };
+  struct Work {
+    Span span;
+    Event from, to;
+    uint64_t from_ns, to_ns;
+  };
+  std::vector<Mark> marks_;
+  std::vector<Work> works_;
+  bool range_open_ = false;  // NVTX's, of the latest mark
 };
+
+// By name, in order of first appearance, of spans on the compute stream: milliseconds.
+std::vector<std::pair<std::string, double>> sums(const std::vector<Span>& spans);
+extern const char* const waiting;  // the mark of what MarkedWait waits for
 
 // Within its life the compute stream waits, and that is no operation's time; behind it the operation goes on that was
 // marked before.
 class MarkedWait {
  public:
-  explicit MarkedWait(Device& dev) : dev_(dev), before_(dev.marked_) { dev.mark("waiting for communication"); }
+  explicit MarkedWait(Device& dev) : dev_(dev), before_(dev.marked_) { dev.mark(waiting); }
   ~MarkedWait() { dev_.mark(before_); }
   MarkedWait(const MarkedWait&) = delete;
 
@@ -127,4 +153,17 @@ class MarkedRecomputation {
 
  private:
   Device& dev_;
+};
+// Within its life the gather or the reduce stream is given a unit's gather or reduction: for profiles, for NVTX, and
+// for the names of what a dry run reports. No mark is made meanwhile. bytes: of the whole unsharded buffer.
+class NamedWork {
+ public:
+  NamedWork(Device& dev, Stream& stream, Span::Lane lane, const char* what, const std::string& unit, int64_t bytes);
+  ~NamedWork();
+  NamedWork(const NamedWork&) = delete;
+
+ private:
+  Device& dev_;
+  Stream& stream_;
+  bool range_ = false, profiled_ = false;
 };

@@ -1,9 +1,9 @@
 #include "lib/device/graph.h"
 
-#include <cstring>
 #include <memory>
 #include <vector>
 
+#include "lib/device/activity.h"
 #include "lib/device/device.h"
 
 #if FSDP_CUDA
@@ -44,7 +44,7 @@ Graph::Nodes count_nodes(cudaGraph_t graph) {
       if (params_of(node, &params) != CUDA_SUCCESS) continue;
       if (params.func) name_of(&name, params.func);
       else name_of_kernel(&name, params.kern);
-      count.nccl_kernels += std::strstr(name, "nccl") != nullptr;
+      count.nccl_kernels += activity::is_nccl_kernel(name);
     } else {
       const bool copies = type == CU_GRAPH_NODE_TYPE_MEMCPY || type == CU_GRAPH_NODE_TYPE_MEMSET;
       (copies ? count.copies : count.others)++;
@@ -94,6 +94,7 @@ void Graph::make(const std::function<void()>& work) {
 void Graph::launch() {
   ASSERT(exec_);
 #if FSDP_CUDA
+  dev_.mark("one CUDA graph");
   CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(exec_), dev_.compute().cuda()));
   dev_.compute().record(*dev_.after_graph);
 #endif

@@ -144,6 +144,7 @@ void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
   Program& p = programs_[size_t(current_)];
   auto add = [&](char* at, int index) {
     live_.emplace_back(at, index);
+    if (dev_.timeline) dev_.timeline->memory(purpose, round_up(bytes, align));
     return at;
   };
   // Distinct addresses that no one may follow: 16 TiB up, apart from the kept ones.
@@ -169,6 +170,8 @@ void Memory::give(void* ptr) {
     if (live_[i].first != ptr) continue;
     int index = live_[i].second;
     live_.erase(live_.begin() + std::ptrdiff_t(i));
+    const Buf& b = p.bufs[size_t(index)];
+    if (dev_.timeline) dev_.timeline->memory(b.purpose, -round_up(b.bytes, align));
     if (!p.recorded) {
       p.bufs[size_t(index)].dead = p.clock++;
       p.order.push_back(~index);

@@ -12,7 +12,10 @@
 
 #include <cstdint>
 
+#include <string>
+
 #include "lib/device/dtype.h"
+#include "lib/device/memory.h"
 
 enum class Work { matmul, attention, memory, optimizer };
 struct Cost {
@@ -56,4 +59,8 @@ struct Timeline {
   virtual void wait(int stream, const Point& event) = 0;
   // What follows is another step.
   virtual void next_step() = 0;
+  // The plan takes memory for a purpose, or gives it back (negative): bytes, as the plan rounds them.
+  virtual void memory(Purpose, int64_t) {}
+  // Whose the operations are that follow: the compute stream's mark; the unit of a gather or reduction.
+  std::string mark, unit;
 };

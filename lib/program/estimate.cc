@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "lib/device/error.h"
 #include "lib/program/format.h"
@@ -27,6 +28,8 @@ constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
 constexpr double ring = 8.4e-6, ring_hop = 3.4e-6, ring_node_hop = 9.6e-6;
 constexpr double tree = 4.4e-6, tree_hop = 0.52e-6, tree_node_hop = 5e-6;
 
+const char* const collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+const char* const works[] = {"matmul", "attention", "memory-bound kernel", "optimizer"};
 constexpr double never_ends = std::numeric_limits<double>::infinity();
 
 double link_rate(const Chip& chip, int ranks, Via via) {
@@ -61,7 +64,7 @@ double Estimate::seconds(Collective kind, double bytes, int ranks, int local, Vi
 // all.
 double Estimate::end_of(double start, double seconds, double takes, const Spans& spans) {
   double end = start + seconds;
-  for (const Span& span : spans) {
+  for (const Busy& span : spans) {
     const double from = std::max(start, span.from), part = std::max(takes, span.takes);
     if (from >= end || from >= span.to) continue;
     end += std::min(part < 1 ? part / (1 - part) * (end - from) : never_ends, part * (span.to - from));
@@ -79,7 +82,8 @@ void Estimate::operation(int stream, const Cost& c) {
     busy_[size_t(c.kind)] += t, slowed_ += end - (clock + t);
     if (c.kind == Work::matmul) product_flops_ += c.flops;
   }
-  clock = end;
+  const double from = std::exchange(clock, end);
+  keep(stream, Span::operation, stream == 0 && !mark.empty() ? mark : works[size_t(c.kind)], from);
 }
 
 // Collectives share the links, or the network where their groups span nodes: one that is issued later has them while
@@ -96,6 +100,7 @@ void Estimate::collective(int stream, Collective kind, double bytes, int ranks, 
       {end - t, end,
        via == Via::copy_engines ? engine_takes * moving : std::max(held, ring_takes * std::min(1.0, moving))});
   clock = end;
+  keep(stream, Span::collective, collectives[size_t(kind)], end - t, bytes);
   Traffic& traffic = traffic_[size_t(kind)];
   traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;
 }
@@ -110,7 +115,20 @@ void Estimate::wait(int stream, const Point& event) {
   double& clock = clock_[size_t(stream)];
   if (event.seconds <= clock) return;
   if (stream == 0) exposed_[size_t(event.stream)] += event.seconds - clock;
-  clock = event.seconds;
+  const double from = std::exchange(clock, event.seconds);
+  if (stream == 0) keep(stream, Span::wait, event.stream == 1 ? "waiting for gathers" : "waiting for reductions", from);
+}
+
+void Estimate::keep(int stream, Span::Kind kind, const std::string& name, double from, double bytes) {
+  if (!keeps_) return;
+  Span s;
+  s.lane = Span::Lane(stream), s.kind = kind, s.name = name, s.from = from, s.to = clock(stream);
+  s.unit = stream == 0 ? "" : unit, s.bytes = int64_t(bytes);
+  kept_.push_back(std::move(s));
+}
+
+void Estimate::memory(Purpose purpose, int64_t bytes) {
+  if (keeps_ && bytes != 0) memory_.push_back({clock(0), purpose, bytes});
 }
 
 double Estimate::host() const { return (graph_ ? 1 : double(calls_)) * issue; }
@@ -120,10 +138,10 @@ void Estimate::next_step() {
   begun_ = *std::max_element(clock_.begin(), clock_.end());
   exposed_ = {}, busy_ = {}, traffic_ = {};
   slowed_ = product_flops_ = 0, calls_ = 0;
+  kept_.clear(), memory_.clear();
 }
 
 std::string Estimate::text(double tokens, double flops) const {
-  static const char* collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
   const double s = step(), waited = exposed(1) + exposed(2);
   std::string t = strf("a step of a rank on %s, estimated %25s\n", chip_.name, "ms");
   auto row = [&](const char* what, double seconds) { t += strf("  %-46s %10.2f\n", what, 1e3 * seconds); };

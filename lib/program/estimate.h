@@ -14,10 +14,18 @@
 #include <string>
 #include <vector>
 
+#include "lib/device/span.h"
 #include "lib/device/timeline.h"
 #include "lib/program/chips.h"
 
 constexpr int gpus_per_node = 8;  // of a world that is not here
+
+// Memory that the plan takes for a purpose, or gives back (negative), when the compute stream comes there.
+struct MemoryChange {
+  double at;  // seconds
+  Purpose purpose;
+  int64_t bytes;
+};
 
 class Estimate : public Timeline {
  public:
@@ -30,6 +38,14 @@ class Estimate : public Timeline {
   void wait(int stream, const Point& event) override;
   void next_step() override;  // what is told from then on is that step alone
   double clock(int stream) const { return clock_[size_t(stream)]; }
+
+  // From here on what runs when is kept: operations by their marks, collectives by their units, and what the compute
+  // stream waits; and what memory is taken meanwhile. Of the latest step, which begins at begun().
+  void keep_spans() { keeps_ = true; }
+  const std::vector<Span>& spans() const { return kept_; }
+  const std::vector<MemoryChange>& memory_changes() const { return memory_; }
+  double begun() const { return begun_; }
+  void memory(Purpose purpose, int64_t bytes) override;
 
   double seconds(const Cost& c) const;  // alone on the chip
   double seconds(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels) const;
@@ -48,10 +64,11 @@ class Estimate : public Timeline {
     int count = 0;
     double bytes = 0, seconds = 0;
   };
-  struct Span {
+  struct Busy {
     double from, to, takes;  // of the compute stream's time
   };
-  using Spans = std::vector<Span>;
+  using Spans = std::vector<Busy>;
+  void keep(int stream, Span::Kind kind, const std::string& name, double from, double bytes = 0);
   double launched() const;  // what a kernel costs before its work
   static double end_of(double start, double seconds, double takes, const Spans& spans);
 
@@ -64,4 +81,7 @@ class Estimate : public Timeline {
   std::array<std::array<Spans, 3>, 2> spans_;
   double begun_ = 0, slowed_ = 0, product_flops_ = 0;
   int64_t calls_ = 0;
+  bool keeps_ = false;
+  std::vector<Span> kept_;
+  std::vector<MemoryChange> memory_;
 };

@@ -156,7 +156,8 @@ const std::vector<Spec> specs = flat({
   {"log-every", "STEPS", &Options::log_every, at_least(1), "print and log every so many steps"},
   {"comm-timing", "", &Options::comm_timing, flag, "measure the communication that computation does not hide"},
   {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block, on rank 0's sequences, and which kernels ran; needs --log"},
-  {"profile", "", &Options::profile, flag, "print and log where the time of the last step went"},
+  {"profile", "", &Options::profile, flag, "print and log where the time of the last step went; with CUPTI also its kernels by name and NCCL's share"},
+  {"trace", "FILE", &Options::trace, any, "write rank 0's last step, or the planned one with --plan, as a trace for ui.perfetto.dev: streams, units, with CUPTI every kernel", "no file"},
 }},
 {"Instead of training", {
   {"plan", "", &Options::plan, flag, "print the planned memory and the estimated time of a step; needs no GPU"},
@@ -396,14 +397,16 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
   for (const char* name : {"val-data", "val-batches"})
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
-  REQUIRE_USER(!o.profile || o.minutes == 0,
-               "--profile times the last step, which --minutes leaves open; use --stop-after");
+  const bool instead = o.show_schedule || o.show_params || o.hardware || o.version;
+  for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
+    REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
+                 option);
+  REQUIRE_USER(o.trace.empty() || o.plan || !instead, "--trace needs a step: a run, or --plan");
   REQUIRE_USER(o.tokens == 0 || o.epochs == 0, "--tokens and --epochs both say when to stop; drop one");
   REQUIRE_USER(o.stop_after != 0 || o.save.empty(),
                "--stop-after 0 takes no step, so there is nothing for --save; --export writes the initial weights");
   REQUIRE_USER(o.resume != "latest" || !o.save.empty(), "--resume latest needs --save DIR, whose latest step it is");
-  REQUIRE_USER(o.graph == 0 || (!o.comm_timing && !o.profile),
-               "--graph 1: a graph cannot be timed from outside; drop --comm-timing and --profile");
+  REQUIRE_USER(o.graph == 0 || !o.comm_timing, "--graph 1: a graph cannot be timed from outside; drop --comm-timing");
   REQUIRE_USER(o.graph == 0 || o.gather != "mpi", "--graph 1: a CUDA graph cannot hold MPI calls; drop --gather mpi");
   REQUIRE_USER(o.optimizer_in_backward == 0 || o.clip == 0,
                "--optimizer-in-backward 1 needs --clip 0: the global norm is known only after the last reduction");

@@ -79,6 +79,7 @@ struct Options {
   bool comm_timing = false;  // measure exposed communication with events
   bool nsa_stats = false;    // log what gates and selection do, and which kernels ran
   bool profile = false;      // where the time of the last step went
+  std::string trace;         // file for the last step, or for --plan's
   int64_t log_every = 1;
   // Instead of training.
   bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;

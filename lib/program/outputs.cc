@@ -11,6 +11,7 @@
 #include "lib/device/error.h"
 #include "lib/program/export.h"
 #include "lib/program/telemetry.h"
+#include "lib/program/trace.h"
 
 namespace {
 
@@ -40,7 +41,8 @@ Identity identity_of(const std::string& path) {
 }  // namespace
 
 void check_outputs(const Options& o) {
-  const std::vector<std::pair<const char*, std::string>> outputs = {{"--log", o.log}, {"--export", o.export_to}};
+  const std::vector<std::pair<const char*, std::string>> outputs = {
+      {"--log", o.log}, {"--trace", o.trace}, {"--export", o.export_to}};
   std::vector<std::pair<const char*, std::string>> taken = {
       {"--data", o.data == "random" ? "" : o.data}, {"--val-data", o.val_data}, {"--config", o.config}};
   for (const auto& [option, path] : outputs) {
@@ -58,5 +60,6 @@ void check_outputs(const Options& o) {
                    option, path.c_str(), dir.c_str());
   }
   if (!o.log.empty()) check_log(o.log);
+  if (!o.trace.empty()) check_trace(o.trace);
   if (!o.export_to.empty()) check_export(o.export_to);
 }

@@ -5,7 +5,8 @@
 
 #include "lib/program/options.h"
 
-// Throws UsageError, or Error, that names the option and the file: --log or --export is the file of --data, --val-data
-// or --config, or the other of the two, by whatever path or link; it lies in a step of --save's or --resume's
-// directory; check_log or check_export refuses it. On rank 0, which writes them, before anything is written.
+// Throws UsageError, or Error, that names the option and the file: --log, --trace or --export is the file of --data,
+// --val-data or --config, or one of the others, by whatever path or link; it lies in a step of --save's or --resume's
+// directory; check_log, check_trace or check_export refuses it. On rank 0, which writes them, before anything is
+// written.
 void check_outputs(const Options& o);

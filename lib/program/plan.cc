@@ -63,13 +63,18 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
   return issued;
 }
 
+namespace {
+void plan_step(Run r, const World& world, Device* dev, Estimate* estimate) {
+  dev->timeline = estimate;
+  r.o.val_every = 0;  // a step alone
+  plan(*dev, world, world.size > 1 ? Transport::nccl : Transport::none, r);
+}
+}  // namespace
+
 Price price(Run r, const World& world, const Chip& chip) {
   Estimate estimate(chip, r.o.graph == 1);
   Device dev(Backend::gpu, Device::plan_only);
-  dev.timeline = &estimate;
-  r.o.val_every = 0;  // a step alone
-  const Transport transport = world.size > 1 ? Transport::nccl : Transport::none;
-  plan(dev, world, transport, r);
+  plan_step(r, world, &dev, &estimate);
   const double tokens = double(r.tokens_per_step()) / world.size, seconds = estimate.step();
   const double bytes = double(dev.mem.arena_bytes());
   const MemoryReport memory = dev.mem.report();
@@ -83,6 +88,23 @@ Price price(Run r, const World& world, const Chip& chip) {
 Price price(Run r, int ranks, const Chip& chip) {
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;
   return price(r, world, chip);
+}
+
+Trace planned_trace(Run r, int ranks, const Chip& chip) {
+  REQUIRE_USER(!r.fsdp.gather_over_mpi || ranks == 1,
+               "--trace: the time of a step with --gather mpi is not estimated; choose another --gather");
+  const World world = elsewhere(&r, ranks, chip.copy_engines).world;
+  Estimate estimate(chip, r.o.graph == 1);
+  estimate.keep_spans();
+  Device dev(Backend::gpu, Device::plan_only);
+  plan_step(r, world, &dev, &estimate);
+  Trace t;
+  t.source = "plan", t.begin = estimate.begun(), t.end = t.begin + estimate.step();
+  t.device = estimate.spans(), t.memory = estimate.memory_changes();
+  const MemoryReport memory = dev.mem.report();
+  std::copy(memory.before_step, memory.before_step + purposes, t.before_step);
+  t.live_peak = memory.live_peak, t.arena = memory.arena;
+  return t;
 }
 
 double reserve() { return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)); }
@@ -216,6 +238,18 @@ std::string plan_text(Run r, int ranks) {
   return text;
 }
 
+// --plan --trace.
+void write_planned_trace(const Run& r, int ranks, const std::string& command) {
+  const std::string& path = r.o.trace;
+  check_trace(path);
+  REQUIRE_USER(r.backend == Backend::gpu, "--trace: the time of a step on a CPU is not estimated; drop --device cpu");
+  const Chip* chip = chip_named(chip_for(r));
+  REQUIRE_USER(chip, "--trace: nothing is known of the chip %s; name one, as in --gpu h200", chip_for(r).c_str());
+  write_trace(
+      path, planned_trace(r, ranks, *chip),
+      {{"command", command}, {"commit", commit()}, {"date", now_iso8601()}, {"ranks", ranks}, {"chip", chip->name}});
+}
+
 std::string hardware_text() {
   const int gpus = gpu_count();
   const Device dev(gpus > 0 ? Backend::gpu : Backend::cpu, 0);
@@ -233,7 +267,7 @@ int environment_number(std::initializer_list<const char*> names, int otherwise) 
 
 }  // namespace
 
-int answer(const Options& o) {
+int answer(const Options& o, const std::string& command) {
   const int rank = environment_number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0);
   const int ranks = o.world ? int(o.world) : environment_number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1);
   if (rank != 0) return 0;
@@ -241,7 +275,11 @@ int answer(const Options& o) {
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
   else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);
-  else text = plan_text(resolve(o, ranks, gpu_count()), ranks);
+  else {
+    const Run r = resolve(o, ranks, gpu_count());
+    if (!o.trace.empty()) write_planned_trace(r, ranks, command);
+    text = plan_text(r, ranks);
+  }
   std::printf("%s", text.c_str());
   return 0;
 }

@@ -11,6 +11,7 @@
 
 #include "lib/program/estimate.h"
 #include "lib/program/run.h"
+#include "lib/program/trace.h"
 
 // Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak, and dev.estimate, where
 // there is one, the time of a step that follows another; and dev.fuse and dev.tune_matmuls are the run's, for the steps
@@ -36,6 +37,10 @@ bool fits(double bytes, const Chip& chip);
 // line.
 std::string advice(const Options& o, int ranks, const Chip& chip);
 
-// --version, --hardware, --plan, --show-schedule and --show-params: prints, and returns the exit status. Starts no MPI
-// and takes no memory; under mpirun only the first process speaks.
-int answer(const Options& o);
+// The step that is priced, with every operation, collective and wait, and its memory. Throws UsageError where no time
+// is estimated.
+Trace planned_trace(Run r, int ranks, const Chip& chip);
+
+// --version, --hardware, --plan, --show-schedule and --show-params: prints, writes --trace, and returns the exit
+// status. Starts no MPI and takes no memory; under mpirun only the first process speaks. command: as it was typed.
+int answer(const Options& o, const std::string& command);

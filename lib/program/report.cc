@@ -198,6 +198,7 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
   h["ranks"] = world.size, h["transport"] = name_of(transport);
   const MemoryReport mem = dev.mem.report();
   return {{"command", command},
+          {"timestamp", now_iso8601()},
           {"commit", commit()},
           {"versions", versions_json()},
           {"config", config},
@@ -242,13 +243,54 @@ void report_graph(const Graph::Nodes& n, Telemetry* telemetry) {
                        n.kernels, n.nccl_kernels, n.copies, n.others));
 }
 
-void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry) {
+namespace {
+// A table of at most so many rows, and one for the rest.
+void note_rows(const char* title, const std::vector<StepProfile::Row>& rows, size_t most, Telemetry* telemetry) {
+  double sum = 0, rest_ms = 0;
+  int64_t count = 0, rest = 0;
+  for (const auto& r : rows) sum += r.ms, count += r.count;
+  telemetry->note(title);
+  for (size_t i = 0; i < rows.size(); i++) {
+    const auto& r = rows[i];
+    if (i < most)
+      telemetry->note(strf("  %-52.52s %9.3f  %5.1f %% %6lld", r.name.c_str(), r.ms, 100 * r.ms / sum, ll(r.count)));
+    else rest_ms += r.ms, rest += r.count;
+  }
+  if (rest > 0)
+    telemetry->note(strf("  %-52s %9.3f  %5.1f %% %6lld", "others", rest_ms, 100 * rest_ms / sum, ll(rest)));
+  telemetry->note(strf("  %-52s %9.3f          %6lld", "sum", sum, ll(count)));
+}
+
+json rows_json(const std::vector<StepProfile::Row>& rows) {
+  json all = json::array();
+  for (const auto& r : rows) {
+    all.push_back({{"name", r.name}, {"ms", r.ms}, {"count", r.count}});
+    if (r.bytes > 0) all.back()["mib"] = mib(r.bytes);
+  }
+  return all;
+}
+}  // namespace
+
+void report_profile(const StepProfile& p, Telemetry* telemetry) {
   double sum = 0;
-  json j = json::object();
-  for (const auto& t : times) sum += t.second, j[t.first] = t.second;
-  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", host_ms));
-  for (const auto& t : times)
+  json marks = json::object();
+  for (const auto& t : p.marks) sum += t.second, marks[t.first] = t.second;
+  telemetry->note(strf("the last step on the device, ms (the host issued it in %.2f)", p.host_ms));
+  for (const auto& t : p.marks)
     telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
   telemetry->note(strf("  %-36s %9.3f", "sum", sum));
-  telemetry->record({{"profile_ms", j}, {"host_ms", host_ms}});
+  json j = {{"profile_ms", marks}, {"host_ms", p.host_ms}};
+  if (!p.kernels.empty()) {
+    constexpr size_t most_rows = 24;
+    note_rows("its kernels, ms, share and number", p.kernels, most_rows, telemetry);
+    telemetry->note(strf("  NCCL's share of the kernels' time: %.1f %%", 100 * p.nccl_share));
+    if (!p.copies.empty()) note_rows("its copies and clears, ms, share and number", p.copies, most_rows, telemetry);
+    j["kernels"] = rows_json(p.kernels), j["copies"] = rows_json(p.copies), j["nccl_share"] = p.nccl_share;
+  }
+  if (p.gpu) {  // what is not known is NaN, and null in JSON
+    telemetry->note(strf("the GPU while the steps ran: utilization %.0f %%, clock %.0f MHz, power %.0f W (%d samples)",
+                         100 * p.gpu->utilization, p.gpu->clock_mhz, p.gpu->power_w, p.gpu->samples));
+    j["gpu_utilization"] = p.gpu->utilization, j["clock_mhz"] = p.gpu->clock_mhz, j["power_w"] = p.gpu->power_w;
+  }
+  telemetry->record(j);
 }

@@ -1,12 +1,14 @@
 // What a run says beside its steps: tables for people, JSON objects for the log.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "nlohmann/json_fwd.hpp"
 
+#include "lib/device/nvml.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 #include "model.h"
@@ -38,6 +40,18 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
 nlohmann::json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels);
 // --graph 1, once.
 void report_graph(const Graph::Nodes& n, Telemetry* telemetry);
-// --profile: milliseconds by name. host_ms: how long the host took to issue the step. Where that is as long as the
-// step, the device waited for it.
-void report_profile(const std::vector<std::pair<std::string, double>>& times, double host_ms, Telemetry* telemetry);
+// --profile. host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited
+// for it.
+struct StepProfile {
+  struct Row {
+    std::string name;
+    double ms = 0;
+    int64_t count = 0, bytes = 0;
+  };
+  std::vector<std::pair<std::string, double>> marks;  // milliseconds by name, on the compute stream
+  double host_ms = 0;
+  std::vector<Row> kernels, copies;    // by name, those that take longest first; empty without CUPTI
+  double nccl_share = -1;              // of the kernels' time; negative without CUPTI
+  std::optional<GpuSummary> gpu = {};  // while the run's steps ran
+};
+void report_profile(const StepProfile& p, Telemetry* telemetry);

@@ -10,6 +10,7 @@
 #include "lib/program/checkpoint.h"
 #include "lib/program/outputs.h"
 #include "lib/program/plan.h"
+#include "lib/program/profile.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
 
@@ -42,7 +43,7 @@ void agree_on_run(Options o, int gpus, Job* job) {
     take_up(job->saved.state, &o);
     r = resolve(o, world.size, gpus);
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
-    if (world.rank == 0) check_outputs(o);
+    if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
     job->data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? Split::training : Split::all);
     if (o.val_every > 0)
@@ -122,6 +123,7 @@ void begin(const std::string& command, Job* job) {
 
 Job start(const Options& o, const World& world, const std::string& command) {
   Job job{world};
+  job.command = command;
   const int gpus = gpu_count();
   agree_on_run(o, gpus, &job);
   open_device(&job);

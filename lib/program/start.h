@@ -24,6 +24,7 @@ struct Job {
   int gpus_used = 0;                          // by all ranks
   std::unique_ptr<Device> dev = {};           // its memory is planned and taken
   std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
+  std::string command = {};                   // as it was typed
 };
 
 // Collective. An error that all ranks can know of is agreed on and thrown on every rank, UsageError where the user

@@ -504,7 +504,7 @@ Rows nsa_fsdp(const SweepMachine& m) {
 Rows class_rows(const SweepMachine& m) {
   Rows rows;
   const auto add = [&](const char* name, const std::string& options, const std::string& peer, const char* note = "") {
-    SweepRow r{name, {{"experiment", name}}, shape(m, "class", "--epochs 2 " + options, Tokens::built_in)};
+    SweepRow r{name, {{"experiment", name}}, shape(m, "class", (m.gpu ? "--epochs 2 " : "--epochs 0.01 ") + options, Tokens::built_in)};
     r.peers = {{"", words_of(peer)}};
     r.note = note;
     r.first = 5, r.steps = r.last = -1;  // to the end of the epochs

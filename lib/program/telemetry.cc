@@ -81,6 +81,7 @@ nlohmann::json step_json(const StepRecord& r) {
                       {"mfu", r.mfu >= 0 ? nlohmann::json(r.mfu) : nlohmann::json()}};
   if (r.exposed_gather_ms >= 0) j["exposed_gather_ms"] = r.exposed_gather_ms;
   if (r.exposed_reduce_ms >= 0) j["exposed_reduce_ms"] = r.exposed_reduce_ms;
+  if (!r.ended.empty()) j["ended"] = r.ended;
   if (r.more.is_object()) j.update(r.more);
   if (!std::isnan(r.val_loss)) j["val_loss"] = r.val_loss;
   return j;

@@ -15,6 +15,7 @@ struct StepRecord {
   double mfu;                                   // 0..1; negative: unknown chip
   double exposed_gather_ms, exposed_reduce_ms;  // negative: not measured
   double val_loss;                              // NaN: none at this step
+  std::string ended = {};                       // when, if known, as the device came there: now_iso8601()'s
   nlohmann::json more = {};                     // an object: what else goes into the log
 };
 

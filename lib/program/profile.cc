@@ -1,0 +1,171 @@
+#include "lib/program/profile.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "nlohmann/json.hpp"
+
+using nlohmann::json;
+
+void check_profile(Run* r) {
+  if ((!r->o.profile && r->o.trace.empty()) || r->backend != Backend::gpu) return;
+  std::string why;
+  if (activity::open(&why)) return;
+  REQUIRE_USER(
+      r->o.graph == 0,
+      "--graph 1: only CUPTI sees into a graph, and there is none (%s); drop --profile and --trace, or --graph",
+      why.c_str());
+  r->notices.push_back("no CUPTI (" + why + "): --profile and --trace go by marks, and show no kernels");
+}
+
+StepProfiler::StepProfiler(const Job& job)
+    : job_(job), asked_(job.r.o.profile || !job.r.o.trace.empty()), speaks_(job.world.rank == 0) {}
+
+void StepProfiler::begin(int64_t step, int64_t first) {
+  if (!asked_) return;
+  const Run& r = job_.r;
+  // The first step loads and connects. The step before the last is there for CUPTI to begin in: it slows what is issued
+  // meanwhile, and the device still runs that when the last step is issued.
+  if (r.o.profile && speaks_ && r.backend == Backend::gpu && step == std::min(first + 1, r.last_step)) {
+    sampler_ = std::make_unique<GpuSampler>(load_nvml(),
+                                            std::vector<std::string>{nvml_uuid(name_gpu(job_.dev->ordinal).uuid)});
+    sampled_from_ = unix_seconds();
+  }
+  if (speaks_ && activity::is_open() && step == std::max(first, r.last_step - 1)) activity::start(), recording_ = true;
+  if (step != r.last_step) return;
+  job_.dev->start_profile();
+  from_ = std::chrono::steady_clock::now();
+}
+
+void StepProfiler::end(int64_t step) {
+  if (!asked_ || step != job_.r.last_step) return;
+  const double host_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - from_).count();
+  Device& dev = *job_.dev;
+  const Device::Profile marks = dev.take_profile();
+  for (Stream* s : {&dev.compute(), &dev.gather(), &dev.reduce()}) s->synchronize();
+  if (!speaks_) return;
+  std::vector<Span> ran;
+  if (std::exchange(recording_, false)) {
+    try {
+      const StreamNumbers numbers = {activity::stream_number(dev.compute()), activity::stream_number(dev.gather()),
+                                     activity::stream_number(dev.reduce())};
+      ran = spans_of(activity::stop(), marks, numbers);
+      if (ran.empty()) job_.telemetry->note("CUPTI has recorded nothing of the last step");
+    } catch (const CudaError& e) { job_.telemetry->note(e.what()); }  // the run has ended well
+  }
+  if (job_.r.o.profile) report(marks, host_ms, ran);
+  if (!job_.r.o.trace.empty()) write(marks, ran, step);
+}
+
+void StepProfiler::report(const Device::Profile& marks, double host_ms, const std::vector<Span>& ran) {
+  StepProfile p;
+  p.marks = sums(marks.device), p.host_ms = host_ms;
+  p.kernels = rows_of(ran, /*kernels=*/true), p.copies = rows_of(ran, /*kernels=*/false);
+  p.nccl_share = nccl_share(ran);
+  if (sampler_) p.gpu = sampler_->summary(sampled_from_, unix_seconds());
+  sampler_.reset();
+  report_profile(p, job_.telemetry.get());
+}
+
+void StepProfiler::write(const Device::Profile& marks, const std::vector<Span>& ran, int64_t step) {
+  Trace t;
+  t.source = ran.empty() ? "marks" : "cupti";
+  t.device = ran.empty() ? marks.device : ran;
+  t.host = marks.host;
+  t.begin = std::numeric_limits<double>::infinity(), t.end = -t.begin;
+  for (const Span& s : t.device)
+    if (s.lane == Span::compute) t.begin = std::min(t.begin, s.from), t.end = std::max(t.end, s.to);
+  if (t.begin > t.end) t.begin = t.end = 0;  // nothing ran there
+  try {
+    write_trace(job_.r.o.trace, t,
+                {{"command", job_.command},
+                 {"commit", commit()},
+                 {"date", now_iso8601()},
+                 {"ranks", job_.world.size},
+                 {"rank", job_.world.rank},
+                 {"chip", job_.dev->name},
+                 {"step", step}});
+    job_.telemetry->note("wrote the trace of step " + std::to_string(step) + " to " + job_.r.o.trace);
+  } catch (const Error& e) { job_.telemetry->note(e.what()); }  // the disk is full: the run goes on
+}
+
+// ----------------------------------------------------------------------------------------------------------- records
+
+namespace {
+
+// The latest of the spans, which are in order, that has begun at this time and not ended; null: none.
+const Span* span_at(const std::vector<const Span*>& spans, double at) {
+  auto next = std::upper_bound(spans.begin(), spans.end(), at, [](double t, const Span* s) { return t < s->from; });
+  if (next == spans.begin()) return nullptr;
+  const Span* s = *(next - 1);
+  return at <= s->to ? s : nullptr;
+}
+
+// Its stream, where that is one of ours. A graph's kernels may be reported on streams of the driver's, or all on the
+// one that it was launched on; NCCL may use streams of its own. Then by what the host was at, or by what it is.
+Span::Lane lane_of(const activity::Record& r, const Span* work, const StreamNumbers& streams) {
+  const bool nccl = activity::is_nccl_kernel(r.name), shared = streams.gather == streams.reduce;
+  if (shared && r.stream == streams.gather && work) return work->lane;
+  if (r.stream == streams.gather) return Span::gather;
+  if (r.stream == streams.reduce) return Span::reduce;
+  if (work) return work->lane;
+  if (nccl) return r.name.find("AllGather") != std::string::npos ? Span::gather : Span::reduce;
+  if (r.peer) return Span::gather;
+  return r.stream == streams.compute ? Span::compute : Span::other;
+}
+
+}  // namespace
+
+std::vector<Span> spans_of(const std::vector<activity::Record>& records, const Device::Profile& profile,
+                           const StreamNumbers& streams) {
+  std::vector<const Span*> marks, works;
+  for (const Span& s : profile.host) (s.lane == Span::compute ? marks : works).push_back(&s);
+  auto inside = [&](const activity::Record& r) {
+    return r.issued_ns >= profile.began_ns && r.issued_ns <= profile.ended_ns;
+  };
+  uint64_t first = std::numeric_limits<uint64_t>::max();
+  for (const activity::Record& r : records)
+    if (inside(r)) first = std::min(first, r.start_ns);
+  auto seconds = [&](uint64_t ns) { return 1e-9 * double(int64_t(ns - profile.began_ns)); };
+  std::vector<Span> spans;
+  for (const activity::Record& r : records) {
+    const bool known = r.issued_ns != 0;
+    if (known ? !inside(r) : r.start_ns < first) continue;
+    const Span* mark = known ? span_at(marks, seconds(r.issued_ns)) : nullptr;
+    const Span* work = known ? span_at(works, seconds(r.issued_ns)) : nullptr;
+    Span s;
+    s.kind = r.kind == activity::Record::copy    ? Span::copy
+             : r.kind == activity::Record::clear ? Span::clear
+             : activity::is_nccl_kernel(r.name)  ? Span::nccl_kernel
+                                                 : Span::kernel;
+    s.lane = lane_of(r, work, streams);
+    s.name = r.name, s.from = seconds(r.start_ns), s.to = seconds(r.end_ns);
+    if (s.lane == Span::compute && mark) s.mark = mark->name;
+    if (s.lane != Span::compute && work) s.unit = work->unit;
+    s.bytes = r.bytes, s.stream = r.stream;
+    spans.push_back(std::move(s));
+  }
+  return spans;
+}
+
+std::vector<StepProfile::Row> rows_of(const std::vector<Span>& spans, bool kernels) {
+  std::vector<StepProfile::Row> rows;
+  for (const Span& s : spans) {
+    if (kernels != (s.kind == Span::kernel || s.kind == Span::nccl_kernel)) continue;
+    auto row = std::find_if(rows.begin(), rows.end(), [&](const auto& r) { return r.name == s.name; });
+    if (row == rows.end()) row = rows.insert(rows.end(), {s.name});
+    row->ms += 1e3 * (s.to - s.from), row->count++, row->bytes += s.bytes;
+  }
+  std::stable_sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.ms > b.ms; });
+  return rows;
+}
+
+double nccl_share(const std::vector<Span>& spans) {
+  double nccl = 0, all = 0;
+  for (const Span& s : spans) {
+    if (s.kind == Span::kernel || s.kind == Span::nccl_kernel) all += s.to - s.from;
+    if (s.kind == Span::nccl_kernel) nccl += s.to - s.from;
+  }
+  return all > 0 ? nccl / all : -1;
+}

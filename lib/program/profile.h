@@ -1,0 +1,59 @@
+// What --profile and --trace ask of a run's last step: its marks, with CUPTI its kernels and copies, and how the GPU
+// was while the steps ran. Rank 0 asks CUPTI, and reports; the others' streams are marked as rank 0's are, so that all
+// of them run alike. Without either option nothing is done.
+//
+//   check_profile(&r);                                   // rank 0, before the device is opened
+//   StepProfiler profiler(job);
+//   for (...) {
+//     profiler.begin(step, first);
+//     issue(step);
+//     profiler.end(step);                                // of the last step: waits for it, reports, writes the file
+//   }
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lib/device/activity.h"
+#include "lib/device/device.h"
+#include "lib/device/nvml.h"
+#include "lib/program/report.h"
+#include "lib/program/start.h"
+#include "lib/program/trace.h"
+
+// Opens CUPTI, or says in the run's notices why it cannot be asked. Throws UsageError where that leaves nothing to see.
+void check_profile(Run* r);
+
+class StepProfiler {
+ public:
+  explicit StepProfiler(const Job& job);
+  void begin(int64_t step, int64_t first);  // of this run
+  void end(int64_t step);
+
+ private:
+  void report(const Device::Profile& marks, double host_ms, const std::vector<Span>& ran);
+  void write(const Device::Profile& marks, const std::vector<Span>& ran, int64_t step);
+
+  const Job& job_;
+  const bool asked_, speaks_;
+  bool recording_ = false;  // CUPTI is
+  std::chrono::steady_clock::time_point from_;
+  double sampled_from_ = 0;
+  std::unique_ptr<GpuSampler> sampler_;
+};
+
+// The numbers that CUPTI has for the device's streams.
+struct StreamNumbers {
+  uint32_t compute, gather, reduce;
+};
+// CUPTI's records of the step that was profiled, as spans with its marks and units; in seconds since the profile began.
+// What the host issued before or after the step is left out; a record of which that is not known belongs to it from the
+// first one on that does.
+std::vector<Span> spans_of(const std::vector<activity::Record>& records, const Device::Profile& profile,
+                           const StreamNumbers& streams);
+// By name, those that take longest first: of kernels, or of copies and clears.
+std::vector<StepProfile::Row> rows_of(const std::vector<Span>& spans, bool kernels);
+// NCCL's part of the time of kernels; negative if there are none.
+double nccl_share(const std::vector<Span>& spans);
