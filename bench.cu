@@ -7,6 +7,10 @@
 //   ./bench --sweep comm --only 3,7 --dry-run
 //   ./bench --sweep world --ranks 2 -- --moments bf16
 //
+//   ./bench --summary results/class-2gpu.jsonl --over ddp_fp32
+//   ./bench --plot trace.json              a picture: a trace, logs, rows; see plots.h
+//   ./bench --notes NOTES.md README.md     writes the tables in documents from results/
+//
 // Run it without mpirun: it starts each row in fresh processes. The rows of a sweep are in lib/program/sweeps.cc, how
 // they run in sweep_run.h, what is timed without ./train in timing.h.
 #include <algorithm>
@@ -23,11 +27,14 @@
 #include "build/version.h"
 #include "lib/device/device.h"
 #include "lib/program/chips.h"
+#include "lib/program/notes.h"
+#include "lib/program/plots.h"
 #include "lib/program/process.h"
 #include "lib/program/rows.h"
+#include "lib/program/summary.h"
 #include "lib/program/sweep_run.h"
 #include "lib/program/sweeps.h"
-#include "lib/program/telemetry.h"
+#include "lib/program/tables.h"
 #include "lib/program/timing.h"
 
 namespace {
@@ -48,6 +55,10 @@ struct Settings {
   bool list = false, dry_run = false, go_on = false, peer = false;
   bool rank = false;  // one of the ranks that --sweep collectives has started
   Words extra;        // options of ./train, after --
+  Words summary, notes;
+  std::string over, json, kind;
+  PlotRequest plot;
+  bool draws = false, plots = false, check = false;
 };
 
 std::string help_of_sweep() {
@@ -82,8 +93,18 @@ Settings parse(int argc, char** argv) {
   app.add_option("--timeout", s.timeout, "seconds that a row may take")->check(count)->needs(sweep)->capture_default_str();
   app.add_option("--values", s.values, "attention: tokens; collectives: MiB (default: a list that suits the machine)")->delimiter(',')->check(CLI::Range(int64_t(1), int64_t(1) << 40))->needs(sweep);
   app.add_option("--gpu", s.gpu, "--list and --dry-run: for --ranks of this chip, which need not be here")->check(CLI::IsMember(chip_words()));
-  app.add_option("--out", s.out, "file of the rows, JSON lines (default: results/SWEEP-Ngpu.jsonl, results/SWEEP-cpu.jsonl)")->needs(sweep);
+  app.add_option("--out", s.out, "file of the rows, JSON lines (default: results/SWEEP-Ngpu.jsonl, results/SWEEP-cpu.jsonl); of --plot, the picture");
   app.add_flag("--rank", s.rank)->needs(sweep)->group("");
+  auto* summary = app.add_option("--summary", s.summary, "compare training logs or rows: speed, loss, memory, speed-up")->excludes(sweep);
+  app.add_option("--over", s.over, "--summary: the run that speed-ups are over (default: ddp_fp32, or the first)")->needs(summary);
+  app.add_option("--json", s.json, "--summary: a file for the same as JSON")->needs(summary);
+  auto* plot = app.add_option("--plot", s.plot.files, "make a picture (SVG, by gnuplot) of a trace, of training logs or of rows")->expected(0, -1)->excludes(sweep);
+  app.add_option("--kind", s.kind, "--plot: what to draw (default: what suits the file)")->check(CLI::IsMember(plot_kinds()))->needs(plot);
+  app.add_option("--key", s.plot.key, "--plot: the figure of rows (default: step_ms)")->needs(plot);
+  app.add_option("--title", s.plot.title, "--plot: its title (default: made from the file)")->needs(plot);
+  app.add_flag("--plots", s.plots, "make every picture of the documents whose inputs are in results/")->excludes(sweep);
+  auto* notes = app.add_option("--notes", s.notes, "write the tables of these documents from results/")->excludes(sweep);
+  app.add_flag("--check", s.check, "--notes: write nothing; say what differs")->needs(notes);
   // clang-format on
   try {
     app.parse(int(end - argv), argv);
@@ -91,14 +112,18 @@ Settings parse(int argc, char** argv) {
     std::printf("%s", app.help().c_str());
     std::exit(0);
   } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
-  REQUIRE_USER(s.list || !s.names.empty(), "choose --sweep NAME or --list; see ./bench --help");
+  s.plot.out = s.out, s.plot.kind = plot_kind(s.kind);
+  s.draws = plot->count() > 0;
+  REQUIRE_USER(s.list || !s.names.empty() || !s.summary.empty() || s.draws || s.plots || !s.notes.empty(),
+               "choose --sweep NAME, --list, --summary, --plot, --plots or --notes; see ./bench --help");
+  REQUIRE_USER(s.out.empty() || !s.names.empty() || s.draws, "--out is for --sweep and --plot");
   if (s.names == Words{"all"}) {
     s.names.clear();
     for (const Sweep& one : sweeps()) s.names.push_back(one.name);
   }
   REQUIRE_USER(s.gpu.empty() || ((s.list || s.dry_run) && s.ranks > 0),
                "--gpu %s: only with --ranks N, and --list or --dry-run", s.gpu.c_str());
-  REQUIRE_USER(s.out.empty() || s.names.size() == 1, "--out: one file for several sweeps; give one sweep");
+  REQUIRE_USER(s.out.empty() || s.names.size() <= 1, "--out: one file for several sweeps; give one sweep");
   REQUIRE_USER(s.only.empty() || s.names.size() == 1, "--only: rows of several sweeps; give one sweep");
   return s;
 }
@@ -181,7 +206,11 @@ int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
     else std::printf("%s: one process times it, %s\n", sweep.name, s.command.c_str());
     return 0;
   }
-  if (sweep.kind == SweepKind::training) return run_sweep(run);
+  if (sweep.kind == SweepKind::training) {
+    const int status = run_sweep(run);
+    std::printf("\n%s", sweep_table(read_rows({run.path})).c_str());
+    return status;
+  }
   RowFile rows{run.path, s.command, FSDP_COMMIT};
   rows.require_writable();
   std::remove(rows.path.c_str());
@@ -217,6 +246,13 @@ int list_sweeps(const Settings& s) {
 }
 
 int run_bench(const Settings& s) {
+  if (!s.summary.empty()) return print_summary(s.summary, s.over, s.json);
+  if (!s.notes.empty()) return s.check ? check_notes(s.notes, "results") : write_notes(s.notes, "results");
+  if (s.plots) return make_pictures("results");
+  if (s.draws) {
+    std::printf("%s\n", plot(s.plot).c_str());
+    return 0;
+  }
   mkdir("build", 0777), mkdir("build/bench", 0777);
   if (s.out.empty() && !s.list && !s.dry_run) mkdir("results", 0777);
   if (s.list) return list_sweeps(s);
