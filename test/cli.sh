@@ -317,7 +317,7 @@ verdict "a step's exposed communication is its own" "$(awk '$1 + $2 <= $3 { n++ 
 mpi -np 2 ./train "${small[@]}" --profile --trace "$dir/trace.json" --log "$dir/profile.jsonl"
 wrong=""
 for word in '"source":"marks"' '"command":"mpirun -np 2' '"step":2' '"name":"all_gather"' '"unit":"block.0"' \
-  '"name":"reduce_scatter"' '"name":"attention' '"name":"waiting for communication"'; do
+  '"name":"reduce_scatter"' '"name":"MLP, backward"' '"name":"waiting for communication"'; do
   grep -q "$word" "$dir/trace.json" || wrong="$wrong; no $word in the trace"
 done
 grep -q '"profile_ms"' "$dir/profile.jsonl" || wrong="$wrong; no profile in the log"
