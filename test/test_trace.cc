@@ -100,6 +100,7 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
   };
   const std::vector<Case> cases = {
       {2, {"--preset", "simple"}},
+      {2, {"--preset", "tiny", "--param-dtype", "fp32", "--seq", "70"}},  // buffers of odd sizes
       {4, {"--preset", "m7c", "--recompute", "block", "--grad-accum", "2"}},
       {2, {"--preset", "m7c", "--graph", "1", "--wrap", "sublayer"}},
       {4, {"--preset", "rope", "--shard", "hybrid:2", "--gather", "nccl", "--val-every", "10"}},
