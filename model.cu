@@ -62,7 +62,10 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
       for (const char* kind : {"attention.k", "attention.v"})
         for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * D, C}, 0, small, true);
       if (c.sparse) {
-        add("attention.gate", {c.gates(), C}, 0, small, true);
+        const int64_t hidden = c.gate_hidden();
+        if (hidden > 0) add("attention.gate.w1", {hidden, C}, 0, small, true);
+        else add("attention.gate", {c.gates(), C}, 0, small, true);
+        if (hidden > 0) add("attention.gate.w2", {c.gates(), hidden}, 0, small);
         // phi, for keys and for values.
         const int64_t wide = c.nsa.block * D;
         for (const char* of : {"attention.phi_k", "attention.phi_v"}) {
@@ -75,7 +78,9 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
       add("attention.o", {C, c.heads * D}, 0, into_stream);
       norm("norm1");
       if (c.sparse) {
-        add("attention.gate.bias", {c.gates()}, 0, 0);  // gates start at one half
+        // Gates start at one half.
+        if (c.nsa_gate == NsaGate::linear) add("attention.gate.bias", {c.gates()}, 0, 0);
+        else add("attention.gate.w1.bias", {c.gate_hidden()}, 0, 0), add("attention.gate.w2.bias", {c.gates()}, 0, 0);
         if (c.nsa.phi != Phi::mean)
           for (const char* of : {"attention.phi_k", "attention.phi_v"})
             add(std::string(of) + ".position", {c.kv_heads * c.nsa.block * D}, 0, 0.02);
@@ -362,6 +367,9 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
                        at("norm2"),
                        at("norm2.bias"),
                        at("attention.gate.bias"),
+                       at("attention.gate.w1.bias"),
+                       at("attention.gate.w2"),
+                       at("attention.gate.w2.bias"),
                        {at("attention.phi_k.position"), at("attention.phi_k.w1"), at("attention.phi_k.w2"),
                         at("attention.phi_v.position"), at("attention.phi_v.w1"), at("attention.phi_v.w2")}});
   }
@@ -665,9 +673,49 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
     dev_.mark("positions");
     ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
   }
-  if (!c_.sparse) return;
+  if (c_.sparse) gates(block, v, life);
+}
+
+// NSA's gates before their sigmoid, from W n, or of the MLP W1 n, which lies behind q, k and v; they take its place.
+template <class T, class G>
+void Model<T, G>::gates(int64_t block, Saved* v, Purpose life) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t M = M_, N = c_.gates(), F = c_.gate_hidden(), QKV = c_.row();
+  T* columns = v->qkv + c_.nsa_shape(M / c_.seq).gate(0);
   dev_.mark("gates");
-  ops::add_bias<T>(s, v->qkv + c_.nsa_shape(M / c_.seq).gate(0), weight(at.gate_bias), M, c_.gates(), QKV);
+  if (c_.nsa_gate == NsaGate::linear) return ops::add_bias<T>(s, columns, weight(at.gate_bias), M, N, QKV);
+  v->gate_h = mem.take<T>(M * F, "hidden of the gates", life);
+  Buffer<T> g = mem.take<T>(M * N, "gates");
+  {
+    Buffer<T> a = mem.take<T>(M * F, "activated of the gates");
+    ops::silu_forward<T>(s, a, v->gate_h, columns, weight(at.gate_w1_bias), M, F, QKV);
+    ops::matmul<T>(s, g, a, weight(at.gate_w2), weight(at.gate_w2_bias), nullptr, M, N, F);
+  }
+  ops::copy_columns<T>(s, columns, g, M, N, QKV, N);
+}
+
+// dqkv (M, row) comes with the gradient of the gates, zero in the padding, and leaves with that of W n or of W1 n in
+// its place.
+template <class T, class G>
+void Model<T, G>::gates_backward(int64_t block, const Saved& v, T* dqkv) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const BlockParams& at = params_[size_t(block)];
+  const int64_t M = M_, N = c_.gates(), F = c_.gate_hidden(), QKV = c_.row();
+  T* columns = dqkv + c_.nsa_shape(M / c_.seq).gate(0);
+  Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, std::max(N, F)), "partial sums");
+  dev_.mark("gates, backward");
+  if (c_.nsa_gate == NsaGate::linear) return ops::bias_grad<T, G>(s, grad(at.gate_bias), columns, partials, M, N, QKV);
+  Buffer<T> dg = mem.take<T>(M * N, "gradient of the gates");
+  Buffer<T> da = mem.take<T>(M * F, "gradient of activated, then activated");
+  ops::copy_columns<T>(s, dg, columns, M, N, N, QKV);
+  ops::bias_grad<T, G>(s, grad(at.gate_w2_bias), dg, partials, M, N, N);
+  ops::matmul_dgrad<T>(s, da, dg, weight(at.gate_w2), M, N, F, false);
+  ops::silu_backward<T>(s, da, columns, v.gate_h, M, F, QKV);
+  wgrad(at.gate_w2, dg, da, M, N, F, false);
+  ops::bias_grad<T, G>(s, grad(at.gate_w1_bias), columns, partials, M, F, QKV);
 }
 
 // q, k, v -> attention. Fills in what its backward reads.
@@ -741,7 +789,7 @@ void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
     Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
     nsa_stats<T>(dev_.compute(), stats_ + block, v->qkv, v->nsa.indices, partials, a);
   }
-  if (!keep || !c_.keeps_queries()) v->qkv.reset();
+  if (!keep || !c_.keeps_queries()) v->qkv.reset(), v->gate_h.reset();
   if (!keep || !c_.keeps_attention()) {
     v->lse.reset();
     // Selected blocks are kept whatever else is not: choosing again would cost as much as attending.
@@ -837,7 +885,7 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
     wgrad(at.o, dx, v->o, M, C, H * D, false);
     if (c_.sparse) v->o.reset();
     dqkv = queries_backward(block, v, d_o);
-    v->o.reset(), v->lse.reset(), v->qkv.reset();
+    v->o.reset(), v->lse.reset(), v->qkv.reset(), v->gate_h.reset();
   }
   if (rope_table_) {
     dev_.mark("positions, backward");
@@ -851,10 +899,8 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   ops::matmul_dgrad<T>(s, n, dqkv, weight(at.qkv), M, QKV, C, false);
   dqkv.reset();
   dev_.mark("norms, backward");
-  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
-  // dx also came down the residual stream, past attention: the norm's backward adds to it.
-  ops::norm_backward<T, G>(s, norm_, dx, grad(at.norm1), grad_if_any(at.norm1_bias), n, dx, v->x, v->stats1,
-                           weight(at.norm1), partials, M, C);
+  norm_backward(dx, grad(at.norm1), grad_if_any(at.norm1_bias), n, v->x, v->stats1, weight(at.norm1), M,
+                /*accumulate=*/false);
   release(t);
   reduce(t);
 }
@@ -871,9 +917,7 @@ Buffer<T> Model<T, G>::queries_backward(int64_t block, Saved* v, const T* d_o) {
     const NsaShape a = c_.nsa_shape(M / c_.seq);
     nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v->qkv, phi_weights(at), std::move(v->nsa), a,
                        kernels_of(block));
-    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
-    dev_.mark("gates, backward");
-    ops::bias_grad<T, G>(s, grad(at.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
+    gates_backward(block, *v, dqkv);
   } else {
     const AttentionShape a = attention_shape();
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
@@ -1025,17 +1069,32 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64
     if (sums.up_bias) ops::bias_grad<T, A>(s, sums.up_bias, dh, partials, rows, F, F, more);
     else ops::bias_grad<T, G>(s, grad(at.up_bias), dh, partials, rows, F, F, more);
   }
-  ops::matmul_dgrad<T>(s, normed ? n.get() : dx, dh, weight(at.up), rows, UP, C, !normed);
-  if (!normed) return;
+  // What came down the residual stream, past the MLP, stands in dx: the product adds to it, or a kernel of its own.
+  if (!normed && !dev_.fuse) n = mem.take<T>(rows * C, "gradient of the MLP's input");
+  T* dn = n ? n.get() : dx;
+  ops::matmul_dgrad<T>(s, dn, dh, weight(at.up), rows, UP, C, dn == dx);
+  if (!normed) return n ? ops::add<T>(s, dx, dx, n, rows * C) : void();
   dev_.mark("norms, backward");
-  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
-  auto norm_backward = [&](auto* dgamma, auto* dbeta) {
-    using E = std::remove_pointer_t<decltype(dgamma)>;
-    ops::norm_backward<T, E>(s, norm_, dx, dgamma, dbeta, n, dx, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2),
-                             partials, rows, C, more);
+  auto through_norm = [&](auto* dgamma, auto* dbeta) {
+    norm_backward(dx, dgamma, dbeta, n, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2), rows, more);
   };
-  if (sums.norm) norm_backward(sums.norm.get(), sums.norm_bias.get());
-  else norm_backward(grad(at.norm2), grad_if_any(at.norm2_bias));
+  if (sums.norm) through_norm(sums.norm.get(), sums.norm_bias.get());
+  else through_norm(grad(at.norm2), grad_if_any(at.norm2_bias));
+}
+
+// dn (rows, C), the gradient of a norm's output, through the norm to its input's, which is added to dx: what is there
+// came down the residual stream, past the norm. dn is free afterwards. Not fused, the sum is a kernel of its own.
+template <class T, class G>
+template <class E>
+void Model<T, G>::norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma,
+                                int64_t rows, bool accumulate) {
+  Stream& s = dev_.compute();
+  const int64_t C = c_.dim;
+  const bool fuse = dev_.fuse;
+  Buffer<A> partials = dev_.mem.take<A>(ops::norm_backward_partials(rows, C), "partial sums");
+  ops::norm_backward<T, E>(s, norm_, fuse ? dx : dn, dgamma, dbeta, dn, fuse ? dx : nullptr, x, stats, gamma, partials,
+                           rows, C, accumulate);
+  if (!fuse) ops::add<T>(s, dx, dx, dn, rows * C);
 }
 
 // The norm of rows [i, i + rows) of the block's middle, from the statistics that the forward pass has left.

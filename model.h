@@ -21,6 +21,7 @@
 // Shapes: B sequences of T tokens are M = B*T rows; C dim, H and HKV heads of D, F hidden, V vocab.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,12 @@ enum class Recompute {
   block,  // its input alone
 };
 
+// What makes NSA's gates, before their sigmoid, of n, the block's normed input.
+enum class NsaGate {
+  linear,  // W n + b
+  mlp,     // W2 silu(W1 n + b1) + b2: see ModelConfig::gate_hidden
+};
+
 // What makes a unit.
 enum class Wrap {
   block,     // the embedding; each block; the head
@@ -54,6 +61,7 @@ struct ModelConfig {
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000;
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
+  NsaGate nsa_gate = NsaGate::linear;
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
   bool keep_attention = false;                // with attn, both, block: only q, k and v are recomputed
@@ -77,7 +85,12 @@ struct ModelConfig {
   // Heads of keys, and of values, in a row of projections: one set, or one for each branch.
   int64_t key_heads() const { return sparse ? 3 * kv_heads : kv_heads; }
   int64_t gates() const { return sparse ? (3 * heads + 7) / 8 * 8 : 0; }  // with padding, so that rows are aligned
-  int64_t row() const { return (heads + 2 * key_heads()) * head_dim() + gates(); }
+  // The width of the gates' MLP. The paper gives none; half a head dim for each KV head is what gates from d_k numbers
+  // through d_k/2 have, a KV head at a time. W1 n comes with q, k and v, in columns that the gates then take: no fewer.
+  int64_t gate_hidden() const {
+    return sparse && nsa_gate == NsaGate::mlp ? std::max(gates(), (kv_heads * head_dim() / 2 + 7) / 8 * 8) : 0;
+  }
+  int64_t row() const { return (heads + 2 * key_heads()) * head_dim() + std::max(gates(), gate_hidden()); }
   NsaShape nsa_shape(int64_t batch) const;
   // Modules in the order of the forward pass: 0 is the embedding, the last the head.
   int modules() const { return int(depth) * (attends() ? 2 : 1) + 2; }
@@ -167,6 +180,7 @@ class Model {
     Buffer<T> x;       // (M, C) the block's input
     Buffer<A> stats1;  // (M, 2) of its norm
     Buffer<T> qkv;     // (M, row) q (H*D), k and v (key_heads*D each), with NSA gates
+    Buffer<T> gate_h;  // (M, gate_hidden) the gates' hidden layer before its activation
     Buffer<T> o;       // (M, H*D) attention's output; dense
     Buffer<A> lse;     // (B, H, T) log-sum-exp; dense
     NsaSaved<T> nsa;   // in place of o and lse
@@ -181,14 +195,15 @@ class Model {
     bool exists() const { return unit >= 0; }
   };
   struct BlockParams {
-    ParamRef qkv;                           // (row, C)
-    ParamRef o;                             // (C, H*D)
-    ParamRef up;                            // (F, C), SwiGLU gate and up (2F, C)
-    ParamRef down;                          // (C, F)
-    ParamRef up_bias, down_bias;            // (F), (C)
-    ParamRef norm1, norm1_bias;             // (C)
-    ParamRef norm2, norm2_bias, gate_bias;  // (C), (C), (gates)
-    ParamRef phi[6];                        // in the order of PhiWeights
+    ParamRef qkv;                                  // (row, C)
+    ParamRef o;                                    // (C, H*D)
+    ParamRef up;                                   // (F, C), SwiGLU gate and up (2F, C)
+    ParamRef down;                                 // (C, F)
+    ParamRef up_bias, down_bias;                   // (F), (C)
+    ParamRef norm1, norm1_bias;                    // (C)
+    ParamRef norm2, norm2_bias, gate_bias;         // (C), (C), (gates)
+    ParamRef gate_w1_bias, gate_w2, gate_w2_bias;  // (gate_hidden), (gates, gate_hidden), (gates)
+    ParamRef phi[6];                               // in the order of PhiWeights
   };
   ParamRef find(const std::string& name) const;
   const T* weight(const ParamRef& p) const;  // of a unit that is in use
@@ -217,6 +232,8 @@ class Model {
   Buffer<T> embed();
   // A block's parts, for the forward pass and to recompute them.
   void queries(int64_t block, Saved* v, Purpose life);
+  void gates(int64_t block, Saved* v, Purpose life);
+  void gates_backward(int64_t block, const Saved& v, T* dqkv);
   Buffer<T> attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran);
   void project(int64_t block, Saved* v, const T* o, Purpose life);
   Buffer<T> middle(int64_t block, Saved* v);
@@ -240,6 +257,9 @@ class Model {
   void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpSums& sums);
   Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
+  template <class E>
+  void norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma, int64_t rows,
+                     bool accumulate);
   void embed_backward(Buffer<T> dx);
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }

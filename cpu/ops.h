@@ -148,6 +148,11 @@ void add_bias(T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
     for (int64_t n = 0; n < N; ++n) x[m * ld + n] = T(acc_t<T>(x[m * ld + n]) + acc_t<T>(bias[n]));
 }
 
+template <class T>
+void add(T* y, const T* a, const T* b, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = T(acc_t<T>(a[i]) + acc_t<T>(b[i]));
+}
+
 // -------------------------------------------------------------------------------------------------------------- norms
 
 // y = (x - mean) / std * gamma + beta for one row; forward and apply share it and so agree in every bit.
@@ -258,6 +263,31 @@ void swiglu_backward(T* dg_g, T* h_dh, int64_t M, int64_t F) {
       gate[f] = T(d * b * (s + silu * (A(1) - s))), up[f] = T(d * silu), dg[f] = T(silu * b);
     }
   }
+}
+
+template <class T>
+void silu_forward(T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  using A = acc_t<T>;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      h[m * N + n] = T(A(x[m * ld + n]) + A(bias[n]));
+      const A v = h[m * N + n];  // as it is stored: the backward has nothing else
+      a[m * N + n] = T(v * sigmoid(v));
+    }
+}
+template <class T>
+void silu_backward(T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld) {
+  using A = acc_t<T>;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      const A v = h[m * N + n], s = sigmoid(v), silu = v * s;
+      dx[m * ld + n] = T(A(da_a[m * N + n]) * (s + silu * (A(1) - s)));
+      da_a[m * N + n] = T(silu);
+    }
+}
+template <class T>
+void copy_columns(T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from) {
+  for (int64_t m = 0; m < M; ++m) std::copy(from + m * ld_from, from + m * ld_from + N, to + m * ld_to);
 }
 
 // ---------------------------------------------------------------------------------------------------------- positions

@@ -1,673 +1,951 @@
 #!/usr/bin/env python3
-"""PyTorch's FSDP on the models and shapes of fsdp.cu, for the tables in NOTES.md: one JSON line out.
+"""PyTorch's FSDP on what ./train trains, to stand beside it: a JSON line for each row.
 
-  torchrun --standalone --nproc_per_node=N peers/torch_fsdp.py --parallel fsdp2 --compile block
-  ./bench --sweep depth --peer       runs it beside ./train, on the same shapes
+  torchrun --standalone --nproc_per_node=2 peers/torch_fsdp.py --preset simple --recompute both --tag depth-4
+  torchrun --standalone --nproc_per_node=2 peers/torch_fsdp.py --warm-seconds 20 --rows rows.json
+  torchrun --standalone --nproc_per_node=2 peers/torch_fsdp.py --device cpu --compile none --last 20 --log-losses
 
-Written for torch 2.11, CUDA 13, H100 and H200. Follows torchtitan practice: meta init, per-block
-torch.compile *before* per-block fully_shard, MixedPrecisionPolicy(param bf16, reduce fp32 or bf16,
-cast_forward_inputs=False), [norm, head] as one unit that is not resharded after forward, explicit
-one-deep prefetch both ways, fused AdamW on fp32 shards, gc off, expandable segments, no NVLS.
+Options have ./train's names, defaults and meanings; each row begins with ./train's weights and reads ./train's tokens in
+./train's order, so that losses can be compared step by step. Attention is dense. What PyTorch cannot do is refused by
+name: {"ok": false, "error": ...}. rows.json: [{"tag": "...", "args": ["--dim", "4096", ...]}, ...], run one after
+another in one process group, with options of the command line before their own. A row that is refused is skipped; after
+an out-of-memory or any other error all ranks leave at once, and whoever called starts again with the rows that are left.
 
-FLOPs per token, forward + backward (PaLM style; recompute is NOT counted in MFU):
-  matmul      6 * (L * (2*d*d + 2*d*kv*hd + mlp) + d*V)        mlp = 2*d*f (gelu) or 3*d*f (swiglu)
-  attention   6 * L * d * T   causal counted as half   -> mfu_causal
-             12 * L * d * T   causal not discounted    -> mfu_full   (torchtitan / PaLM convention)
-  MFU = flops_per_token * tokens_per_second_per_gpu / peak,  peak = 989.5e12 unless --peak-tflops
-  hfu_causal additionally counts the recomputed forward of --ckpt.
-  mfu_simple_pytorch repeats the formula in lucasb-eyer/simple_pytorch main.py as written there (its
-  MLP term lacks a factor d and its attention term ignores GQA), only to compare with its README table.
+A row: the model is made; steps are run until --warm-seconds have passed since the first one ended; then --last steps
+are timed with events and without a synchronisation, of which those from --first on count. The schedule counts all.
 
-Notes
-  * --arch simple is the simple_pytorch model: LayerNorm(affine), additive sin/cos positions, GQA
-    without biases, 2-matrix tanh-GELU MLP with biases, untied head, vocab 32768, AdamW(3e-4), CE against
-    the same tokens.  --arch llama is RMSNorm + RoPE + SwiGLU.  --arch rope is RMSNorm + RoPE + GELU MLP.
-  * --parallel none/ddp have no bf16 gather, so they use autocast (default) or --amp pure (bf16 weights).
-    The cleanest one-GPU baseline for an FSDP comparison is --parallel fsdp2 with --nproc_per_node=1.
-  * --parallel simple is a small property-based SimpleFSDP (whole-graph compile); experimental.
-  * If --sdpa-backend cudnn finds no kernel for grouped heads, add --gqa repeat.
+How PyTorch is used: --shard full, grad, hybrid:K are FSDP2 (fully_shard); --shard none is DistributedDataParallel in
+fp32 or with --autocast bf16, and in bf16 FSDP2 in shard groups of one rank, since DDP has no bf16 copy of fp32
+parameters. FSDP2 has no switch for the rate limiter, so --limit-all-gathers needs --parallel fsdp1. Blocks are compiled
+before they are sharded; with --wrap sublayer and auto, attention and MLP are. The unit that holds the head, and the
+model as one unit, are not resharded after the forward, as in ./train. Tied embeddings belong to the root, which stays
+gathered from the embedding to the head; --wrap auto with --parallel fsdp1 is size_based_auto_wrap_policy.
 """
 
 import os
-import sys
 
 # NVLink multicast stays off, as in fsdp.cu (lib/comm/world.cc says why): set before NCCL or torch start.
-for _k, _v in (
-    ("NCCL_NVLS_ENABLE", "0"),
-    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
-    ("NVSHMEM_DISABLE_NVLS", "1"),
-):
-    os.environ[_k] = _v
-if "--no-expandable-segments" not in sys.argv:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+for _name, _value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+    os.environ[_name] = _value
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
+import platform
 import statistics
+import sys
 import time
 import traceback
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+
+from corpus import CorpusError, Sampler, open_corpus
+from model import (
+    Attention,
+    Block,
+    Casting,
+    Head,
+    MLP,
+    Transformer,
+    flops_per_token,
+    flops_simple_pytorch,
+    head_module,
+    init_parameter,
+    is_frozen,
+    our_name,
+    parameter_table,
+    position_inputs,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MIB = 2.0**20
+MODEL = ("arch", "dim", "depth", "heads", "kv_heads", "hidden", "vocab", "seq", "batch", "grad_accum")
+PRESETS = {
+    "tiny": ("rope", 128, 2, 2, 1, 512, 256, 512, 1, 1),
+    "simple": ("simple", 4096, 4, 32, 8, 16384, 32768, 4096, 8, 1),
+    "rope": ("rope", 4096, 4, 32, 8, 16384, 32768, 4096, 8, 1),
+    "class": ("simple", 768, 6, 12, 12, 3072, 32000, 256, 8, 2),
+    "m7c": ("rope", 768, 12, 12, 2, 3072, 256, 2048, 1, 1),
+    "mlp-1024": ("mlp", 1024, 3, 1, 1, 4096, 32768, 1024, 8, 1),
+    "mlp-4096": ("mlp", 4096, 4, 1, 1, 16384, 32768, 4096, 8, 1),
+    "llama-1b": ("llama", 2048, 16, 32, 8, 8192, 128256, 4096, 2, 1),
+    "llama-8b": ("llama", 4096, 32, 32, 8, 14336, 128256, 8192, 1, 1),
+    "llama-47b": ("llama", 8192, 54, 64, 8, 28672, 32768, 2048, 1, 1),
+}
 
 
-# --------------------------------------------------------------------------------------- arguments
-def parse_args():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # model (defaults: the simple_pytorch reference shape)
-    p.add_argument("--arch", choices=["simple", "rope", "llama"], default="simple")
-    p.add_argument("--dim", type=int, default=4096)
-    p.add_argument("--depth", type=int, default=4)
-    p.add_argument("--heads", type=int, default=0, help="query heads; 0 = dim / 128")
-    p.add_argument("--kv-heads", type=int, default=0, help="0 = heads / 4")
-    p.add_argument("--vocab", type=int, default=32768)
-    p.add_argument("--mlp-mult", type=float, default=4.0, help="hidden = round(mult * dim, 128)")
-    p.add_argument("--seq", type=int, default=4096)
-    p.add_argument("--bs", type=int, default=8, help="sequences per GPU per microbatch")
-    p.add_argument("--ce", choices=["model", "fp32"], default="model", help="dtype of the logits in the loss")
-    p.add_argument("--target", choices=["same", "next"], default="same", help="same = simple_pytorch")
-    p.add_argument("--zero-head", action="store_true", help="zero-init the head, as simple_pytorch does")
-    # kernels
-    p.add_argument("--attn", choices=["sdpa", "flex"], default="sdpa")
-    p.add_argument("--sdpa-backend", choices=["auto", "flash", "cudnn"], default="auto")
-    p.add_argument("--gqa", choices=["native", "repeat"], default="native")
-    p.add_argument("--ckpt", choices=["none", "mlp", "attn", "both", "block"], default="none")
-    p.add_argument("--compile", choices=["none", "fwdbwd", "model", "block"], default="block")
-    p.add_argument("--compile-mode", default=None, help="e.g. max-autotune-no-cudagraphs")
-    p.add_argument("--allow-breaks", action="store_true", help="block compile without fullgraph=True")
-    # parallelism
-    p.add_argument("--parallel", choices=["none", "ddp", "fsdp2", "fsdp1", "simple"], default="fsdp2")
-    p.add_argument("--wrap", choices=["titan", "block", "root"], default="titan")
-    p.add_argument("--param-dtype", choices=list(DTYPES), default="bf16")
-    p.add_argument("--reduce-dtype", choices=list(DTYPES), default="fp32")
-    p.add_argument("--reshard-after-forward", type=int, choices=[0, 1], default=1)
-    p.add_argument("--hsdp-replicate", type=int, default=1, help="replicas for HSDP (fsdp2 only)")
-    p.add_argument("--prefetch", type=int, default=1, help="explicit prefetch depth; 0 = implicit only")
-    p.add_argument("--emb-bwd-gather", type=int, choices=[0, 1], default=1, help="fsdp2 titan wrap: 1 = as torchtitan")
-    p.add_argument("--amp", choices=["autocast", "pure"], default="autocast", help="none/ddp only")
-    p.add_argument("--bucket-cap-mb", type=float, default=25.0, help="ddp only")
-    p.add_argument("--min-shard-mib", type=float, default=1.0, help="simple only: replicate smaller params")
-    p.add_argument("--grad-accum", type=int, default=1)
-    p.add_argument("--accum-no-sync", action="store_true", help="fsdp2: keep unsharded grads until the last microbatch")
-    # optimizer and run
-    p.add_argument("--lr", type=float, default=3e-4)
-    p.add_argument("--clip", type=float, default=0.0)
-    p.add_argument("--steps", type=int, default=20, help="steady steps that are timed")
-    p.add_argument("--warmup", type=int, default=8)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--peak-tflops", type=float, default=989.5)
-    p.add_argument("--no-expandable-segments", action="store_true")
-    p.add_argument("--profile", default="", help="write a chrome trace of 3 steps to this path (rank 0)")
-    p.add_argument("--tag", default="")
-    a = p.parse_args()
-    a.heads = a.heads or a.dim // 128
-    a.kv_heads = a.kv_heads or max(1, a.heads // 4)
-    a.hidden = max(128, int(round(a.mlp_mult * a.dim / 128)) * 128)
-    if a.dim % a.heads or a.heads % a.kv_heads:
-        p.error("dim must divide by heads, heads by kv-heads")
-    if a.parallel != "fsdp2" and a.hsdp_replicate != 1:
-        p.error("--hsdp-replicate needs --parallel fsdp2")
-    if a.parallel == "none" and int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        p.error("--parallel none is for one process")
-    if a.warmup < 1 or a.steps < 1 or a.grad_accum < 1:
-        p.error("--warmup, --steps and --grad-accum must be at least 1")
+class Refused(Exception):
+    """PyTorch, or this script, cannot do what the options ask for."""
+
+
+def refuse_if(condition, text):
+    if condition:
+        raise Refused(text)
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Refused(message)
+
+
+def make_parser():
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add, switch = p.add_argument, [0, 1]
+    g = p.add_argument_group("as ./train has them")
+    add = g.add_argument
+    add("--preset", choices=list(PRESETS), help="default: tiny on a CPU, m7c on a GPU")
+    add("--arch", choices=["simple", "rope", "llama", "mlp"])
+    for name in ("dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "batch"):
+        add(f"--{name}", type=int, help="default: the preset's")
+    add("--grad-accum", type=int, default=1)
+    add("--rope-base", type=float, default=500000.0)
+    add("--tie-embeddings", action="store_true")
+    add("--freeze", default="", metavar="NAMES")
+    add("--data", default="", help="text or token file, or random; default: the built-in synthetic corpus")
+    add("--steps", type=int, help="length of the schedule; default: 200 on a GPU, 32 on a CPU")
+    add("--lr", type=float, default=3e-4)
+    add("--min-lr-ratio", type=float, default=0.1)
+    add("--warmup", type=int, default=-1)
+    add("--beta1", type=float, default=0.9)
+    add("--beta2", type=float, default=0.95)
+    add("--eps", type=float, default=1e-8)
+    add("--weight-decay", type=float, default=0.1)
+    add("--clip", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add("--param-dtype", choices=list(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--reduce-dtype", choices=list(DTYPES), help="default: that of --param-dtype")
+    add("--tf32", action="store_true")
+    add("--autocast", choices=["bf16"])
+    add("--moments", choices=["fp32", "bf16"], default="fp32")
+    add("--shard", metavar="MODE", help="full, grad, none, hybrid:K; default: full, with --parallel ddp and none: none")
+    add("--wrap", choices=["block", "sublayer", "auto", "single"])
+    add("--wrap-min-params", type=int)
+    add("--bucket-mb", type=int)
+    add("--reshard-after-forward", type=int, choices=switch)
+    add("--limit-all-gathers", choices=["on", "off"], help="--parallel fsdp1 only")
+    add("--forward-prefetch", type=int, help="units to gather ahead; 0: as far ahead as the host is; default: 1")
+    add("--backward-prefetch", choices=["pre", "post", "none"], default="pre")
+    add("--accum-sync", choices=["every", "last"], default="every")
+    add("--replicate-below", type=int, default=0, metavar="BYTES")
+    add("--optimizer-in-backward", type=int, choices=switch, default=0)
+    add("--meta-init", type=int, choices=switch)
+    add("--recompute", choices=["none", "mlp", "attn", "both", "block"], default="none")
+    add("--keep-attention", type=int, choices=switch, default=0)
+    add("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    g = p.add_argument_group("PyTorch's own")
+    add = g.add_argument
+    add("--parallel", choices=["fsdp2", "fsdp1", "ddp", "none"], help="default: by --shard; none: one process, no wrapper")
+    add("--attn", choices=["sdpa", "flex"], default="sdpa")
+    add("--sdpa-backend", choices=["auto", "flash", "cudnn"], default="auto")
+    add("--gqa", choices=["native", "repeat"], help="default: native; repeat for fp32, whose kernels know no groups")
+    add("--ce", choices=["fp32", "model"], default="fp32", help="type in which the loss reads the logits")
+    add("--compile", choices=["none", "block", "model", "fwdbwd"], default="block")
+    add("--compile-mode", help="e.g. max-autotune-no-cudagraphs")
+    g = p.add_argument_group("the run")
+    add = g.add_argument
+    add("--first", type=int, default=5, help="steps from this one, counted from 1 behind the warm-up, count")
+    add("--last", type=int, default=24)
+    add("--warm-seconds", type=float, default=0.0, metavar="S")
+    add("--peak-tflops", type=float, help="of a GPU, for MFU; default: 989.5 on H100, H200 and GH200")
+    add("--log-losses", action="store_true", help="losses of all steps, those of the warm-up too; else the window's")
+    add("--profile", default="", metavar="FILE", help="write a Chrome trace of three more steps of rank 0")
+    add("--tag", default="")
+    add("--rows", default="", metavar="FILE")
+    return p
+
+
+def resolve(a, world):
+    """Fills in what is left open, and refuses what cannot be. Leaves nothing that would be ignored."""
+    a.device = a.device if a.device != "auto" else "gpu" if torch.cuda.is_available() else "cpu"
+    refuse_if(a.device == "gpu" and not torch.cuda.is_available(), "--device gpu: PyTorch finds no GPU")
+    gpu = a.device == "gpu"
+    resolve_model(a, gpu)
+    resolve_parallel(a, world)
+    resolve_numbers(a, gpu)
+    resolve_units(a, world)
+    check_memory(a)
+    check_run(a)
+    a.steps = a.steps or (200 if gpu else 32)
+    a.warmup = a.warmup if a.warmup >= 0 else min(100, a.steps // 10)
     return a
 
 
-# ------------------------------------------------------------------------------------------- model
-_flex = None
+def resolve_model(a, gpu):
+    a.preset = a.preset or ("m7c" if gpu else "tiny")
+    preset = dict(zip(MODEL, PRESETS[a.preset]))
+    if a.batch is None and a.grad_accum == 1:
+        a.grad_accum = preset["grad_accum"]
+    if a.dim and not a.hidden:
+        a.hidden = preset["hidden"] * a.dim // preset["dim"]
+    for name in MODEL:
+        if getattr(a, name) is None:
+            setattr(a, name, preset[name])
+        refuse_if(name != "arch" and getattr(a, name) < 1, f"--{name.replace('_', '-')}: must be at least 1")
+    refuse_if(a.arch != "mlp" and a.dim % a.heads, f"--dim {a.dim} is not divisible by --heads {a.heads}")
+    refuse_if(a.arch != "mlp" and a.heads % a.kv_heads, f"--heads {a.heads} is not divisible by --kv-heads {a.kv_heads}")
+    names = [p.name for p in parameter_table(a)]
+    for start in filter(None, a.freeze.split(",")):
+        refuse_if(not any(n.startswith(start) for n in names), f"--freeze {start}: no parameter's name starts with that")
+    refuse_if(all(is_frozen(a, n) for n in names), f"--freeze {a.freeze}: nothing is left to train")
 
 
-def prepare_flex():
-    """Compile flex_attention on its own, so that it also runs fused inside a checkpointed region."""
-    global _flex
-    if _flex is None:
-        from torch.nn.attention.flex_attention import flex_attention
+def resolve_parallel(a, world):
+    wide = bool(a.autocast) or a.param_dtype == "fp32" or (a.device == "cpu" and a.param_dtype is None)
+    if a.parallel is None:
+        a.parallel = "ddp" if a.shard == "none" and wide else "fsdp2"
+    plain = a.parallel in ("ddp", "none")
+    a.shard = a.shard or ("none" if plain else "full")
+    kind, _, ranks = a.shard.partition(":")
+    refuse_if(kind not in ("full", "grad", "none", "hybrid"), f"--shard {a.shard}: choose full, grad, none or hybrid:K")
+    refuse_if(plain and a.shard != "none", f"--parallel {a.parallel} shards nothing; --shard {a.shard} needs fsdp2 or fsdp1")
+    refuse_if(a.parallel == "none" and world > 1, "--parallel none is for one process")
+    refuse_if(a.parallel == "fsdp1" and a.shard == "none", "--parallel fsdp1 --shard none: use --parallel ddp or fsdp2")
+    refuse_if(kind == "hybrid" and (not ranks.isdigit() or int(ranks) == 0 or world % int(ranks)),
+              f"--shard {a.shard}: K must be a number of ranks that divides {world}")
+    a.shard_ranks = int(ranks) if kind == "hybrid" else 1 if a.shard == "none" else world
+    refuse_if(plain and a.meta_init == 1, f"--meta-init 1: --parallel {a.parallel} has the full model on every rank")
+    a.meta_init = (0 if plain else 1) if a.meta_init is None else a.meta_init
 
-        _flex = torch.compile(flex_attention)
+
+def resolve_numbers(a, gpu):
+    plain = a.parallel in ("ddp", "none")
+    refuse_if(a.autocast and a.param_dtype == "bf16", "--autocast bf16 gathers parameters in fp32; drop --param-dtype bf16")
+    if a.param_dtype is None:
+        a.param_dtype = "fp32" if a.autocast or not gpu else "bf16"
+    refuse_if(plain and a.param_dtype == "bf16",
+              f"--parallel {a.parallel} has no bf16 copy of fp32 parameters; use --autocast bf16, --param-dtype fp32 or fsdp2")
+    refuse_if(a.parallel == "none" and a.reduce_dtype, "--reduce-dtype: --parallel none reduces nothing")
+    a.reduce_dtype = a.reduce_dtype or a.param_dtype
+    refuse_if(a.moments == "bf16", "--moments bf16: torch.optim.AdamW keeps its moments in the type of the parameters, fp32")
+    if a.gqa is None:
+        a.gqa = "native" if a.param_dtype == "bf16" or a.autocast else "repeat"
+    refuse_if(a.optimizer_in_backward and a.clip > 0,
+              "--optimizer-in-backward 1 needs --clip 0: the global norm is known only after the last reduction")
+    refuse_if(a.optimizer_in_backward and a.parallel not in ("fsdp2", "none"),
+              f"--optimizer-in-backward 1: --parallel {a.parallel} has no hook behind a gradient's reduction; use fsdp2")
 
 
-def rotate(x, cos, sin):
-    """Half-split rotary embedding on (B, T, H, hd), computed in fp32."""
-    x1, x2 = x.float().chunk(2, dim=-1)
-    c, s = cos[None, :, None, :], sin[None, :, None, :]
-    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1).to(x.dtype)
+def resolve_units(a, world):
+    plain = a.parallel in ("ddp", "none")
+    for name in ("wrap", "reshard_after_forward", "forward_prefetch"):
+        given = getattr(a, name) is not None
+        refuse_if(plain and given, f"--{name.replace('_', '-')}: --parallel {a.parallel} has no units to gather")
+    refuse_if(plain and a.backward_prefetch != "pre", f"--backward-prefetch: --parallel {a.parallel} gathers nothing")
+    refuse_if(a.limit_all_gathers and a.parallel != "fsdp1",
+              "--limit-all-gathers: FSDP2 has no such switch, it frees memory by stream order; use --parallel fsdp1")
+    refuse_if(a.parallel == "fsdp2" and a.backward_prefetch != "pre",
+              f"--backward-prefetch {a.backward_prefetch}: FSDP2 always gathers before a gradient is computed; use fsdp1")
+    refuse_if(a.wrap != "auto" and (a.wrap_min_params is not None or a.bucket_mb is not None),
+              "--wrap-min-params and --bucket-mb need --wrap auto")
+    refuse_if(a.parallel == "fsdp1" and a.bucket_mb, "--bucket-mb: FSDP1's auto-wrap knows no upper limit")
+    keeps = a.shard in ("grad", "none")
+    refuse_if(keeps and a.reshard_after_forward == 1, f"--shard {a.shard} keeps parameters; drop --reshard-after-forward 1")
+    if not plain:
+        a.wrap = a.wrap or "block"
+        if a.wrap == "auto":
+            a.wrap_min_params = 100000000 if a.wrap_min_params is None else a.wrap_min_params
+            a.bucket_mb = a.bucket_mb or 0
+        if a.reshard_after_forward is None:
+            a.reshard_after_forward = 0 if keeps else 1
+        a.forward_prefetch = 1 if a.forward_prefetch is None else a.forward_prefetch
+    if a.parallel == "fsdp1":
+        a.limit_all_gathers = a.limit_all_gathers or "on"
+        refuse_if(a.forward_prefetch > 1, "--forward-prefetch: FSDP1 gathers 0 or 1 units ahead")
+        refuse_if(a.tie_embeddings and a.wrap != "single", "--tie-embeddings: FSDP1 needs --wrap single for it")
+        refuse_if(a.device == "cpu" and a.reduce_dtype == "bf16", "--reduce-dtype bf16: FSDP1 on a CPU reduces in fp32")
+    refuse_if(a.replicate_below and a.parallel != "fsdp2", "--replicate-below needs --parallel fsdp2")
+    refuse_if(a.replicate_below and a.grad_accum > 1 and a.accum_sync == "every",
+              "--replicate-below: what FSDP2 ignores is reduced once a step here; use --accum-sync last")
+    refuse_if(a.replicate_below and a.optimizer_in_backward,
+              "--optimizer-in-backward 1: what FSDP2 ignores (--replicate-below) is reduced behind the backward")
 
 
-class Attention(nn.Module):
-    def __init__(self, a):
-        super().__init__()
-        self.h, self.kv, self.hd = a.heads, a.kv_heads, a.dim // a.heads
-        self.kind, self.repeat, self.rope = a.attn, a.gqa == "repeat", a.arch != "simple"
-        if self.kind == "flex":
-            prepare_flex()
-        self.q = nn.Linear(a.dim, a.dim, bias=False)
-        self.k = nn.Linear(a.dim, self.kv * self.hd, bias=False)
-        self.v = nn.Linear(a.dim, self.kv * self.hd, bias=False)
-        self.o = nn.Linear(a.dim, a.dim, bias=False)
+def check_memory(a):
+    attends = a.arch != "mlp"
+    refuse_if(not attends and a.recompute == "attn", "--recompute attn: architecture mlp has no attention")
+    refuse_if(not attends and a.attn != "sdpa", f"--attn {a.attn}: architecture mlp has no attention")
+    refuse_if(not attends and a.keep_attention, "--keep-attention 1: architecture mlp has no attention")
+    refuse_if(a.keep_attention and a.recompute not in ("attn", "both", "block"),
+              "--keep-attention 1 needs --recompute attn, both or block")
+    refuse_if(a.keep_attention and a.attn == "flex",
+              "--keep-attention 1: selective checkpointing is set up here for scaled_dot_product_attention; use --attn sdpa")
+    refuse_if(a.attn == "flex" and a.device == "cpu", "--attn flex needs a GPU")
+    refuse_if(a.attn == "flex" and a.sdpa_backend != "auto", "--sdpa-backend is for --attn sdpa")
 
-    def forward(self, x, cos, sin, mask):
-        b, t, d = x.shape
-        q = self.q(x).view(b, t, self.h, self.hd)
-        k = self.k(x).view(b, t, self.kv, self.hd)
-        v = self.v(x).view(b, t, self.kv, self.hd)
-        if self.rope:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        grouped = self.h != self.kv
-        if grouped and self.repeat:
-            k = k.repeat_interleave(self.h // self.kv, dim=1)
-            v = v.repeat_interleave(self.h // self.kv, dim=1)
-            grouped = False
-        if self.kind == "flex":
-            y = _flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+def check_run(a):
+    refuse_if(not 1 <= a.first <= a.last, f"--first {a.first} --last {a.last}: 1 <= FIRST <= LAST")
+    refuse_if(a.compile_mode and a.compile == "none" and a.attn != "flex", "--compile-mode needs --compile")
+    refuse_if(a.profile and a.device == "cpu", "--profile needs a GPU")
+    refuse_if(a.sdpa_backend != "auto" and a.device == "cpu", "--sdpa-backend needs a GPU")
+
+
+# --------------------------------------------------------------------------------------------------------------- world
+class World:
+    """This process among the others, and its device."""
+
+    def __init__(self, device):
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29555")
+        self.gpu = device != "cpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if self.gpu else torch.device("cpu")
+        if self.gpu:
+            torch.cuda.set_device(self.device)
+        extra = {"device_id": self.device} if self.gpu else {}
+        dist.init_process_group("nccl" if self.gpu else "gloo", rank=self.rank, world_size=self.size, **extra)
+
+    def synchronize(self):
+        if self.gpu:
+            torch.cuda.synchronize()
+
+    def mib(self, what):
+        """torch.cuda.NAME() in MiB; nothing on a CPU."""
+        return getattr(torch.cuda, what)() / MIB if self.gpu else None
+
+    def reset_peak(self):
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def gathered(self, value):
+        """The values of all ranks, on each."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def emit(self, line):
+        """One line on standard output, with one write: other ranks may write, too."""
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+# --------------------------------------------------------------------------------------------------------- parallelism
+def initialize(model, a):
+    """./train's initial weights, into whatever each parameter is by now."""
+    specs = {p.name: p for p in parameter_table(a)}
+    for name, p in model.named_parameters():
+        init_parameter(p, specs[our_name(name)], a.seed)
+
+
+def sublayers(model):
+    """Modules in the order of the forward pass, by block: [[embedding], [attention, MLP], ..., [head]]."""
+    inner = [[getattr(b, n) for n in ("attention", "mlp") if hasattr(b, n)] for b in model.block]
+    return [[model.embedding], *inner, [model.head]]
+
+
+def compile_parts(a, model):
+    """Each block as its own module, or its sublayers where hooks of FSDP come between them."""
+    if a.compile != "block":
+        return
+    compiled = functools.partial(torch.compile, mode=a.compile_mode, dynamic=False, fullgraph=True)
+    for i, block in enumerate(model.block):
+        if a.wrap in ("sublayer", "auto"):
+            for name in ("attention", "mlp"):
+                if hasattr(block, name):
+                    setattr(block, name, compiled(getattr(block, name)))
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return self.o(y.transpose(1, 2).reshape(b, t, d))
+            model.block[i] = compiled(block)
 
 
-class GeluMLP(nn.Module):
-    def __init__(self, a):
-        super().__init__()
-        self.l1 = nn.Linear(a.dim, a.hidden, bias=a.arch == "simple")
-        self.l2 = nn.Linear(a.hidden, a.dim, bias=a.arch == "simple")
-
-    def forward(self, x):
-        return self.l2(F.gelu(self.l1(x), approximate="tanh"))
-
-
-class SwigluMLP(nn.Module):
-    def __init__(self, a):
-        super().__init__()
-        self.w1 = nn.Linear(a.dim, a.hidden, bias=False)
-        self.w3 = nn.Linear(a.dim, a.hidden, bias=False)
-        self.w2 = nn.Linear(a.hidden, a.dim, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+def merged_by_size(modules, sizes, a):
+    """--wrap auto, as wrap() in model.cu: a large module alone, small neighbours together."""
+    groups, size = [], 0  # size: of the group that small modules are being put into; 0: none is open
+    limit = (a.bucket_mb << 20) // DTYPES[a.param_dtype].itemsize
+    for module, own in zip(modules, sizes):
+        small = own < a.wrap_min_params
+        begins = not small or size == 0 or (limit > 0 and size + own > limit)
+        size = 0 if not small else own if begins else size + own
+        if size >= a.wrap_min_params:
+            size = 0
+        if begins:
+            groups.append([])
+        groups[-1].append(module)
+    return groups
 
 
-def make_norm(a):
-    return nn.LayerNorm(a.dim) if a.arch == "simple" else nn.RMSNorm(a.dim, eps=1e-5)
-
-
-class Block(nn.Module):
-    def __init__(self, a):
-        super().__init__()
-        self.att_norm, self.mlp_norm = make_norm(a), make_norm(a)
-        self.att = Attention(a)
-        self.mlp = SwigluMLP(a) if a.arch == "llama" else GeluMLP(a)
-        self.ckpt = a.ckpt
-
-    def _att(self, x, cos, sin, mask):
-        return self.att(self.att_norm(x), cos, sin, mask)
-
-    def _mlp(self, x):
-        return self.mlp(self.mlp_norm(x))
-
-    def _body(self, x, cos, sin, mask):
-        if self.ckpt in ("attn", "both"):
-            x = x + checkpoint(self._att, x, cos, sin, mask, use_reentrant=False)
-        else:
-            x = x + self._att(x, cos, sin, mask)
-        if self.ckpt in ("mlp", "both"):
-            x = x + checkpoint(self._mlp, x, use_reentrant=False)
-        else:
-            x = x + self._mlp(x)
-        return x
-
-    def forward(self, x, cos, sin, mask):
-        if self.ckpt == "block":
-            return checkpoint(self._body, x, cos, sin, mask, use_reentrant=False)
-        return self._body(x, cos, sin, mask)
-
-
-class Transformer(nn.Module):
-    def __init__(self, a, act_dtype):
-        super().__init__()
-        self.emb = nn.Embedding(a.vocab, a.dim)
-        self.blocks = nn.ModuleList([Block(a) for _ in range(a.depth)])
-        self.norm = make_norm(a)
-        self.head = nn.Linear(a.dim, a.vocab, bias=False)
-        self.act_dtype = act_dtype
-        self.dim = a.dim
-
-    def forward(self, tokens, pe, cos, sin, mask):
-        x = self.emb(tokens).to(self.act_dtype)
-        if pe is not None:
-            x = x + pe
-        for blk in self.blocks:
-            x = blk(x, cos, sin, mask)
-        return self.head(self.norm(x))
-
-    @torch.no_grad()
-    def init_weights(self, zero_head=False):
-        for name, p in raw_named_parameters(self):
-            leaf = name.rsplit(".", 1)[-1]
-            if p.ndim == 1:
-                (nn.init.ones_ if leaf == "weight" else nn.init.zeros_)(p)
-            elif name.startswith("head"):
-                if zero_head:
-                    nn.init.zeros_(p)
-                else:
-                    nn.init.trunc_normal_(p, std=1.0 / math.sqrt(self.dim))
-            else:
-                nn.init.trunc_normal_(p, std=0.02)
-
-
-def raw_named_parameters(module):
-    """named_parameters without attribute access (so --parallel simple does not gather)."""
-    for prefix, mod in module.named_modules():
-        for name, p in mod._parameters.items():
-            if p is not None:
-                yield (prefix + "." if prefix else "") + name, p
-
-
-def position_inputs(a, device, dtype):
-    """(pe, cos, sin, mask): plain tensors, outside the module, so meta init cannot lose them."""
-    t = torch.arange(a.seq, dtype=torch.float32, device=device)
-    pe = cos = sin = mask = None
-    if a.arch == "simple":
-        freq = 10000.0 ** (-torch.arange(0, a.dim, 2, dtype=torch.float32, device=device) / a.dim)
-        ang = t[:, None] * freq[None, :]
-        pe = torch.stack((ang.sin(), ang.cos()), dim=-1).reshape(a.seq, a.dim).to(dtype)
+def units(a, model):
+    """Lists of modules that are gathered at once, in the order of the forward pass; what is in none is the root's."""
+    modules = [m for block in sublayers(model) for m in block]
+    if a.wrap == "single":
+        return []
+    if a.wrap == "block":
+        groups = [[model.embedding], *([b] for b in model.block), [model.head]]
+    elif a.wrap == "sublayer":
+        groups = [[m] for m in modules]
     else:
-        hd = a.dim // a.heads
-        freq = 500000.0 ** (-torch.arange(0, hd, 2, dtype=torch.float32, device=device) / hd)
-        ang = t[:, None] * freq[None, :]
-        cos, sin = ang.cos(), ang.sin()
-    if a.attn == "flex":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, a.seq, a.seq, device=device)
-    return pe, cos, sin, mask
+        sizes = [0] * (head_module(a) + 1)
+        for p in parameter_table(a):
+            sizes[p.module] += p.numel
+        groups = merged_by_size(modules, sizes, a)
+    if a.tie_embeddings:
+        groups = [g for g in groups if model.embedding not in g and model.head not in g]
+    return groups
 
 
-# ------------------------------------------------------------------------------------------- flops
-def flops(a):
-    d, hd, tok = a.dim, a.dim // a.heads, a.bs * a.seq
-    p_att = 2 * d * d + 2 * d * a.kv_heads * hd
-    p_mlp = (3 if a.arch == "llama" else 2) * d * a.hidden
-    p_head = d * a.vocab
-    mm = 6 * (a.depth * (p_att + p_mlp) + p_head)
-    att_half = 6 * a.depth * d * a.seq
-    re = 0.0  # recomputed forward flops per token, attention counted causal
-    if a.ckpt in ("attn", "both", "block"):
-        re += a.depth * (2 * p_att + 2 * d * a.seq)
-    if a.ckpt in ("mlp", "both", "block"):
-        re += a.depth * 2 * p_mlp
-    # As written in simple_pytorch main.py (bug kept on purpose), per example.
-    g = a.hidden / d
-    sp = a.depth * (24 * d * d * a.seq + 6 * d * a.seq * a.seq + 12 * d * g * a.seq) + 6 * a.seq * d * a.vocab
-    return {
-        "causal": float(mm + att_half) * tok,
-        "full": float(mm + 2 * att_half) * tok,
-        "hw_causal": float(mm + att_half + re) * tok,
-        "simple_pytorch": float(sp) * a.bs,
-        "params_matmul": a.depth * (p_att + p_mlp) + p_head,
-    }
+def replicated_parameters(a, model):
+    """Those below --replicate-below; what ./train makes in one product counts together."""
+    if not a.replicate_below:
+        return []
+    least, small, run = -(-a.replicate_below // DTYPES[a.param_dtype].itemsize), set(), []
+    for p in [*parameter_table(a), None]:
+        if p is None or not p.joined:
+            if sum(q.numel for q in run) < least:
+                small.update(q.name for q in run)
+            run = []
+        run.append(p)
+    return [p for name, p in model.named_parameters() if our_name(name) in small]
 
 
-# ------------------------------------------------------------------------------------- parallelism
-def maybe_compile_blocks(a, model):
-    """torch.compile each block as its own module; the FSDP hooks then stay outside the graph."""
-    if a.compile == "block":
-        for i, blk in enumerate(list(model.blocks)):
-            model.blocks[i] = torch.compile(blk, mode=a.compile_mode, dynamic=False, fullgraph=not a.allow_breaks)
-
-
-def build_fsdp2(a, device, world):
+def build_fsdp2(a, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if a.hsdp_replicate > 1:
-        mesh = init_device_mesh(
-            "cuda", (a.hsdp_replicate, world // a.hsdp_replicate), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    else:
-        mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("dp_shard",))
-    with torch.device("meta"):
-        model = Transformer(a, DTYPES[a.param_dtype])
-    maybe_compile_blocks(a, model)  # before fully_shard
-    mp = MixedPrecisionPolicy(
-        param_dtype=DTYPES[a.param_dtype], reduce_dtype=DTYPES[a.reduce_dtype], cast_forward_inputs=False
+    shape, names = (world.size,), ("shard",)
+    if a.shard_ranks < world.size:
+        shape, names = (world.size // a.shard_ranks, a.shard_ranks), ("replicate", "shard")
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    with torch.device("meta" if a.meta_init else world.device):
+        model = Transformer(a)
+    if not a.meta_init:
+        initialize(model, a)
+    replicated = replicated_parameters(a, model)
+    for m in model.modules():
+        if isinstance(m, Casting):
+            m.cast = bool(replicated) and a.param_dtype == "bf16"
+    compile_parts(a, model)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[a.param_dtype] if a.param_dtype != "fp32" else None,
+        reduce_dtype=DTYPES[a.reduce_dtype],
+        cast_forward_inputs=False,
     )
-    kw = dict(mesh=mesh, mp_policy=mp)
-    raf = bool(a.reshard_after_forward)
-    if a.wrap == "titan":
-        fully_shard(model.emb, reshard_after_forward=raf, **kw)
-        fully_shard([model.norm, model.head], reshard_after_forward=False, **kw)
-    if a.wrap in ("titan", "block"):
-        for blk in model.blocks:
-            fully_shard(blk, reshard_after_forward=raf, **kw)
-    fully_shard(model, **(kw if a.wrap != "root" else dict(kw, reshard_after_forward=raf)))
-    model.to_empty(device=device)
-    model.init_weights(a.zero_head)
-    if a.prefetch > 0 and a.wrap == "titan":
-        n, blks = a.prefetch, list(model.blocks)
-        order = [model.emb, *blks, model.head]
-        for i, m in enumerate(order[:-1]):
-            m.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + n])
-        if a.emb_bwd_gather:
-            back = order[::-1]
-        else:  # an embedding's backward needs no weight: skip that all-gather
-            model.emb.set_unshard_in_backward(False)
-            back = order[:0:-1]
-        for i, m in enumerate(back[:-1]):
-            m.set_modules_to_backward_prefetch(back[i + 1 : i + 1 + n])
+    how = dict(mesh=mesh, mp_policy=policy)
+    if replicated:
+        how["ignored_params"] = set(replicated)
+    ignored = {id(p) for p in replicated}
+    groups = [g for g in units(a, model) if any(id(p) not in ignored for m in g for p in m.parameters())]
+    refuse_if(a.wrap == "auto" and a.recompute == "block" and any(len(g) > 1 for g in groups),
+              "--recompute block: FSDP2 cannot recompute a part of the modules that --wrap auto puts together; use both")
+    for g in groups:
+        reshard = bool(a.reshard_after_forward) and model.head not in g
+        fully_shard(g if len(g) > 1 else g[0], reshard_after_forward=reshard, **how)
+    fully_shard(model, **how)
+    if a.meta_init:
+        model.to_empty(device=world.device)
+        model.tie()
+        initialize(model, a)
+    prefetch(a, [g[0] for g in groups])
     return model
 
 
-def build_fsdp1(a, device):
+def prefetch(a, order):
+    """Units gathered ahead by name; without that FSDP2 gathers as far ahead as the host is, and one in the backward."""
+    n = a.forward_prefetch
+    for i, module in enumerate(order[:-1]):
+        if n > 0:
+            module.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + n])
+    back = order[::-1]
+    for i, module in enumerate(back[:-1]):
+        module.set_modules_to_backward_prefetch([back[i + 1]])
+
+
+def fsdp1_policy(a, model):
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+    if a.wrap == "single":
+        return None
+    if a.wrap == "auto":
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=a.wrap_min_params)
+    parts = {Block} if a.wrap == "block" else {Attention, MLP}
+    if a.compile == "block":
+        parts = {torch._dynamo.eval_frame.OptimizedModule}
+    return ModuleWrapPolicy({type(model.embedding), Head, *parts})
+
+
+def build_fsdp1(a, world):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    with device:
-        model = Transformer(a, DTYPES[a.param_dtype])
-    model.init_weights(a.zero_head)  # every rank uses the same seed
-    maybe_compile_blocks(a, model)
+    specs = {p.name: p for p in parameter_table(a)}
+    with torch.device("meta" if a.meta_init else world.device):
+        model = Transformer(a)
+    if not a.meta_init:
+        initialize(model, a)
+    compile_parts(a, model)
+    names = {m: prefix for prefix, m in model.named_modules()}
+
+    def make(module):  # one that is on the meta device, without its children
+        module.to_empty(device=world.device, recurse=False)
+        for name, p in module.named_parameters(recurse=False):
+            init_parameter(p, specs[our_name(f"{names[module]}.{name}")], a.seed)
+
+    mesh, zero3 = None, bool(a.reshard_after_forward)
+    strategy = ShardingStrategy.FULL_SHARD if zero3 else ShardingStrategy.SHARD_GRAD_OP
+    if a.shard_ranks < world.size:
+        mesh = init_device_mesh(world.device.type, (world.size // a.shard_ranks, a.shard_ranks),
+                                mesh_dim_names=("replicate", "shard"))
+        strategy = ShardingStrategy.HYBRID_SHARD if zero3 else ShardingStrategy._HYBRID_SHARD_ZERO2
+    dtype = DTYPES[a.param_dtype] if a.param_dtype != "fp32" else None
+    when = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
     return FSDP(
         model,
-        auto_wrap_policy=None if a.wrap == "root" else ModuleWrapPolicy({type(model.blocks[0])}),
-        sharding_strategy=ShardingStrategy.FULL_SHARD if a.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
-        mixed_precision=MixedPrecision(
-            param_dtype=DTYPES[a.param_dtype],
-            reduce_dtype=DTYPES[a.reduce_dtype],
-            buffer_dtype=DTYPES[a.param_dtype],
-            cast_forward_inputs=False,
-            cast_root_forward_inputs=False,
-        ),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=a.prefetch > 0,
-        limit_all_gathers=True,
+        auto_wrap_policy=fsdp1_policy(a, model),
+        sharding_strategy=strategy,
+        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=DTYPES[a.reduce_dtype], cast_forward_inputs=False,
+                                       cast_root_forward_inputs=False),
+        param_init_fn=make if a.meta_init else None,
+        backward_prefetch=when[a.backward_prefetch],
+        forward_prefetch=a.forward_prefetch > 0,
+        limit_all_gathers=a.limit_all_gathers == "on",
         use_orig_params=True,
-        device_id=device,
+        device_id=world.device,
+        device_mesh=mesh,
     )
 
 
-def build_simple(a, device, world):
-    """A small SimpleFSDP: sharded DTensor parameters behind gathering properties. Experimental."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+def build_plain(a, world):
+    with world.device:
+        model = Transformer(a)
+    initialize(model, a)
+    compile_parts(a, model)
+    if a.parallel == "none":
+        return model
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
 
-    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("dp",))
-    with torch.device("meta"):
-        model = Transformer(a, DTYPES[a.param_dtype])
-    fwd, bwd = DTYPES[a.param_dtype], DTYPES[a.reduce_dtype]
-
-    def getter(name):
-        def get(self):
-            p = self._parameters[name]
-            full = p.redistribute(placements=[Replicate()], forward_dtype=fwd, backward_dtype=bwd)
-            return full.to_local(grad_placements=[Partial("avg")])
-
-        return property(get)
-
-    classes = {}
-    for mod in list(model.modules()):
-        names = [n for n, p in mod._parameters.items() if p is not None]
-        for n in names:
-            p = mod._parameters[n]
-            small = p.numel() * p.element_size() < a.min_shard_mib * 2**20
-            d = distribute_tensor(p.detach(), mesh, [Replicate() if small else Shard(0)])
-            mod._parameters[n] = nn.Parameter(d)
-        if names:
-            key = (type(mod), tuple(names))
-            if key not in classes:
-                classes[key] = type("Sharded" + type(mod).__name__, (type(mod),), {n: getter(n) for n in names})
-            mod.__class__ = classes[key]
-    model.to_empty(device=device)
-    model.init_weights(a.zero_head)
-    maybe_compile_blocks(a, model)
+    model = DistributedDataParallel(model, device_ids=[world.device] if world.gpu else None, gradient_as_bucket_view=True)
+    if a.reduce_dtype == "bf16":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     return model
 
 
-def build_plain(a, device, local_rank):
-    pure = a.amp == "pure"
-    with device:
-        model = Transformer(a, DTYPES[a.param_dtype])
-    model.init_weights(a.zero_head)
-    if pure:
-        model.to(DTYPES[a.param_dtype])
-    maybe_compile_blocks(a, model)
-    if a.parallel == "ddp":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        from torch.nn.parallel import DistributedDataParallel as DDP
-
-        model = DDP(model, device_ids=[local_rank], gradient_as_bucket_view=True, bucket_cap_mb=a.bucket_cap_mb)
-        if a.reduce_dtype == "bf16" and not pure:
-            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    return model
-
-
-# --------------------------------------------------------------------------------------------- run
-def run(a, rank, local_rank, world):
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
-    torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.cache_size_limit = 64
-    if a.sdpa_backend != "auto":
-        torch.backends.cuda.enable_flash_sdp(a.sdpa_backend == "flash")
-        torch.backends.cuda.enable_cudnn_sdp(a.sdpa_backend == "cudnn")
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_math_sdp(False)
-    torch.manual_seed(a.seed)
-
+def build(a, world):
     if a.parallel == "fsdp2":
-        model = build_fsdp2(a, device, world)
-    elif a.parallel == "fsdp1":
-        model = build_fsdp1(a, device)
-    elif a.parallel == "simple":
-        model = build_simple(a, device, world)
-    else:
-        model = build_plain(a, device, local_rank)
-    with torch.device("meta"):
-        n_params = sum(p.numel() for p in Transformer(a, torch.bfloat16).parameters())
+        return build_fsdp2(a, world)
+    return build_fsdp1(a, world) if a.parallel == "fsdp1" else build_plain(a, world)
 
-    params = [p for _, p in raw_named_parameters(model)] if a.parallel == "simple" else list(model.parameters())
-    opt = torch.optim.AdamW(params, lr=a.lr, fused=True)
 
-    pos = position_inputs(a, device, DTYPES[a.param_dtype])
-    gen = torch.Generator(device=device).manual_seed(a.seed + 1 + rank)
-    micro = []
-    for _ in range(a.grad_accum):  # one fixed batch per rank and microbatch, made outside the timing
-        ids = torch.randint(0, a.vocab, (a.bs, a.seq + 1), device=device, generator=gen)
-        x = ids[:, :-1].contiguous()
-        micro.append((x, x if a.target == "same" else ids[:, 1:].contiguous()))
+# ----------------------------------------------------------------------------------------------------------- optimizer
+def is_sharded(p):
+    return hasattr(p, "to_local")
 
-    use_autocast = a.parallel in ("none", "ddp") and a.amp == "autocast" and a.param_dtype == "bf16"
 
-    def amp():
-        return torch.autocast("cuda", dtype=torch.bfloat16) if use_autocast else contextlib.nullcontext()
+def parameter_groups(a, model):
+    """Matrices are decayed, the rest is not; FSDP2's parameters and those that it ignores are stepped separately."""
+    groups = {}
+    shapes = {p.name: p.shape for p in parameter_table(a)}  # FSDP1's parameters are flat
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decay = len(shapes[our_name(name)]) > 1
+            groups.setdefault((decay, is_sharded(p)), []).append(p)
+    return [{"params": params, "weight_decay": a.weight_decay if decay else 0.0} for (decay, _), params in groups.items()]
 
-    def ce(logits, y):
-        if a.ce == "fp32":
+
+def make_optimizers(a, model, world, may_step):
+    """One; or, with --optimizer-in-backward, one for each parameter, stepped behind its gradient's reduction."""
+    compiled = a.compile == "fwdbwd" and a.clip == 0
+    lr = torch.tensor(a.lr, device=world.device) if compiled else a.lr  # as a number it would be compiled in
+    adamw = functools.partial(torch.optim.AdamW, lr=lr, betas=(a.beta1, a.beta2), eps=a.eps, fused=True)
+    groups = parameter_groups(a, model)
+    if not a.optimizer_in_backward:
+        return [adamw(groups)]
+    optimizers = {p: adamw([p], weight_decay=g["weight_decay"]) for g in groups for p in g["params"]}
+
+    def step(p):
+        if may_step():
+            optimizers[p].step()
+            optimizers[p].zero_grad(set_to_none=True)
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(step)
+    return list(optimizers.values())
+
+
+def learning_rate(a, step):
+    """Linear warm-up, then half a cosine; step counts from 1. learning_rate() in train.cu."""
+    if step <= a.warmup:
+        return a.lr * step / a.warmup
+    progress = min(1.0, (step - a.warmup) / max(1, a.steps - a.warmup))
+    return a.lr * (a.min_lr_ratio + (1 - a.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def clip_gradients(a, model, trained):
+    if a.parallel == "fsdp1":
+        model.clip_grad_norm_(a.clip)
+        return
+    norms, groups = [], [[p for p in trained if is_sharded(p) == sharded] for sharded in (True, False)]
+    for group in filter(None, groups):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], foreach=True)
+        norms.append(norm.full_tensor() if is_sharded(norm) else norm)
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for group in filter(None, groups):
+        torch.nn.utils.clip_grads_with_norm_(group, a.clip, norm, foreach=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+class Training:
+    """A model, its optimizer and its data; step() runs a step and returns its loss on this rank, on the device."""
+
+    def __init__(self, a, world):
+        self.a, self.world, self.steps_run, self.last_micro_batch = a, world, 0, True
+        self.model = build(a, world)
+        gc.collect()  # what was made on the way
+        self.memory = {"init_mib": world.mib("memory_allocated")}
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.ignored = [p for p in self.trained if not is_sharded(p)] if a.replicate_below else []
+        self.optimizers = make_optimizers(a, self.model, world, lambda: self.last_micro_batch)
+        self.inputs = position_inputs(a, world.device)
+        self.sampler = Sampler(open_corpus(a.data, a.vocab, a.seq, a.seed), a.seq, a.seed)
+        self.net = self.model
+        self.compile()
+        self.memory["before_step_mib"] = world.mib("memory_allocated")
+
+    def compile(self):
+        a, compiled = self.a, functools.partial(torch.compile, mode=self.a.compile_mode, dynamic=False)
+        if a.compile == "model":
+            self.net = compiled(self.model)
+        if a.compile in ("model", "block"):
+            self.loss_of = torch.compile(self.loss_of, dynamic=False)
+        if a.compile == "fwdbwd":
+            self.forward, self.backward = compiled(self.forward), compiled(self.backward)
+
+    def loss_of(self, logits, targets):
+        if self.a.ce == "fp32":
             logits = logits.float()
-        return F.cross_entropy(logits.view(-1, a.vocab), y.view(-1)) / a.grad_accum
+        return torch.nn.functional.cross_entropy(logits.view(-1, self.a.vocab), targets.view(-1)) / self.a.grad_accum
 
-    net = model
-    if a.compile == "model":
-        net = torch.compile(model, mode=a.compile_mode, dynamic=False)
-    if a.compile in ("model", "block"):
-        ce = torch.compile(ce, dynamic=False)
+    def forward(self, tokens, targets):
+        autocast = torch.autocast(self.world.device.type, torch.bfloat16, enabled=bool(self.a.autocast))
+        with autocast:
+            logits = self.net(tokens, *self.inputs)
+        return self.loss_of(logits, targets)
 
-    def fwd(x, y):
-        with amp():
-            logits = net(x, *pos)
-        return ce(logits, y)
+    def backward(self, loss, last):
+        """And, where nothing comes between, the optimizer. Dynamo must not trace the hooks of FSDP in the backward, which
+        it would do on a CPU alone, where the backward has no thread of its own."""
+        torch._dynamo.disable(loss.backward)()
+        if last and self.a.clip == 0 and not self.ignored and not self.a.optimizer_in_backward:
+            self.optimizers[0].step()
 
-    def bwd(loss, last):
-        loss.backward()
-        if last and a.clip == 0:
-            opt.step()
-        return loss
+    def load(self):
+        batch = self.sampler.batch(self.steps_run, self.world.rank, self.world.size, self.a.grad_accum, self.a.batch)
+        tensors = [torch.from_numpy(x) for x in batch]
+        if self.world.gpu:
+            tensors = [x.pin_memory().to(self.world.device, non_blocking=True) for x in tensors]
+        return tensors
 
-    if a.compile == "fwdbwd":
-        fwd = torch.compile(fwd, mode=a.compile_mode, dynamic=False)
-        bwd = torch.compile(bwd, mode=a.compile_mode, dynamic=False)
+    def synchronizing(self, last):
+        """Sets FSDP2 up for a micro-batch; a context for the others."""
+        a = self.a
+        if a.grad_accum == 1:
+            return contextlib.nullcontext()
+        if a.parallel == "fsdp2":
+            self.model.set_is_last_backward(last)
+            if a.accum_sync == "last":
+                self.model.set_requires_gradient_sync(last)
+            if not a.reshard_after_forward:  # gathered parameters serve all micro-batches
+                self.model.set_reshard_after_backward(last)
+        elif a.parallel in ("ddp", "fsdp1") and a.accum_sync == "last" and not last:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
 
-    def train_step():
-        opt.zero_grad(set_to_none=True)
-        total = None
-        for i, (x, y) in enumerate(micro):
-            last = i == a.grad_accum - 1
-            ctx = contextlib.nullcontext()
-            if a.parallel == "ddp" and not last:
-                ctx = model.no_sync()
-            elif a.parallel == "fsdp2" and a.grad_accum > 1:
-                if a.accum_no_sync:
-                    model.set_requires_gradient_sync(last)
-                    model.set_is_last_backward(last)
-                if not a.reshard_after_forward:  # keep gathered weights between microbatches
-                    model.set_reshard_after_backward(last)
-            with ctx:
-                loss = fwd(x, y)
-                bwd(loss, last)
-            d = loss.detach()
-            total = d if total is None else total + d
-        if a.clip > 0:
-            if a.parallel == "fsdp1":
-                model.clip_grad_norm_(a.clip)
+    def set_learning_rate(self):
+        lr = learning_rate(self.a, self.steps_run)
+        for group in (g for o in self.optimizers for g in o.param_groups):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
             else:
-                torch.nn.utils.clip_grad_norm_(params, a.clip, foreach=True)
-            opt.step()
-        return total
+                group["lr"] = lr
 
-    gc.collect()
-    gc.disable()
-    t0 = time.perf_counter()
-    first = None
-    for i in range(a.warmup):
-        out = train_step()
-        if i == 0:
-            first = out
-    torch.cuda.synchronize()
-    warm_s = time.perf_counter() - t0
+    def reduce_ignored(self):
+        """The mean of the gradients that FSDP2 does not see, in one all-reduce."""
+        flat = torch.cat([p.grad.view(-1) for p in self.ignored]).to(DTYPES[self.a.reduce_dtype])
+        dist.all_reduce(flat)
+        flat = flat.float() / self.world.size
+        for p, mean in zip(self.ignored, flat.split([p.numel() for p in self.ignored])):
+            p.grad.copy_(mean.view_as(p))
+
+    def step(self):
+        a = self.a
+        self.steps_run += 1
+        self.set_learning_rate()
+        tokens, targets = self.load()
+        total = None
+        for i in range(a.grad_accum):
+            self.last_micro_batch = last = i == a.grad_accum - 1
+            with self.synchronizing(last):
+                loss = self.forward(tokens[i], targets[i])
+                self.backward(loss, last)
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.ignored:
+            self.reduce_ignored()
+        if a.clip > 0:
+            clip_gradients(a, self.model, self.trained)
+        if a.clip > 0 or self.ignored:
+            self.optimizers[0].step()
+        for o in self.optimizers:
+            o.zero_grad(set_to_none=True)
+        return total.float()
+
+
+# ---------------------------------------------------------------------------------------------------------- measurement
+class Clock:
+    """Times at which steps end: events on a GPU, which nothing waits for; the host's on a CPU."""
+
+    def __init__(self, world):
+        self.world, self.marks = world, []
+        world.synchronize()
+        self.unix = time.time()
+        self.mark()
+
+    def mark(self):
+        if not self.world.gpu:
+            self.marks.append(time.perf_counter())
+            return
+        self.marks.append(torch.cuda.Event(enable_timing=True))
+        self.marks[-1].record()
+
+    def ms(self, i, j):
+        a, b = self.marks[i], self.marks[j]
+        return a.elapsed_time(b) if self.world.gpu else (b - a) * 1e3
+
+
+def warm_up(training, world, seconds):
+    """The first steps. Rank 0 decides how many, so that all ranks run the same number."""
+    losses, seen, begin = [], {}, None
+    while True:
+        world.reset_peak()
+        losses.append(training.step())
+        world.synchronize()
+        if begin is None:
+            begin, seen["first_step_unix"] = time.perf_counter(), time.time()
+        if len(losses) <= 2:
+            seen["first_peak_mib" if len(losses) == 1 else "second_peak_mib"] = world.mib("max_memory_allocated")
+        more = torch.tensor([float(time.perf_counter() - begin < seconds)], device=world.device)
+        dist.broadcast(more, 0)
+        if more.item() == 0:
+            return losses, seen
+
+
+def timed_steps(training, world, losses, seen, n, first):
+    """n steps; without a warm-up the very first ones are among them."""
     dist.barrier()
-    torch.cuda.synchronize()
+    clock = Clock(world)
+    for i in range(1, n + 1):
+        if i == first or training.steps_run < 2:
+            world.reset_peak()
+        losses.append(training.step())
+        clock.mark()
+        if training.steps_run == 1:
+            world.synchronize()
+            seen["first_step_unix"] = time.time()
+        if training.steps_run <= 2:
+            name = "first_peak_mib" if training.steps_run == 1 else "second_peak_mib"
+            seen[name] = world.mib("max_memory_allocated")
+    seen["peak_mib"], seen["reserved_mib"] = world.mib("max_memory_allocated"), world.mib("max_memory_reserved")
+    world.synchronize()
+    return clock
 
+
+def write_profile(training, world, path):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    recorded = torch.profiler.profile(activities=activities) if world.rank == 0 else contextlib.nullcontext()
+    with recorded as profile:
+        for _ in range(3):
+            training.step()
+        world.synchronize()
+    if world.rank == 0:
+        profile.export_chrome_trace(path)
+
+
+def largest(values):
+    """Of all ranks, by key; None where no rank has a value."""
+    return {k: max((v[k] for v in values if v[k] is not None), default=None) for k in values[0]}
+
+
+def peak_tflops(a, world):
+    if a.peak_tflops or not world.gpu:
+        return a.peak_tflops
+    name = torch.cuda.get_device_name()
+    return 989.5 if any(chip in name for chip in ("H100", "H200", "GH200")) else None
+
+
+def speeds(a, world, ms):
+    tokens_per_sec = a.batch * a.seq * a.grad_accum * world.size / ms * 1e3
+    causal, full = flops_per_token(a)
+    peak = peak_tflops(a, world)
+
+    def mfu(flops):
+        return flops * tokens_per_sec / (peak * 1e12 * world.size) if peak and flops else None
+
+    return {"tokens_per_sec": tokens_per_sec, "mfu": mfu(causal), "mfu_full": mfu(full),
+            "mfu_simple_pytorch": mfu(flops_simple_pytorch(a))}
+
+
+def versions():
+    cuda = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "python": platform.python_version(),
+    }
+
+
+def parameter_count(a):
+    """The table's, which is ./train's; the modules must have as many."""
+    with torch.device("meta"):
+        made = {our_name(name): tuple(p.shape) for name, p in Transformer(a).named_parameters()}
+    table = {p.name: p.shape for p in parameter_table(a)}
+    assert made == table, f"the model's parameters are not those of the table: {set(made.items()) ^ set(table.items())}"
+    return sum(p.numel for p in parameter_table(a))
+
+
+def set_numerics(a):
+    torch.set_float32_matmul_precision("high" if a.tf32 else "highest")
+    one = a.sdpa_backend != "auto"
+    torch.backends.cuda.enable_flash_sdp(not one or a.sdpa_backend == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(not one or a.sdpa_backend == "cudnn")
+    torch.backends.cuda.enable_mem_efficient_sdp(not one)
+    torch.backends.cuda.enable_math_sdp(not one)
+
+
+def measure(a, world):
+    """A row, from nothing to its line."""
+    set_numerics(a)
+    torch._dynamo.utils.counters.clear()
+    params = parameter_count(a)
+    left_mib = world.mib("memory_allocated")
+    training = Training(a, world)
+    losses, seen = warm_up(training, world, a.warm_seconds) if a.warm_seconds > 0 else ([], {})
+    warm = len(losses)
+    clock = timed_steps(training, world, losses, seen, a.last, a.first)
     if a.profile:
-        acts = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=acts) if rank == 0 else contextlib.nullcontext() as prof:
-            for _ in range(3):
-                train_step()
-            torch.cuda.synchronize()
-        if rank == 0:
-            prof.export_chrome_trace(a.profile)
-    dist.barrier()
-    torch.cuda.synchronize()
-
-    # Steady window: CUDA events only, no host synchronisation inside.
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(a.steps + 1)]
-    peaks, reserved = [], []
-    t0 = time.perf_counter()
-    events[0].record()
-    for i in range(a.steps):
-        torch.cuda.reset_peak_memory_stats()  # host-side counters: no sync
-        out = train_step()
-        events[i + 1].record()
-        peaks.append(torch.cuda.max_memory_allocated())
-        reserved.append(torch.cuda.max_memory_reserved())
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - t0) / a.steps * 1e3
-    times = [events[i].elapsed_time(events[i + 1]) for i in range(a.steps)]
-
-    free, total_mem = torch.cuda.mem_get_info()
-    stat = torch.tensor(
-        [
-            statistics.median(times),
-            max(peaks),
-            statistics.median(peaks),
-            max(reserved),
-            total_mem - free,
-            wall,
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    dist.all_reduce(stat, op=dist.ReduceOp.MAX)  # slowest rank, largest memory
-    losses = torch.stack([first.float(), out.float()])
-    dist.all_reduce(losses, op=dist.ReduceOp.AVG)
-    ms = stat[0].item()
-    mib = 2.0**20
-
-    fl = flops(a)
-    sec = ms / 1e3
-    peak = a.peak_tflops * 1e12
-
-    def util(k):
-        return round(fl[k] * a.grad_accum / sec / peak * 100, 2)
-
-    tokens = a.bs * a.seq * a.grad_accum
-    breaks = sum(torch._dynamo.utils.counters.get("graph_break", {}).values())
-    res = {
+        write_profile(training, world, a.profile)
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    losses = (mean / world.size).tolist()
+    first_step_unix = seen.pop("first_step_unix")
+    steps = [clock.ms(i, i + 1) for i in range(a.last)]
+    slowest = max(world.gathered(steps), key=lambda s: statistics.median(s[a.first - 1 :]))
+    window = slowest[a.first - 1 :]
+    ms = statistics.median(window)
+    return {
         "ok": True,
         "tag": a.tag,
-        "gpus": world,
-        "step_ms": round(ms, 3),
-        "step_ms_min": round(min(times), 3),
-        "step_ms_max": round(max(times), 3),
-        "step_ms_wall_mean": round(stat[5].item(), 3),
-        "tok_s": round(tokens * world / sec, 1),
-        "tok_s_gpu": round(tokens / sec, 1),
-        "peak_alloc_mib": round(stat[1].item() / mib, 1),
-        "peak_alloc_median_mib": round(stat[2].item() / mib, 1),
-        "reserved_mib": round(stat[3].item() / mib, 1),
-        "device_used_mib": round(stat[4].item() / mib, 1),
-        "mfu_causal": util("causal"),
-        "mfu_full": util("full"),
-        "hfu_causal": util("hw_causal"),
-        "mfu_simple_pytorch": util("simple_pytorch"),
-        "tflops_causal": round(fl["causal"] * a.grad_accum / sec / 1e12, 1),
-        "peak_tflops": a.peak_tflops,
-        "mfu_formula": "6*Nmm + 6*L*d*T (causal half; full doubles the second term), recompute not counted",
-        "loss_first": round(losses[0].item(), 5),
-        "loss_last": round(losses[1].item(), 5),
-        "params": n_params,
-        "params_matmul": fl["params_matmul"],
-        "graph_breaks": breaks,
-        "warmup_s": round(warm_s, 1),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "gpu": torch.cuda.get_device_name(),
-        "args": {k: v for k, v in vars(a).items() if k not in ("tag", "profile")},
+        "who": "PyTorch",
+        "result": {
+            "step_ms": ms,
+            "step_ms_min": min(window),
+            "step_ms_max": max(window),
+            **speeds(a, world, ms),
+            **largest(world.gathered({**training.memory, **seen})),
+            "last_loss": losses[-1],
+            "best_loss": min(losses),
+        },
+        "steps_ms": slowest,
+        "warm_steps": warm,
+        "losses": losses if a.log_losses else losses[warm + a.first - 1 :],
+        "window": [a.first, a.last],
+        "window_unix": [clock.unix + clock.ms(0, i) / 1e3 for i in (a.first - 1, a.last)],
+        "first_step_unix": first_step_unix,
+        "args": {k: v for k, v in vars(a).items() if k not in ("tag", "rows", "shard_ranks")},
+        "versions": versions(),
+        "hardware": {"name": torch.cuda.get_device_name() if world.gpu else platform.processor() or platform.machine(),
+                     "gpus": world.size if world.gpu else 0},
+        "ranks": world.size,
+        "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        "params": params,
+        "left_mib": left_mib,
     }
-    if rank == 0:
-        print(json.dumps(res), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+def free_everything(world, mode):
+    """Between rows. What was compiled stays, unless it holds memory."""
+    gc.collect()
+    if world.gpu:
+        torch.cuda.empty_cache()
+    holds = world.gpu and torch.cuda.memory_allocated() > 64 * MIB
+    if holds or mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs keep their pools
+        torch._dynamo.reset()
+        gc.collect()
+        if world.gpu:
+            torch.cuda.empty_cache()
+    world.reset_peak()
+
+
+def rows_of(argv):
+    """(tag, arguments) of each row; the command line alone is one."""
+    a = make_parser().parse_args(argv)
+    if not a.rows:
+        return a, [(a.tag, argv)]
+    try:
+        with open(a.rows) as f:
+            rows = [(r["tag"], argv + [str(x) for x in r["args"]]) for r in json.load(f)]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise Refused(f"--rows {a.rows}: {type(e).__name__}: {e}") from e
+    return a, rows
+
+
+def leave(world, tag, error, settings):
+    """One rank tells of the failure; all leave, for some may still wait in a collective."""
+    line = {"ok": False, "tag": tag, "who": "PyTorch", "error": error, "rank": world.rank, "args": settings}
+    first = True
+    with contextlib.suppress(Exception):
+        first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    if first:
+        world.emit(line)
+    else:
+        time.sleep(2)  # before torchrun ends the one who tells it
+    os._exit(3)
+
+
+def run_row(world, tag, argv):
+    settings = {}
+    try:
+        a = make_parser().parse_args(argv)
+        a.tag = tag
+        settings = vars(a)
+        resolve(a, world.size)
+        refuse_if((a.device == "gpu") != world.gpu, f"--device {a.device}: all rows share the first one's")
+        line = measure(a, world)
+    except (Refused, CorpusError) as e:  # the same on all ranks, before anything is made
+        line = {"ok": False, "tag": tag, "who": "PyTorch", "error": str(e), "args": settings}
+    except torch.OutOfMemoryError as e:
+        leave(world, tag, "OOM: " + str(e).split("\n")[0][:300], settings)
+    except Exception as e:
+        traceback.print_exc()
+        leave(world, tag, f"{type(e).__name__}: " + (str(e).strip().split("\n") or [""])[0][:300], settings)
+    if world.rank == 0:
+        world.emit(line)
+    return line["ok"]
 
 
 def main():
-    a = parse_args()
-    rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29555")
     try:
-        run(a, rank, local_rank, world)
-    except torch.OutOfMemoryError as e:
-        # One line per failing rank; leave hard so that torchrun ends the others.
-        print(json.dumps({"ok": False, "error": "OOM", "rank": rank, "tag": a.tag, "detail": str(e)[:300],
-                          "args": vars(a)}), flush=True)
-        os._exit(3)
-    except Exception as e:
-        traceback.print_exc()
-        print(json.dumps({"ok": False, "error": type(e).__name__, "rank": rank, "tag": a.tag,
-                          "detail": str(e)[:300], "args": vars(a)}), flush=True)
-        os._exit(4)
-    torch._dynamo.reset()
+        a, rows = rows_of(sys.argv[1:])
+    except Refused as e:
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps({"ok": False, "tag": "", "who": "PyTorch", "error": str(e)}), flush=True)
+        sys.exit(2)
+    world = World(a.device)
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    gc.disable()  # collected between rows, not within a step
+    good = True
+    for tag, argv in rows:
+        good = run_row(world, tag, argv) and good
+        free_everything(world, a.compile_mode)
     dist.barrier()
     dist.destroy_process_group()
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

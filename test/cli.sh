@@ -92,6 +92,10 @@ bad "resharding what stays whole" "--shard none|--reshard-after-forward 1" --sha
 bad "sizes of units without auto" "--wrap auto" --wrap-min-params 5
 bad "AdamW in the backward pass with clipping" "--optimizer-in-backward 1|--clip 0" --optimizer-in-backward 1
 bad "attention kept where it is kept anyway" "--keep-attention 1|--recompute" --keep-attention 1 --recompute mlp
+bad "passes over what has no end" "--epochs 2|--data random" --epochs 2 --data random
+bad "passes and tokens" "--epochs|--tokens" --epochs 2 --tokens 1000
+bad "less than a step of the data" "--epochs 0.0001|of a step" --epochs 0.0001
+bad "no step to save" "--stop-after 0|--save|--export" --stop-after 0 --save "$dir/nothing"
 bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-dtype bf16
 bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
 bad "a graph without a GPU" "--graph 1|CPU" --graph 1
@@ -152,6 +156,8 @@ bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 2
 good "help" "Instead of training" --help
 good "version" "MPI" --version
 good "hardware" '"gpus"' --hardware
+good "hardware of the host" '"host":{"cores":' --hardware
+good "versions of libraries" '"mpi":"' --hardware
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
@@ -248,6 +254,8 @@ knob "gathers by NCCL's kernels" 1 0 --gather nccl
 knob 'gathers by copy engines, into' 1 1 --gather copy-engine
 knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
 knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
+knob 'epilogues are kernels of their own' 1 0 --fuse 0
+knob "products by cuBLASLt's first choice" 1 0 --tune-matmul 0
 knob 'reduce_scatter head' 0 1 --tie-embeddings
 knob 'reduce_scatter block.0' 0 1 --freeze block.0
 # What it says before a run is what the run takes, on CPU ranks too.
@@ -362,14 +370,42 @@ rows() {
   done
   verdict "the rows of a sweep" "${wrong#; }"
 }
-bench --sweep depth --values 1,2 --steps 3 --ranks 2 --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
-rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]'
-[ "$(grep -c '"depth":[12],.*"depth":[12],' "$dir/depth.jsonl")" = 2 ]
+tiny_steps=(--steps 3 --window 2:3 --ranks 2)
+bench --sweep depth --only 1,2 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
+rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]' '"steps_ms":\[[0-9.]*,[0-9.]*,[0-9.]*\]' \
+  '"window":\[2,3\]' '"first_peak_mib"' '"date":"20'
+[ "$(grep -c '"depth":\([12]\),.*"row":"\1"' "$dir/depth.jsonl")" = 2 ]
 verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are not in the rows' configurations")"
-bench --sweep knobs --values 1,5 --steps 2 --ranks 2 --out "$dir/knobs.jsonl" -- --seq 64 --batch 1
+
+# A sweep that was interrupted goes on, and keeps what it has; --only replaces the rows that it names.
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+head -n 1 "$dir/before.jsonl" >"$dir/depth.jsonl"
+bench --sweep depth --continue "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 4
+[ "$(head -n 1 "$dir/depth.jsonl")" = "$(head -n 1 "$dir/before.jsonl")" ]
+verdict "--continue keeps the rows that are there" "$([ $? = 0 ] || echo "the first row was made again")"
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+bench --sweep depth --only 3 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 4
+[ "$(diff "$dir/before.jsonl" "$dir/depth.jsonl" | grep -c '^>')" = 1 ] && diff "$dir/before.jsonl" "$dir/depth.jsonl" | grep -q '^> .*"row":"4"'
+verdict "--only makes the rows that it names anew" "$([ $? = 0 ] || echo "not the third row, or not it alone")"
+
+bench --sweep knobs --only 1,4 "${tiny_steps[@]}" --out "$dir/knobs.jsonl" -- --seq 64 --batch 1
 rows "$dir/knobs.jsonl" 2 '"exposed_gather_ms":[0-9]*\.[0-9]' '"ranks":2'
-[ "$(grep -c '"shard":"full".*"knobs":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"knobs":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
+[ "$(grep -c '"row":"as it is".*"shard":"full"' "$dir/knobs.jsonl")$(grep -c '"row":"--shard hybrid:2".*"shard":"hybrid:2"' "$dir/knobs.jsonl")" = 11 ] ||
+  [ "$(grep -c '"shard":"full".*"row":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"row":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
 verdict "a knob that a row names is what ran" "$([ $? = 0 ] || echo "the options are not in the rows' configurations")"
+
+# Every sweep of training runs here, with tiny shapes: its first row and its last.
+for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p'); do
+  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/${sweep%:*}.jsonl"
+  rows "$dir/${sweep%:*}.jsonl" 2 '"step_ms":[0-9]' '"losses":\[[0-9]'
+done
+bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
+wrong=""
+grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
+grep -q 'PyTorch: .*--nproc_per_node=2 peers/torch_fsdp.py .*--arch mlp .*--reduce-dtype bf16' "$dir/out" || wrong="$wrong; no command of PyTorch's"
+verdict "--dry-run says what would run" "$wrong"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
 bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
@@ -381,12 +417,23 @@ bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
-bench --sweep knobs --values 1000
-judge "a knob that there is not" "--values 1000"
-bench --sweep depth --values 0
+bench --sweep knobs --only 1000
+judge "a row that there is not" "--only 1000" "knobs"
+bench --sweep collectives --values 0
 judge "a value of nothing" "--values"
+bench --sweep nothing
+judge "a sweep that there is not" "--sweep nothing" "mlp-1024"
+bench --sweep depth --window 5
+judge "half a window" "--window 5"
+bench --sweep depth --gpu h200
+judge "a chip that is not here" "--gpu" "--dry-run"
 bench --sweep depth --out /nonexistent/rows.jsonl
-judge "rows that cannot be written" "--out" "/nonexistent/rows.jsonl"
+judge "rows that cannot be written" "/nonexistent/rows.jsonl"
+bench --sweep seq --out "$dir/depth.jsonl"
+judge "another sweep's rows" "$dir/depth.jsonl" "--sweep seq"
+echo "not rows" >"$dir/text"
+bench --sweep seq --out "$dir/text"
+judge "a file of something else" "$dir/text" "not overwritten"
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 # losses LOG: step and loss of each step after the third, from a log.
@@ -407,6 +454,19 @@ mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
 mpi -np 3 ./train "${run[@]}" --stop-after 2 --resume "$dir/frozen"
 verdict "what was frozen trains without old moments, and that is said" \
   "$(grep -q "moments begin at zero for 'head.weight', 'head.norm': frozen in the checkpoint" "$dir/out" && [ "$status" = 0 ] || echo "it does not, or is not said")"
+# Before the first step there are the initial weights, the same from any number of ranks; one step makes others.
+mpi -np 2 ./train "${run[@]}" --stop-after 0 --export "$dir/initial.safetensors" --export-dtype fp32
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+mpi -np 3 ./train "${run[@]}" --stop-after 0 --export "$dir/again.safetensors" --export-dtype fp32
+cmp -s "$dir/initial.safetensors" "$dir/again.safetensors" || wrong="$wrong; three ranks begin with other weights than two"
+mpi -np 2 ./train "${run[@]}" --stop-after 1 --export "$dir/one.safetensors" --export-dtype fp32
+[ -s "$dir/one.safetensors" ] && ! cmp -s "$dir/initial.safetensors" "$dir/one.safetensors" || wrong="$wrong; a step changes nothing"
+verdict "the initial weights are exported" "${wrong#; }"
+# 63000 bytes hold 984 sequences of 64 tokens and the target behind them.
+mpi -np 2 ./train "${run[@]:0:6}" --global-batch 60 --epochs 0.5 --data "$dir/mine/text" --log "$dir/epochs.jsonl"
+verdict "half an epoch is the whole steps in it" \
+  "$([ "$status" = 0 ] && [ "$(grep -c '"step":' "$dir/epochs.jsonl")" = 8 ] && grep -q '"steps":8,' "$dir/epochs.jsonl" || echo "they are not 8 steps of 60 sequences")"
 # The program tunes and validates before its first step with the model that it then trains.
 one=(--device cpu --preset tiny --seq 64 --data random --steps 2 --shard grad)
 mpi -np 2 ./train "${one[@]}" --log "$dir/plain.jsonl"

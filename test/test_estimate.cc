@@ -279,6 +279,35 @@ TEST_CASE("recomputation costs a forward pass's time", "[estimate]") {
   CHECK(block < 1.34 * none);
 }
 
+// In a block of `rope`, in tensors of M x C: the MLP's residual is three more; x2 and its norm take five in place of
+// four; the two norms' backwards six in place of four each. GELU is a kernel of its own at this width anyway.
+TEST_CASE("what is not fused costs a pass over memory", "[estimate]") {
+  ModelConfig m = preset_named("rope").model;
+  m.sparse = false;
+  Dry fused(toy()), apart(toy());
+  apart.dev.fuse = false;
+  const int64_t batch = 2;
+  step<bf16, bf16>(fused.dev, m, batch, World());
+  step<bf16, bf16>(apart.dev, m, batch, World());
+  const double tensors = double((3 + 1 + 2 + 2) * m.depth), launches = double((1 + 1 + 1 + 1) * m.depth);
+  const double pass = double(batch * m.seq * m.dim) * 2 / 1e12, launch = 5e-6;
+  CHECK(apart.estimate.busy(Work::memory) - fused.estimate.busy(Work::memory) ==
+        Approx(tensors * pass + launches * launch));
+  CHECK(apart.estimate.busy(Work::matmul) <= fused.estimate.busy(Work::matmul));
+  CHECK(apart.dev.mem.arena_bytes() == fused.dev.mem.arena_bytes());
+}
+
+// Whether a fused GELU pays is found by timing it.
+TEST_CASE("without tuning GELU is a kernel of its own", "[estimate]") {
+  const ModelConfig m = preset_named("m7c").model;
+  Dry tuned(toy()), first(toy());
+  first.dev.tune_matmuls = false;
+  step<bf16, bf16>(tuned.dev, m, 1, World());
+  step<bf16, bf16>(first.dev, m, 1, World());
+  const double gelus = double(m.depth), pass = double(m.seq * m.hidden) * 2 / 1e12, launch = 5e-6;
+  CHECK(first.estimate.busy(Work::memory) - tuned.estimate.busy(Work::memory) == Approx(gelus * (2 * pass + launch)));
+}
+
 TEST_CASE("an estimate changes nothing in the plan of memory", "[estimate]") {
   const ModelConfig m = preset_named("m7c").model;
   World world;

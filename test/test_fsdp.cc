@@ -41,6 +41,9 @@ std::vector<std::pair<std::string, ModelConfig>> all_models(int64_t vocab) {
   models.emplace_back("rope, NSA, mean", sparse(small(Arch::rope, vocab), Phi::mean));
   models.emplace_back("simple, NSA, linear", sparse(small(Arch::simple, vocab), Phi::linear));
   models.emplace_back("llama, NSA, MLP", sparse(small(Arch::llama, vocab), Phi::mlp));
+  models.emplace_back("rope, NSA, gates by an MLP", sparse(small(Arch::rope, vocab), Phi::mean));
+  ModelConfig& gated = models.back().second;  // wider than its gates
+  gated.nsa_gate = NsaGate::mlp, gated.dim = 64, gated.kv_heads = 4;
   return models;
 }
 
@@ -59,7 +62,8 @@ struct Setup {
   bool graph = false;     // from the third step on
   bool together = false;  // the host does not wait for one step before it issues the next
   bool validate = false;  // after each step, on the batch of the next
-  int64_t skipped = 0;    // a step that the last rank leaves out, to make one more than the others instead
+  bool fuse = true;
+  int64_t skipped = 0;  // a step that the last rank leaves out, to make one more than the others instead
 };
 
 using Weights = std::map<std::string, std::vector<float>>;  // by parameter
@@ -106,6 +110,7 @@ Outcome train(const Setup& s, const World& world) {
                                                     : Transport::mpi;
   const int ordinal = gpu && !s.share_gpu ? world.local_rank % gpus() : 0;
   Device dev(s.backend, ordinal, world.size, comm_streams(s.backend, transport));
+  dev.fuse = s.fuse;
   const int64_t per_rank = (s.rows + world.size - 1) / world.size;
   const int64_t batch = (per_rank + s.micro_batches - 1) / s.micro_batches;
   const int64_t ints = batch_ints(s.model, batch), seq = s.model.seq, M = batch * seq;
@@ -1322,6 +1327,27 @@ TEST_CASE("recomputation changes no bit however the model is cut", "[fsdp]") {
           CHECK(out.shards == all.shards);
         }
       }
+}
+
+// Apart, sums are rounded one by one: nothing else differs.
+TEST_CASE("what is not fused trains as what is, in the memory that was planned", "[fsdp]") {
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    INFO(name);
+    Setup s;
+    s.model = model, s.steps = 5, s.poison = true;
+    const Outcome fused = train<float, float>(s, test_world()), narrow = train<bf16, float>(s, test_world());
+    s.fuse = false;
+    const Outcome apart = train<float, float>(s, test_world()), narrow_apart = train<bf16, float>(s, test_world());
+    CHECK(narrow_apart.losses != narrow.losses);
+    CHECK(furthest(narrow_apart.losses, narrow.losses) < 2e-2);
+    CHECK(furthest(apart.losses, fused.losses) < (model.sparse ? 2e-4 : 2e-5));
+    CHECK(furthest(apart.norms, fused.norms) < 2e-3);
+    CHECK(apart.memory.live_peak <= apart.memory.arena);
+    for (Recompute mode : {Recompute::mlp, Recompute::block}) {
+      s.model.recompute = mode;
+      CHECK(same(train<float, float>(s, test_world()), apart));
+    }
+  }
 }
 
 TEST_CASE("with two slots every unit is on its way before it is wanted", "[fsdp]") {

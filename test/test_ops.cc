@@ -185,6 +185,33 @@ TEST_CASE("activations: gradients", "[ops]") {
   cpu::swiglu_backward(g2.data(), dh2.data(), M, F);
   CHECK(same_bits(g2, g));
   CHECK(gradient_error(h2, dh2, swiglu) < 1e-7);
+
+  // Columns 2 to 2 + F of a wider matrix; what is beside them stays.
+  const int64_t ld = F + 5;
+  Doubles x = normals<double>(M * ld, 4, 2), bias = normals<double>(F, 5), h3(M * F);
+  const auto silu = [&] {
+    cpu::silu_forward(g.data(), h3.data(), x.data() + 2, bias.data(), M, F, ld);
+    return dot(dg, g);
+  };
+  silu();
+  for (int64_t i = 0; i < M * F; ++i) {
+    const double v = x[i / F * ld + 2 + i % F] + bias[i % F];
+    CHECK(h3[i] == v);
+    CHECK(g[i] == Approx(v / (1 + std::exp(-v))).margin(1e-12));
+  }
+  Doubles dx(M * ld, 7), inner(M * F), g3 = dg;
+  cpu::silu_backward(g3.data(), dx.data() + 2, h3.data(), M, F, ld);
+  CHECK(same_bits(g3, g));
+  cpu::copy_columns(inner.data(), dx.data() + 2, M, F, F, ld);
+  Doubles x_inner(M * F);
+  cpu::copy_columns(x_inner.data(), x.data() + 2, M, F, F, ld);
+  const auto silu_of_inner = [&] {
+    cpu::copy_columns(x.data() + 2, x_inner.data(), M, F, ld, F);
+    return silu();
+  };
+  CHECK(gradient_error(x_inner, inner, silu_of_inner) < 1e-7);
+  for (int64_t i = 0; i < M * ld; ++i)
+    if (i % ld < 2 || i % ld >= 2 + F) CHECK(dx[i] == 7);
 }
 
 TEST_CASE("matmul: values and gradients", "[ops]") {
@@ -636,6 +663,40 @@ TEST_CASE("operations through their streams on the CPU", "[ops]") {
   CHECK(y == std::vector<float>(8, 7));
 }
 
+// Rounded at each step, as separate kernels do; y += x w is the product's own either way.
+TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
+  const int64_t M = 7, N = 24, K = 16;
+  auto run = [&](bool fuse, auto zero) {
+    using T = decltype(zero);
+    return run_on(Backend::cpu, [&](Space& a) {
+      auto *y = a.out<T>(M * N), *sum = a.inout<T>(M * N), *h = a.out<T>(M * N), *g = a.out<T>(M * N),
+           *n = a.out<T>(M * N), *x2 = a.out<T>(M * N), *x = a.in<T>(M * K), *w = a.in<T>(N * K, 0.25),
+           *bias = a.in<T>(N), *residual = a.in<T>(M * N);
+      auto* stats = a.out<acc_t<T>>(2 * M);
+      const T* none = nullptr;
+      a.dev.fuse = fuse;
+      ops::matmul<T>(a.s, y, x, w, bias, residual, M, N, K);
+      ops::matmul<T>(a.s, sum, x, w, none, sum, M, N, K);
+      ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
+      ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N);
+      a.dev.fuse = true;
+    });
+  };
+  auto furthest = [](const auto& p, const auto& q) {
+    double most = 0;
+    for (size_t k = 0; k < p.size(); ++k)
+      for (size_t i = 0; i < p[k].values.size(); ++i)
+        most = std::max(most, std::abs(double(p[k].values[i]) - double(q[k].values[i])));
+    return most;
+  };
+  CHECK(furthest(run(true, 0.0), run(false, 0.0)) < 1e-13);
+  CHECK(furthest(run(true, 0.0f), run(false, 0.0f)) < 1e-5);
+  const auto one = run(true, bf16(0.0f)), apart = run(false, bf16(0.0f));
+  CHECK(furthest(one, apart) < 0.1);
+  CHECK(!same_bits(one[0].bits, apart[0].bits));
+  CHECK(same_bits(one[1].bits, apart[1].bits));
+}
+
 namespace {
 // y of norm_forward and of norm_apply on the same input, on one backend.
 template <class T>
@@ -750,6 +811,15 @@ void compare_activations() {
         auto *h = a.inout<T>(2 * M * F, 2), *g = a.out<T>(M * F), *dg = a.inout<T>(M * F);
         ops::swiglu_forward<T>(a.s, g, h, M, F);
         ops::swiglu_backward<T>(a.s, dg, h, M, F);
+      });
+      compare([&](Space& a) {  // columns of a wider matrix
+        const int64_t ld = F + (F == 257 ? 27 : 24);
+        auto *x = a.inout<T>(M * ld, 2), *h = a.out<T>(M * F), *g = a.out<T>(M * F), *dg = a.inout<T>(M * F),
+             *bias = a.in<T>(F), *wide = a.inout<T>(M * ld), *narrow = a.out<T>(M * F);
+        ops::silu_forward<T>(a.s, g, h, x + 16, bias, M, F, ld);
+        ops::silu_backward<T>(a.s, dg, x + 16, h, M, F, ld);
+        ops::copy_columns<T>(a.s, wide + 8, g, M, F, ld, F);
+        ops::copy_columns<T>(a.s, narrow, wide, M, F, F, ld);
       });
     }
 }
@@ -957,7 +1027,7 @@ TEST_CASE("GPU: initial weights do not depend on the cut", "[ops][gpu]") {
 
 namespace {
 template <class T, class G>
-void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
+void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, bool fuse = true) {
   INFO(name_of(dtype_of<T>) << " " << name_of(dtype_of<G>) << " M " << M << " N " << N << " K " << K);
   const double small = 1 / std::sqrt(double(K));
   compare(
@@ -969,6 +1039,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
         auto* y4 = a.inout<T>(M * N);
         auto* partials = a.work<float>(ops::bias_grad_partials(M, N));
         const T* none = nullptr;
+        a.dev.fuse = fuse;
         const auto all = [&] {
           ops::matmul<T>(a.s, y, x, w, none, none, M, N, K);
           ops::matmul<T>(a.s, y2, x, w, bias, residual, M, N, K);
@@ -982,6 +1053,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
           ops::bias_grad<T, G>(a.s, db2, dy, partials, M, N / 2, N);
           ops::bias_grad<T, G>(a.s, db2, dy + N / 2, partials, M, N / 2, N, true);
           ops::add_bias<T>(a.s, y4, bias, M, N / 2, N);
+          ops::add<T>(a.s, y4, y4, residual, M * N);
         };
         if (before == Mode::tune && a.dev.backend == Backend::gpu) {
           std::vector<std::pair<void*, std::vector<char>>> kept;  // tuning writes over its arrays
@@ -1000,6 +1072,7 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run) {
           for (auto& k : kept) a.s.copy(k.first, k.second.data(), int64_t(k.second.size()));
         }
         all();
+        a.dev.fuse = true;
       },
       2);
 }
@@ -1017,6 +1090,8 @@ TEST_CASE("GPU: matrix products", "[ops][gpu]") {
   compare_matmuls<float, float>(33, 257, 4096);
   compare_matmuls<bf16, float>(512, 512, 4096);
   compare_matmuls<bf16, float>(2048, 8, 64);
+  compare_matmuls<bf16, bf16>(129, 768, 1000, Mode::run, /*fuse=*/false);
+  compare_matmuls<float, float>(129, 64, 1000, Mode::run, /*fuse=*/false);
 }
 
 TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
@@ -1028,6 +1103,10 @@ TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
   compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune);
   compare_matmuls<bf16, float>(129, 64, 1000, Mode::tune);
   compare_matmuls<float, float>(256, 256, 256, Mode::tune);
+  compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune, /*fuse=*/false);
+  dev.tune_matmuls = false;
+  compare_matmuls<bf16, bf16>(256, 768, 768, Mode::tune);
+  dev.tune_matmuls = true;
   CUDA_CHECK(cudaDeviceSynchronize());
   CUDA_CHECK(cudaFree(dev.blas_workspace));
   dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;

@@ -213,6 +213,10 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "4",
                             "--device",
                             "cpu",
+                            "--fuse",
+                            "0",
+                            "--tune-matmul",
+                            "0",
                             "--log",
                             "x.jsonl",
                             "--comm-timing",
@@ -230,6 +234,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--nsa-window",
                             "100",
                             "--nsa-phi",
+                            "mlp",
+                            "--nsa-gate",
                             "mlp",
                             "--recompute",
                             "both",
@@ -262,9 +268,10 @@ TEST_CASE("options make a round trip through a file", "[options]") {
   for (const auto& [key, value] : changed.items()) {
     INFO(key);
     // Some of the others exclude these.
-    if (key != "graph" && key != "profile" && key != "trace") CHECK(value != unset[key]);
+    if (key != "graph" && key != "profile" && key != "epochs" && key != "trace") CHECK(value != unset[key]);
   }
   CHECK(parsed({"--profile", "--graph", "1"}).profile);
+  CHECK(parsed({"--epochs", "1.5"}).epochs == 1.5);
   CHECK(parsed({"--trace", "a.json"}).trace == "a.json");
   CHECK(parsed({"--plan", "--trace", "a.json", "--show-schedule"}).trace == "a.json");
   CHECK(parsed({"--graph", "1"}).graph == 1);

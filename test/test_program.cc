@@ -96,6 +96,11 @@ TEST_CASE("batches follow from what is given of them", "[program]") {
   CHECK(on_cpu("--preset class --global-batch 10 --batch 4", 3).global_batch == 10);
 }
 
+TEST_CASE("presets have the parameters that they are named for", "[program]") {
+  CHECK(parameter_count(on_gpus("--preset m7c").model) == 78638304);
+  CHECK(parameter_count(on_gpus("--preset m7c-125m").model) == 125136096);
+}
+
 TEST_CASE("the schedule's length, its end and its warm-up", "[program]") {
   struct {
     const char* options;
@@ -108,6 +113,7 @@ TEST_CASE("the schedule's length, its end and its warm-up", "[program]") {
       {"--steps 50 --warmup 70", 50, 50, 70},
       {"--steps 50 --stop-after 7", 50, 7, 5},
       {"--steps 50 --stop-after 70", 50, 50, 5},
+      {"--steps 50 --stop-after 0", 50, 0, 5},
       {"--tokens 512", 1, 1, 0},
       {"--tokens 5121", 11, 11, 1},
       {"--tokens 5121 --steps 40", 40, 11, 4},
@@ -121,6 +127,47 @@ TEST_CASE("the schedule's length, its end and its warm-up", "[program]") {
     CHECK(r.warmup == c.warmup);
   }
   CHECK(on_gpus("").steps == 200);
+}
+
+TEST_CASE("epochs are the whole steps in so many passes over the data", "[program]") {
+  auto of = [](const std::string& options, int64_t sequences) {
+    Run r = on_cpu("--preset tiny --global-batch 8 " + options);
+    limit_epochs(sequences, &r);
+    return r;
+  };
+  struct {
+    const char* options;
+    int64_t sequences, steps, last, warmup;
+  } cases[] = {
+      {"--epochs 1", 80, 10, 10, 1},
+      {"--epochs 1", 87, 10, 10, 1},
+      {"--epochs 2", 87, 21, 21, 2},  // the eleventh step's batch begins in the first pass and ends in the second
+      {"--epochs 0.1", 800, 10, 10, 1},
+      {"--epochs 0.3", 80, 3, 3, 0},
+      {"--epochs 2000", 8000, 2000000, 2000000, 100},
+      {"--epochs 1 --steps 40", 80, 40, 10, 4},
+      {"--epochs 1 --steps 4", 80, 4, 4, 0},
+      {"--epochs 1 --stop-after 3", 80, 10, 3, 1},
+      {"--epochs 1 --warmup 7", 80, 10, 10, 7},
+      {"", 80, 32, 32, 3},
+      {"--tokens 40960", 80, 10, 10, 1},
+  };
+  for (const auto& c : cases) {
+    INFO(c.options << " of " << c.sequences);
+    const Run r = of(c.options, c.sequences);
+    CHECK(r.steps == c.steps);
+    CHECK(r.last_step == c.last);
+    CHECK(r.warmup == c.warmup);
+  }
+  auto refused = [](auto f) -> std::string {
+    try {
+      f();
+    } catch (const UsageError& e) { return e.what(); }
+    return "";
+  };
+  says(refused([&] { of("--epochs 0.5", 15); }), {"--epochs 0.5", "7.5 sequences", "the 8 of a step"});
+  CHECK(of("--epochs 0.5", 16).steps == 1);
+  says(refused([&] { of("--epochs 1 --data random", 15); }), {"--epochs 1", "--data random"});
 }
 
 TEST_CASE("a way to shard is the knobs that it stands for", "[program]") {
@@ -338,7 +385,7 @@ TEST_CASE("a resumed run is the checkpoint's where it is told nothing", "[progra
   CHECK(resumed("--preset class").dim == 96);
   CHECK(resumed("--preset tiny").lr == 0.01);
   for (const char* said : {"--batch 4", "--grad-accum 3"}) CHECK(resumed(said).global_batch == 0);
-  CHECK(resumed("--tokens 1000").steps == 0);
+  for (const char* said : {"--tokens 1000", "--epochs 2"}) CHECK(resumed(said).steps == 0);
   Options untouched = parsed("--lr 0.5");
   take_up(json(), &untouched);
   CHECK(to_json(untouched) == to_json(parsed("--lr 0.5")));
@@ -547,6 +594,19 @@ TEST_CASE("what a run says first, and what its log says first", "[program]") {
   CHECK(header(r, dev, world, Transport::mpi, 0, 5, "").at("estimated_ms") == 5);
   CHECK(h.at("hardware").at("ranks") == 2);
   CHECK(h.at("hardware").at("name") == dev.name);
+  CHECK(h.at("hardware").at("host").at("cores") == cores());
+  CHECK(h.at("hardware").at("host").at("cpu") == dev.name);
+  CHECK(h.at("versions") == versions_json());
+  for (const char* library : {"cuda", "cuda_driver", "cublas", "nccl", "mpi"}) {
+    const json& version = h.at("versions").at(library);
+    INFO(library);
+    // --version tells the same, but for the driver's.
+    const bool known = version.is_string() && !version.get<std::string>().empty();
+    CHECK((known || version.is_null()));
+    if (known && library != std::string("cuda_driver"))
+      CHECK(versions().find(version.get<std::string>()) != std::string::npos);
+  }
+  CHECK(h.at("versions").at("mpi").is_string());
   CHECK(h.at("memory").at("planned_peak_mib").get<double>() == mib(dev.mem.report().arena));
   const json& c = h.at("config");  // every option, resolved
   const json all = to_json(Options());

@@ -82,11 +82,15 @@ std::string value_in_file(const char* path, const std::string& key) {
 }
 }  // namespace
 
+std::string cpu_name() {
+  const std::string name = value_in_file("/proc/cpuinfo", "model name");
+  return name.empty() ? "CPU" : name;
+}
+
 Device::Device(Backend backend, int ordinal, int sharers, CommStreams comm)
     : backend(backend), ordinal(ordinal), sharers(sharers), failure_(std::make_shared<Failure>()) {
   if (backend == Backend::cpu) {
-    name = value_in_file("/proc/cpuinfo", "model name");
-    if (name.empty()) name = "CPU";
+    name = cpu_name();
     total_bytes = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
     std::string available = value_in_file("/proc/meminfo", "MemAvailable");
     free_bytes = available.empty() ? total_bytes : std::atoll(available.c_str()) * 1024;

@@ -39,7 +39,8 @@ enum class Mode {
   run,
 };
 
-int gpu_count();  // CUDA devices that this process can use; 0 without a driver or in a build without CUDA
+int gpu_count();         // CUDA devices that this process can use; 0 without a driver or in a build without CUDA
+std::string cpu_name();  // this machine's model
 // What GPU `ordinal` of this process is, whatever other processes call it. Empty in a build without CUDA.
 struct GpuName {
   std::string uuid;  // of the GPU, or of the part of one (MIG) that is given to this process
@@ -97,6 +98,10 @@ struct Device {
   // cuBLASLt's workspace: planned, one for the compute stream. Set by ops::keep_workspace.
   void* blas_workspace = nullptr;
   int64_t blas_workspace_bytes = 0;
+  // How operations are carried out; results change by rounding alone. The same on all ranks, and in the dry run as in
+  // the run. Set by plan().
+  bool fuse = true;          // lib/ops/ops.h says what is fused with what
+  bool tune_matmuls = true;  // Mode::tune times candidates
 
  private:
   friend class MarkedWait;

@@ -66,6 +66,24 @@ void add_bias(cudaStream_t stream, T* x, const T* bias, int64_t M, int64_t N, in
 }
 
 template <class T>
+struct Add {
+  T* y;            // (n)
+  const T *a, *b;  // (n)
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float x[N], z[N];
+    load(x, a + i), load(z, b + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] += z[j];
+    store(y + i, x);
+  }
+};
+template <class T>
+void add(cudaStream_t stream, T* y, const T* a, const T* b, int64_t n) {
+  each<width<T>>(stream, Add<T>{y, a, b}, n, aligned(y, a, b));
+}
+
+template <class T>
 struct GeluBackward {
   T *dg_g, *h_dh;  // (n)
   template <int N>
@@ -131,6 +149,72 @@ void swiglu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F
   if (vectors) swiglu_backward_kernel<T, N><<<grid.blocks, grid.threads, 0, stream>>>(dg_g, h_dh, M, F);
   else swiglu_backward_kernel<T, 1><<<grid.blocks, grid.threads, 0, stream>>>(dg_g, h_dh, M, F);
   CUDA_CHECK_LAUNCH();
+}
+
+template <class T>
+struct SiluForward {
+  T *a, *h;           // (M,N)
+  const T *x, *bias;  // (M,ld), of which N columns; (N)
+  int64_t columns, ld;
+  template <int n>
+  __device__ void at(int64_t i) const {
+    float v[n], b[n];
+    load(v, x + i / columns * ld + i % columns);
+    load(b, bias + i % columns);
+#pragma unroll
+    for (int j = 0; j < n; ++j) v[j] = float(T(v[j] + b[j]));  // as it is stored: the backward has nothing else
+    store(h + i, v);
+#pragma unroll
+    for (int j = 0; j < n; ++j) v[j] *= sigmoid<T>(v[j]);
+    store(a + i, v);
+  }
+};
+template <class T>
+void silu_forward(cudaStream_t stream, T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  each<width<T>>(stream, SiluForward<T>{a, h, x, bias, N, ld}, M * N,
+                 aligned(a, h, x, bias) && N % width<T> == 0 && ld % width<T> == 0);
+}
+
+template <class T>
+struct SiluBackward {
+  T *da_a, *dx;  // (M,N); (M,ld), of which N columns
+  const T* h;    // (M,N)
+  int64_t columns, ld;
+  template <int n>
+  __device__ void at(int64_t i) const {
+    float v[n], d[n];
+    load(v, h + i), load(d, da_a + i);
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      const float s = sigmoid<T>(v[j]), silu = v[j] * s;
+      d[j] *= s + silu * (1.0f - s), v[j] = silu;
+    }
+    store(dx + i / columns * ld + i % columns, d), store(da_a + i, v);
+  }
+};
+template <class T>
+void silu_backward(cudaStream_t stream, T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld) {
+  each<width<T>>(stream, SiluBackward<T>{da_a, dx, h, N, ld}, M * N,
+                 aligned(da_a, dx, h) && N % width<T> == 0 && ld % width<T> == 0);
+}
+
+template <class T>
+struct CopyColumns {
+  T* to;          // (M,ld_to), of which `columns` columns
+  const T* from;  // (M,ld_from), of which as many
+  int64_t columns, ld_to, ld_from;
+  template <int n>
+  __device__ void at(int64_t i) const {
+    const int64_t m = i / columns, c = i % columns;
+    float v[n];
+    load(v, from + m * ld_from + c);
+    store(to + m * ld_to + c, v);
+  }
+};
+template <class T>
+void copy_columns(cudaStream_t stream, T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from) {
+  each<width<T>>(stream, CopyColumns<T>{to, from, N, ld_to, ld_from}, M * N,
+                 aligned(to, from) && N % width<T> == 0 && ld_to % width<T> == 0 && ld_from % width<T> == 0);
 }
 
 // -------------------------------------------------------------------------------------------------------- positions

@@ -23,7 +23,6 @@ void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n);
 namespace ops {
 
 static bool allow_tf32 = false;
-static constexpr int64_t longest_fused = 1024;  // inner dimension up to which a fused GELU may pay; see gelu_matmul
 void set_allow_tf32(bool on) { allow_tf32 = on; }
 
 // Hopper's kernels may use 64 MiB for split-K sums and scheduling.
@@ -32,6 +31,9 @@ void keep_workspace(Device& dev) {
   dev.blas_workspace_bytes = int64_t(64) << 20;
   dev.blas_workspace = dev.mem.keep<char>(dev.blas_workspace_bytes, "cuBLASLt workspace", Purpose::workspace);
 }
+
+// May one call make both the product and its GELU? See gelu_matmul. Inner dimension up to which that may pay: 1024.
+static bool may_fuse_gelu(const Device& dev, int64_t K) { return dev.fuse && dev.tune_matmuls && K <= 1024; }
 
 #if FSDP_CUDA
 namespace {
@@ -315,6 +317,7 @@ void multiply(Stream& s, const Call& c) {
   ASSERT(&s == &s.device().compute());  // there is one workspace
   Plan& p = plan_of(s.device(), c);
   if (mode == Mode::run) launch(s, c, p);
+  else if (!s.device().tune_matmuls) check_possible(c, p);
   else if (!p.tuned) tune(s, c, p);
 }
 
@@ -357,7 +360,7 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
   };
 
   if (mode == Mode::run) {
-    const auto at = plans().find(key_of(s.device(), fused));
+    const auto at = may_fuse_gelu(s.device(), K) ? plans().find(key_of(s.device(), fused)) : plans().end();
     if (at != plans().end() && at->second.pays) launch(s, fused, at->second);
     else separate();
     return;
@@ -366,7 +369,7 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
   // The fused form differs in g's last bits, so a race between timings must not decide. Where the product is short the
   // saved pass over h counts, where it is long the heavier epilogue does. H200, fused and separate, ms: K 768,
   // M 32768, N 3072: 0.244 and 0.295; M 2048: 0.020 and 0.023; K 4096, M 32768, N 16384: 6.56 and 6.41.
-  if (K > longest_fused) return;
+  if (!may_fuse_gelu(s.device(), K)) return;
   Plan& p = plan_of(s.device(), fused);
   if (p.tuned || !p.possible) return;
   tune(s, fused, p);
@@ -397,6 +400,13 @@ static Cost product(int64_t M, int64_t N, int64_t K, int others) {
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N,
             int64_t K) {
+  const T* const none = nullptr;
+  const bool accumulates = residual == y;  // the product's own, whatever is fused
+  if (!s.device().fuse && (bias || (residual && !accumulates))) {
+    matmul(s, y, x, w, none, accumulates ? residual : none, M, N, K);
+    if (bias) add_bias(s, y, bias, M, N, N);
+    return residual && !accumulates ? add<T>(s, y, y, residual, M * N) : void();
+  }
   if (s.device().mode == Mode::plan) return s.spend(product<T, T>(M, N, K, residual != nullptr));
 #if FSDP_CUDA
   if (s.on_gpu()) {
@@ -409,15 +419,20 @@ void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* res
 
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K) {
+  const T* const none = nullptr;
+  if (!s.device().fuse) {
+    matmul(s, h, x, w, bias, none, M, N, K);
+    return gelu_forward(s, g, h, M * N);
+  }
   if (s.device().mode == Mode::plan) {
-    const bool fused = std::is_same_v<T, bf16> && K <= longest_fused;
+    const bool fused = std::is_same_v<T, bf16> && may_fuse_gelu(s.device(), K);
     s.spend(product<T, T>(M, N, K, fused));
     return fused ? void() : gelu_forward(s, g, h, M * N);
   }
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, bf16>) return gelu_matmul(s, g, h, x, w, bias, M, N, K);
-    matmul(s, h, x, w, bias, static_cast<const T*>(nullptr), M, N, K);
+    matmul(s, h, x, w, bias, none, M, N, K);
     return gelu_forward(s, g, h, M * N);
   }
 #endif

@@ -2,6 +2,7 @@
 #include "lib/ops/ops.h"
 
 #include "cpu/ops.h"
+#include "lib/device/device.h"
 #if FSDP_CUDA
 #include "lib/ops/kernels_elementwise.cuh"
 #include "lib/ops/kernels_norm.cuh"
@@ -85,8 +86,17 @@ void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld) 
 }
 
 template <class T>
+void add(Stream& s, T* y, const T* a, const T* b, int64_t n) {
+  RUN(is_double<T>, moves<T>(3 * n), add, y, a, b, n);
+}
+
+template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
                   const T* beta, int64_t M, int64_t C) {
+  if (delta && !s.device().fuse) {
+    add(s, sum, x, delta, M * C);
+    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C);
+  }
   RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
 }
 template <class T>
@@ -116,6 +126,19 @@ void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F) {
 template <class T>
 void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F) {
   RUN(is_double<T>, moves<T>(6 * M * F), swiglu_backward, dg_g, h_dh, M, F);
+}
+
+template <class T>
+void silu_forward(Stream& s, T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld) {
+  RUN(is_double<T>, moves<T>(3 * M * N), silu_forward, a, h, x, bias, M, N, ld);
+}
+template <class T>
+void silu_backward(Stream& s, T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld) {
+  RUN(is_double<T>, moves<T>(4 * M * N), silu_backward, da_a, dx, h, M, N, ld);
+}
+template <class T>
+void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from) {
+  RUN(is_double<T>, moves<T>(2 * M * N), copy_columns, to, from, M, N, ld_to, ld_from);
 }
 
 template <class T>
@@ -195,10 +218,14 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
                              int64_t);                                                                          \
   template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
   template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                     \
+  template void add(Stream&, T*, const T*, const T*, int64_t);                                                  \
   template void gelu_forward(Stream&, T*, const T*, int64_t);                                                   \
   template void gelu_backward(Stream&, T*, T*, int64_t);                                                        \
   template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                        \
   template void swiglu_backward(Stream&, T*, T*, int64_t, int64_t);                                             \
+  template void silu_forward(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                   \
+  template void silu_backward(Stream&, T*, T*, const T*, int64_t, int64_t, int64_t);                            \
+  template void copy_columns(Stream&, T*, const T*, int64_t, int64_t, int64_t, int64_t);                        \
   template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, double);                                    \
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \

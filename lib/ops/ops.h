@@ -14,17 +14,23 @@ namespace ops {
 // Planned once, before everything else: cuBLASLt's workspace (GPU only).
 void keep_workspace(Device& dev);
 
+// Device::fuse says whether what only adds or maps elements is done by the kernel of the operation before it, or by a
+// kernel of its own, which reads and writes the tensor once more: a product's bias, residual and GELU, and the sum in
+// front of a norm. Apart, a sum in bf16 is rounded once more. (The model knows two more: the residual's gradient is
+// added by the backward of the norm, or of the product, beside it.)
+
 // ---- matmul (lib/ops/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its
 // inputs with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of
 // those that give the same bits as the library's first choice (so timing noise never changes a result). A shape that
-// was never tuned uses the first choice. allow_tf32 concerns float only and is off unless set.
+// was never tuned, or on a device with tune_matmuls off, uses the first choice. allow_tf32 concerns float only and is
+// off unless set.
 void set_allow_tf32(bool on);
 
 // y (M,N) = x (M,K) w (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal y).
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
 // h (M,N) = x (M,K) w (N,K)^T + bias (N), g (M,N) = gelu(h): one call, so that the GPU can fuse it (bf16, tuned, short
-// K) where that gives the same h and a g that differs by rounding alone.
+// K) where that is faster, and gives the same h and a g that differs by rounding alone.
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K);
 // dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.
@@ -42,6 +48,10 @@ void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int
 // x (M,N), rows of ld numbers, += bias (N), where it is not a product's whole output.
 template <class T>
 void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
+
+// y (n) = a (n) + b (n); y may equal either.
+template <class T>
+void add(Stream& s, T* y, const T* a, const T* b, int64_t n);
 
 // ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without; eps 1e-5.
 enum class Norm { layer, rms };
@@ -76,6 +86,16 @@ template <class T>
 void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F);
 template <class T>
 void swiglu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F);
+
+// SiLU (Hendrycks & Gimpel 2016) of N columns of x, rows of ld numbers: h (M,N) = x + bias (N), a (M,N) = silu(h).
+// Backward: da_a (M,N) comes as da and leaves as a; dx, N columns of rows of ld numbers, is written.
+template <class T>
+void silu_forward(Stream& s, T* a, T* h, const T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
+template <class T>
+void silu_backward(Stream& s, T* da_a, T* dx, const T* h, int64_t M, int64_t N, int64_t ld);
+// N columns of `from`, rows of ld_from numbers, to N columns of `to`, rows of ld_to.
+template <class T>
+void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int64_t ld_from);
 
 // ---- positions
 // RoPE (Su et al. 2021), half-split pairs (i, i + D/2), in place on `heads` consecutive heads of D at the start of each

@@ -78,6 +78,7 @@ const std::vector<Spec> specs = flat({
   {"nsa-selected", "N", &Options::nsa_selected, from(1, 4096), "blocks each query selects: the first, its own, the one before it, and the top-scoring of the rest"},
   {"nsa-window", "N", &Options::nsa_window, from(1, 1 << 24), "keys in the sliding window"},
   {"nsa-phi", "NAME", &Options::nsa_phi, one_of(names_of(phi_names)), "what turns a block into a compressed key"},
+  {"nsa-gate", "NAME", &Options::nsa_gate, one_of(names_of(nsa_gate_names)), "what makes the branches' gates of the block's input: a matrix, or an MLP of two layers with SiLU"},
 }},
 {"Batch", {
   {"batch", "N", &Options::batch, from(1, 1 << 20), "sequences per rank and micro-batch", "the preset's"},
@@ -95,8 +96,9 @@ const std::vector<Spec> specs = flat({
   {"weight-decay", "X", &Options::weight_decay, from(0, 10), "AdamW's weight decay, on matrices only"},
   {"clip", "X", &Options::clip, from(0, 1e9), "maximum global gradient norm; 0: no clipping"},
   {"steps", "N", &Options::steps, at_least(1), "length of the schedule", "200 on a GPU, 32 on a CPU"},
-  {"stop-after", "STEPS", &Options::stop_after, at_least(1), "stop early; the schedule keeps its length", "at the end of the schedule"},
+  {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export the initial weights", "at the end of the schedule"},
   {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens; sets the length of the schedule unless --steps does", "no limit"},
+  {"epochs", "X", &Options::epochs, above(0, 1e6), "stop after this many passes over the data, in whole steps; sets the length of the schedule unless --steps does", "no limit"},
   {"minutes", "X", &Options::minutes, above(0, 1e6), "stop after this many minutes", "no limit"},
   {"seed", "N", &Options::seed, at_least(0), "seed of the initial weights and of the data order"},
 }},
@@ -145,6 +147,8 @@ const std::vector<Spec> specs = flat({
 }},
 {"Machine", {
   {"graph", "0|1", &Options::graph, from(0, 1), "1: from the third step on, run each step as one CUDA graph, collectives included"},
+  {"fuse", "0|1", &Options::fuse, from(0, 1), "1: biases, residuals, GELU and the sums at norms are part of the kernel beside them; 0: each is a kernel of its own (to see what that costs)"},
+  {"tune-matmul", "0|1", &Options::tune_matmul, from(0, 1), "on a GPU, 1: before step 1, time cuBLASLt's algorithms for each product and keep the fastest; 0: take its first choice, and leave GELU apart"},
   {"device", "NAME", &Options::device, one_of({"auto", "cpu", "gpu"}), "what the ranks compute on"},
 }},
 {"Output", {
@@ -161,7 +165,7 @@ const std::vector<Spec> specs = flat({
   {"gpu", "NAME", &Options::gpu, one_of(chip_words()), "with --plan: estimate the time of a step on this chip", "the GPU here, else h200"},
   {"show-schedule", "", &Options::show_schedule, flag, "print what a step gathers, uses, releases and reduces, in order"},
   {"show-params", "", &Options::show_params, flag, "print the table of parameters"},
-  {"hardware", "", &Options::hardware, flag, "print the machine's hardware as JSON"},
+  {"hardware", "", &Options::hardware, flag, "print the machine's hardware and the versions of its libraries as JSON"},
   {"version", "", &Options::version, flag, "print commit, CUDA, NCCL and MPI"},
 }}});
 // clang-format on
@@ -397,7 +401,12 @@ void check_combinations(const Options& o) {
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
     REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
                  option);
+  REQUIRE_USER(o.stop_after != 0 || (!o.profile && o.trace.empty()),
+               "--stop-after 0 takes no step, so there is nothing for --profile or --trace");
   REQUIRE_USER(o.trace.empty() || o.plan || !instead, "--trace needs a step: a run, or --plan");
+  REQUIRE_USER(o.tokens == 0 || o.epochs == 0, "--tokens and --epochs both say when to stop; drop one");
+  REQUIRE_USER(o.stop_after != 0 || o.save.empty(),
+               "--stop-after 0 takes no step, so there is nothing for --save; --export writes the initial weights");
   REQUIRE_USER(o.resume != "latest" || !o.save.empty(), "--resume latest needs --save DIR, whose latest step it is");
   REQUIRE_USER(o.graph == 0 || !o.comm_timing, "--graph 1: a graph cannot be timed from outside; drop --comm-timing");
   REQUIRE_USER(o.graph == 0 || o.gather != "mpi", "--graph 1: a CUDA graph cannot hold MPI calls; drop --gather mpi");

@@ -23,7 +23,7 @@ struct Options {
   int64_t nsa_block = nsa_defaults.block, nsa_stride = nsa_defaults.stride,
           nsa_select_block = nsa_defaults.select_block;
   int64_t nsa_selected = nsa_defaults.selected, nsa_window = nsa_defaults.window;
-  std::string nsa_phi = "mean";
+  std::string nsa_phi = "mean", nsa_gate = "linear";
   // Batch.
   int64_t batch = 0;         // sequences a rank and micro-batch
   int64_t global_batch = 0;  // sequences in all a step; 0: batch * ranks * grad_accum
@@ -31,11 +31,12 @@ struct Options {
   // Optimizer and schedule.
   double lr = 3e-4, min_lr_ratio = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1, clip = 1.0;
   std::string clip_norm = "2";
-  int64_t warmup = -1;     // steps; -1: a tenth of the steps, 100 at most
-  int64_t steps = 0;       // the schedule's length; 0: chosen by the machine
-  int64_t stop_after = 0;  // end after this many steps without changing the schedule
-  int64_t tokens = 0;      // end after this many tokens; sets the schedule where --steps does not
-  double minutes = 0;      // end after this much time
+  int64_t warmup = -1;      // steps; -1: a tenth of the steps, 100 at most
+  int64_t steps = 0;        // the schedule's length; 0: chosen by the machine
+  int64_t stop_after = -1;  // end after this many steps without changing the schedule; -1: at its end
+  int64_t tokens = 0;       // end after this many tokens; sets the schedule where --steps does not
+  double epochs = 0;        // the same for passes over the data
+  double minutes = 0;       // end after this much time
   int64_t val_every = 0, val_batches = 4;
   uint64_t seed = 0;
   // Data.
@@ -72,7 +73,7 @@ struct Options {
   int64_t keep_attention = 0;
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
-  int64_t graph = 0;
+  int64_t graph = 0, fuse = 1, tune_matmul = 1;
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events

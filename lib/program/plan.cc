@@ -57,6 +57,7 @@ Elsewhere elsewhere(Run* r, int ranks, bool engines) {
 }  // namespace
 
 std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r) {
+  dev.fuse = r.o.fuse == 1, dev.tune_matmuls = r.o.tune_matmul == 1;
   std::vector<Issued> issued;
   with_types(r, [&](auto t, auto g) { issued = dry_run<decltype(t), decltype(g)>(dev, world, transport, r); });
   return issued;
@@ -74,8 +75,15 @@ Price price(Run r, const World& world, const Chip& chip) {
   Estimate estimate(chip, r.o.graph == 1);
   Device dev(Backend::gpu, Device::plan_only);
   plan_step(r, world, &dev, &estimate);
-  const double tokens = double(r.tokens_per_step()) / world.size, bytes = double(dev.mem.arena_bytes());
-  return {bytes, estimate.step(), tokens / estimate.step(), estimate.text(tokens, tokens * flops_per_token(r.model))};
+  const double tokens = double(r.tokens_per_step()) / world.size, seconds = estimate.step();
+  const double bytes = double(dev.mem.arena_bytes());
+  const MemoryReport memory = dev.mem.report();
+  return {bytes,
+          seconds,
+          tokens / seconds,
+          double(memory.init_total),
+          double(memory.before_step_total),
+          estimate.text(tokens, tokens * flops_per_token(r.model))};
 }
 Price price(Run r, int ranks, const Chip& chip) {
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;
@@ -245,7 +253,9 @@ void write_planned_trace(const Run& r, int ranks, const std::string& command) {
 std::string hardware_text() {
   const int gpus = gpu_count();
   const Device dev(gpus > 0 ? Backend::gpu : Backend::cpu, 0);
-  return hardware_json(dev, gpus).dump() + "\n";
+  nlohmann::json all = hardware_json(dev, gpus);
+  all["versions"] = versions_json();
+  return all.dump() + "\n";
 }
 
 // The first of the variables that is set.

@@ -14,12 +14,14 @@
 #include "lib/program/trace.h"
 
 // Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak, and dev.estimate, where
-// there is one, the time of a step that follows another. Returns what a step issues.
+// there is one, the time of a step that follows another; and dev.fuse and dev.tune_matmuls are the run's, for the steps
+// that follow. Returns what a step issues.
 std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r);
 
 // Memory and time of a step, by a dry run.
 struct Price {
-  double bytes, seconds, tokens_per_sec;  // of a GPU
+  double bytes, seconds, tokens_per_sec;  // of a GPU; bytes: the peak
+  double init_bytes, before_step_bytes;   // once the weights are there; when a step begins
   std::string text;                       // Estimate's table
 };
 Price price(Run r, const World& world, const Chip& chip);

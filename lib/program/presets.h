@@ -19,6 +19,7 @@ struct Named {
 constexpr Named<Arch> arch_names[] = {
     {"simple", Arch::simple}, {"rope", Arch::rope}, {"llama", Arch::llama}, {"mlp", Arch::mlp}};
 constexpr Named<Phi> phi_names[] = {{"mean", Phi::mean}, {"linear", Phi::linear}, {"mlp", Phi::mlp}};
+constexpr Named<NsaGate> nsa_gate_names[] = {{"linear", NsaGate::linear}, {"mlp", NsaGate::mlp}};
 constexpr Named<Recompute> recompute_names[] = {{"none", Recompute::none},
                                                 {"mlp", Recompute::mlp},
                                                 {"attn", Recompute::attn},

@@ -43,7 +43,8 @@ void end_child_on_signals() {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) std::signal(signal, end_child_and_exit);
 }
 
-std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s) {
+std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s,
+                const std::function<void()>& meanwhile) {
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
@@ -54,11 +55,13 @@ std::string run(const std::vector<std::string>& command, const std::string& outp
   running = child;
   const auto start = std::chrono::steady_clock::now();
   int status = 0, signals = 0;
+  double called = 0;
   while (waitpid(child, &status, WNOHANG) == 0) {
     const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     // mpirun ends its ranks on SIGTERM; what ignores that is killed.
     if (signals == 0 && s > double(timeout_s)) kill(-child, SIGTERM), signals = 1;
     if (signals == 1 && s > double(timeout_s) + 15) kill(-child, SIGKILL), signals = 2;
+    if (meanwhile && s > called + 0.5) called = s, meanwhile();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   running = 0;

@@ -6,13 +6,16 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 // Runs a command, found in PATH, with its standard output and error in the file `output` and nothing to read. Returns
 // "" if it exited with 0, else what went wrong: "timed out after 900 s", "exit status 2", "killed by signal 9". After
-// the timeout the command and its children get SIGTERM, 15 seconds later SIGKILL.
-std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s);
+// the timeout the command and its children get SIGTERM, 15 seconds later SIGKILL. meanwhile, where there is one, is
+// called every half second.
+std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s,
+                const std::function<void()>& meanwhile = {});
 
 // From here on SIGINT, SIGTERM and SIGHUP end the running child, with its children, and then this process.
 void end_child_on_signals();

@@ -17,21 +17,63 @@ using ll = long long;
 
 std::string commit() { return FSDP_COMMIT; }
 
-std::string versions() {
-  std::string cuda = "none (CPU backend alone)";
+namespace {
+
+// As the libraries count theirs: CUDA 13000 is 13.0, cuBLASLt 130200 is 13.2.0. Empty: there is none.
 #if FSDP_CUDA
-  const size_t lt = cublasLtGetVersion();
-  cuda = strf("%d.%d, cuBLASLt %zu.%zu.%zu", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, lt / 10000,
-              lt / 100 % 100, lt % 100);
+std::string cuda_version(int v) { return strf("%d.%d", v / 1000, v % 1000 / 10); }
 #endif
+std::string runtime_version() {
+#if FSDP_CUDA
+  return cuda_version(CUDART_VERSION);
+#else
+  return "";
+#endif
+}
+std::string cublas_version() {
+#if FSDP_CUDA
+  const size_t v = cublasLtGetVersion();
+  return strf("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
+#else
+  return "";
+#endif
+}
+// The newest that the driver can do.
+std::string driver_version() {
+#if FSDP_CUDA
+  int v = 0;
+  if (cudaDriverGetVersion(&v) == cudaSuccess && v > 0) return cuda_version(v);
+#endif
+  return "";
+}
+
+}  // namespace
+
+std::string versions() {
+  const std::string cuda =
+      FSDP_CUDA ? runtime_version() + ", cuBLASLt " + cublas_version() : "none (CPU backend alone)";
   return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", commit().c_str(), cuda.c_str(), nccl_version().c_str(),
               mpi_version().c_str());
+}
+
+json versions_json() {
+  auto or_null = [](const std::string& version) {
+    return version.empty() || version == "none" ? json() : json(version);
+  };
+  return {{"cuda", or_null(runtime_version())},
+          {"cuda_driver", or_null(driver_version())},
+          {"cublas", or_null(cublas_version())},
+          {"nccl", or_null(nccl_version())},
+          {"mpi", or_null(mpi_version())}};
 }
 
 int cores() { return int(std::max(1u, std::thread::hardware_concurrency())); }
 
 json hardware_json(const Device& dev, int gpus) {
-  return {{"gpus", gpus}, {"cpus", cores()}, {"name", dev.name}, {"memory_bytes", dev.total_bytes}};
+  return {{"gpus", gpus},
+          {"name", dev.name},
+          {"memory_bytes", dev.total_bytes},
+          {"host", {{"cores", cores()}, {"cpu", cpu_name()}}}};
 }
 
 std::string memory_table(const MemoryReport& m, int world_size) {
@@ -97,10 +139,14 @@ std::string choices_text(const Run& r, Transport transport) {
                                                                         : "gathers are local casts";
   text += ", into " +
           (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
-  return text + strf("; %s; moments in %s; %s; weights initialized %s; %s\n",
+  return text + strf("; %s; moments in %s; %s; weights initialized %s; %s; %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
                      f.unsharded_init ? "unsharded, then sharded" : "sharded",
+                     r.o.fuse ? "epilogues are fused" : "epilogues are kernels of their own",
+                     r.backend == Backend::cpu ? "products by BLAS"
+                     : r.o.tune_matmul         ? "products by the fastest of cuBLASLt's algorithms"
+                                               : "products by cuBLASLt's first choice",
                      r.o.graph ? "a step is one CUDA graph" : "kernels are launched one by one");
 }
 
@@ -154,7 +200,7 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
   return {{"command", command},
           {"timestamp", now_iso8601()},
           {"commit", commit()},
-          {"versions", versions()},
+          {"versions", versions_json()},
           {"config", config},
           {"hardware", h},
           {"estimated_ms", estimated_ms < 0 ? json() : json(estimated_ms)},

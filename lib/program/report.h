@@ -15,6 +15,9 @@
 
 std::string commit();    // of the source tree that was built
 std::string versions();  // of it, CUDA, NCCL and MPI, a line each
+// The same as an object, and the newest CUDA that the driver can do; null: this build or this machine has none.
+nlohmann::json versions_json();
+// gpus: that are used, or that are here.
 nlohmann::json hardware_json(const Device& dev, int gpus);
 int cores();  // of this machine
 

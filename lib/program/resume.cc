@@ -30,11 +30,11 @@ void take_up(const json& state, Options* o) {
   const json& was = state.at("options");
   std::vector<std::string> names = carried;
   auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
-  also({"nsa-phi", "seed", "val-batches"});
+  also({"nsa-phi", "nsa-gate", "seed", "val-batches"});
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
   if (!o->gives("batch") && !o->gives("global-batch") && !o->gives("grad-accum")) also({"global-batch", "grad-accum"});
-  if (!o->gives("tokens")) also({"steps"});
+  if (!o->gives("tokens") && !o->gives("epochs")) also({"steps"});
   take_over(was, names, o);
 }
 

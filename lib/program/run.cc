@@ -1,6 +1,7 @@
 #include "lib/program/run.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #include "nlohmann/json.hpp"
@@ -138,6 +139,7 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
                m.attends() ? "dense attention" : "no attention");
   m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
   m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window, m.nsa.phi = value_of(phi_names, o.nsa_phi);
+  m.nsa_gate = value_of(nsa_gate_names, o.nsa_gate);
   m.diagnostics = o.nsa_stats;
   m.recompute = value_of(recompute_names, o.recompute), m.keep_attention = o.keep_attention == 1;
   return m;
@@ -173,12 +175,12 @@ void check_frozen(const ModelConfig& m, const std::string& freeze) {
                "--freeze %s: nothing is left to train; drop a name", freeze.c_str());
 }
 
-void resolve_schedule(const Options& o, Run* r) {
-  const int64_t for_tokens = (o.tokens + r->tokens_per_step() - 1) / r->tokens_per_step();
-  r->steps = o.steps ? o.steps : o.tokens ? for_tokens : r->backend == Backend::gpu ? 200 : 32;
+// limit: steps that --tokens or --epochs leaves; 0: neither is given.
+void resolve_schedule(const Options& o, int64_t limit, Run* r) {
+  r->steps = o.steps ? o.steps : limit ? limit : r->backend == Backend::gpu ? 200 : 32;
   r->last_step = r->steps;
-  if (o.tokens) r->last_step = std::min(r->last_step, for_tokens);
-  if (o.stop_after) r->last_step = std::min(r->last_step, o.stop_after);
+  if (limit) r->last_step = std::min(r->last_step, limit);
+  if (o.stop_after >= 0) r->last_step = std::min(r->last_step, o.stop_after);
   r->warmup = o.warmup >= 0 ? o.warmup : std::min<int64_t>(100, r->steps / 10);
 }
 
@@ -207,8 +209,22 @@ Run resolve(const Options& o, int world_size, int gpus) {
   resolve_batch(o, p, world_size, &r);
   check_config(r.model, r.batch, r.backend, r.dtype);
   check_frozen(r.model, o.freeze);
-  resolve_schedule(o, &r);
+  REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
+               o.epochs);
+  resolve_schedule(o, (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step(), &r);
   return r;
+}
+
+void limit_epochs(int64_t sequences, Run* r) {
+  const double steps = r->o.epochs * double(sequences) / double(r->global_batch);
+  if (steps == 0) return;
+  const int64_t whole = int64_t(std::floor(steps * (1 + 1e-12)));  // 0.1 is not quite a tenth
+  REQUIRE_USER(
+      whole > 0,
+      "--epochs %g of the data are %.3g sequences, fewer than the %lld of a step; use more epochs or a smaller "
+      "global batch",
+      r->o.epochs, r->o.epochs * double(sequences), ll(r->global_batch));
+  resolve_schedule(r->o, whole, r);
 }
 
 void check_gathers(const Run& r, Transport transport, bool one_host) {

@@ -30,6 +30,10 @@ struct Run {
 // gpus: those that this process can use.
 Run resolve(const Options& o, int world_size, int gpus);
 
+// With --epochs the schedule follows from the data, which is opened when the rest is resolved: the whole steps in that
+// many passes over so many sequences. Without, nothing changes. Throws UsageError if there is no whole step.
+void limit_epochs(int64_t sequences, Run* r);
+
 // Refuses sizes that do not fit together, or not what the kernels can do.
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
 

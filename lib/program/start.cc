@@ -42,7 +42,6 @@ void agree_on_run(Options o, int gpus, Job* job) {
   try {
     take_up(job->saved.state, &o);
     r = resolve(o, world.size, gpus);
-    compare(job->saved.state, &r);
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
     if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
@@ -50,6 +49,8 @@ void agree_on_run(Options o, int gpus, Job* job) {
     if (o.val_every > 0)
       job->val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, Split::validation)
                              : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, Split::all);
+    limit_epochs(Sampler{job->data.get(), r.model.seq, o.seed}.windows(), &r);
+    compare(job->saved.state, &r);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<UsageError>(error);
   require_same(strf("%s, %s, %lld tokens", r.backend == Backend::gpu ? "GPU" : "CPU", job->data->description.c_str(),

@@ -1,0 +1,57 @@
+// Runs a sweep: each row in fresh processes, ./train under mpirun and PyTorch under its own launcher, so that no memory
+// is left over from the row before and a row that fails costs only itself. What is read is the JSON that they write.
+//
+//   SweepRun run;
+//   run.sweep = &find_sweep("depth"), run.hardware = ask_hardware();
+//   return run_sweep(run);
+//
+// Rows go into one file, a JSON object a line, in the order of the sweep; the file is whole after every row. A row has
+// what made it: command, environment, commit, hardware, versions, date, and the times and losses of all steps.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+#include "lib/program/sweeps.h"
+
+enum class Peers { off, on };
+enum class Begin { anew, where_it_stopped };
+
+struct SweepRun {
+  const Sweep* sweep = nullptr;
+  SweepMachine machine;
+  nlohmann::json hardware;  // see ask_hardware
+  std::string path;         // of the rows
+  Words extra;              // options of ./train for every row; they win
+  std::set<int64_t> only;   // numbers of rows, from 1; none: all. The other rows of the file stay as they are
+  Begin begin = Begin::anew;
+  Peers peers = Peers::off;
+  int64_t rounds = 1;           // how often each row runs, one after another
+  int64_t steps = 0;            // of each row, less its warm-up; 0: the row's, 30, or 24 where one takes a second
+  int64_t first = 0, last = 0;  // the steps that count, from 1 behind the warm-up; 0: the row's, 5 to 24
+  double warm_seconds = 0;      // steps before the first, so that the chip's clocks have settled
+  int64_t timeout_s = 900;      // of a row
+};
+
+// What this machine has, by a process of its own: asking a GPU takes some of its memory. Throws UsageError without
+// ./train.
+nlohmann::json ask_hardware();
+
+// Runs what is to be run and prints progress and the table. Returns the exit status: 1 if no row is good. Throws
+// UsageError for a file that is not a sweep's, rows that are not there, or extra options that every row refuses.
+int run_sweep(const SweepRun& run);
+
+// What would run, a command a line; nothing is.
+void print_commands(const SweepRun& run);
+
+// Minutes that a sweep takes, by the plan; negative where nothing is known of the machine.
+double planned_minutes(const SweepRun& run);
+
+// Runs a command with `ranks` ranks under mpirun, its output in a file. Returns "" or what went wrong, in the ranks'
+// own words if they said it. environment: NAME=VALUE.
+std::string run_ranks(int64_t ranks, const Words& environment, const Words& command, const std::string& output,
+                      int64_t timeout_s);
