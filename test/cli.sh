@@ -321,6 +321,24 @@ verdict "the log of a run" "${wrong#; }"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --batch 1 --steps 4 --val-every 2 --val-batches 64 --comm-timing --log "$dir/timed.jsonl"
 sed -n 's/.*"exposed_gather_ms":\([^,]*\),"exposed_reduce_ms":\([^,]*\),.*"step_ms":\([^,]*\),.*/\1 \2 \3/p' "$dir/timed.jsonl" >"$dir/times"
 verdict "a step's exposed communication is its own" "$(awk '$1 + $2 <= $3 { n++ } END { exit !(NR == 4 && n == NR) }' "$dir/times" || echo "not below the step's time: $(xargs <"$dir/times")")"
+# A trace of two ranks by marks, and of a plan; a file that is none is left alone.
+mpi -np 2 ./train "${small[@]}" --profile --trace "$dir/trace.json" --log "$dir/profile.jsonl"
+wrong=""
+for word in '"source":"marks"' '"command":"mpirun -np 2' '"step":2' '"name":"all_gather"' '"unit":"block.0"' \
+  '"name":"reduce_scatter"' '"name":"MLP, backward"' '"name":"waiting for communication"'; do
+  grep -q "$word" "$dir/trace.json" || wrong="$wrong; no $word in the trace"
+done
+grep -q '"profile_ms"' "$dir/profile.jsonl" || wrong="$wrong; no profile in the log"
+[ "$(grep -c '"ended":"20' "$dir/profile.jsonl")" = 1 ] || wrong="$wrong; not one step says when it ended"
+verdict "the trace of a run" "${wrong#; }"
+good "the trace of a plan" "MiB" --plan --world 2 --preset m7c --trace "$dir/trace.json"
+verdict "a plan's trace replaces a run's" "$(grep -q '"source":"plan"' "$dir/trace.json" || echo "it does not")"
+echo "{}" >"$dir/foreign.json"
+bad "a trace over a file of the user's" "--trace $dir/foreign.json|not a trace" --trace "$dir/foreign.json"
+judge_plan "a plan's trace over a file of the user's" "not a trace" --trace "$dir/foreign.json"
+judge_plan "a trace of a plan for a CPU" "--device cpu" --device cpu --trace "$dir/trace.json"
+verdict "a file of the user's is as it was" "$([ "$(cat "$dir/foreign.json")" = "{}" ] || echo "it is not")"
+bad "a trace that is the log" "--trace|--log" --log "$dir/new" --trace "$dir/new"
 bad "diagnostics of dense attention" "--nsa-stats|dense" --attn dense --nsa-stats --log "$dir/stats.jsonl"
 # Two blocks, each of which makes 7 calls a micro-batch forward and 6 backward.
 good "diagnostics of a run" "step" "${small[@]}" --grad-accum 2 --nsa-stats --log "$dir/stats.jsonl"

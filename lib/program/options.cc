@@ -401,6 +401,8 @@ void check_combinations(const Options& o) {
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
     REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
                  option);
+  REQUIRE_USER(o.stop_after != 0 || (!o.profile && o.trace.empty()),
+               "--stop-after 0 takes no step, so there is nothing for --profile or --trace");
   REQUIRE_USER(o.trace.empty() || o.plan || !instead, "--trace needs a step: a run, or --plan");
   REQUIRE_USER(o.tokens == 0 || o.epochs == 0, "--tokens and --epochs both say when to stop; drop one");
   REQUIRE_USER(o.stop_after != 0 || o.save.empty(),

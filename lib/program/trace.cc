@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
@@ -181,12 +182,11 @@ void write_events(Writer* to, const Trace& t) {
 void check_trace(const std::string& path) {
   const mode_t kind = files::kind_of(path);
   REQUIRE_USER(kind == 0 || kind == S_IFREG, "--trace %s: not a regular file; choose another", path.c_str());
-  if (kind == S_IFREG) {
-    const std::string line = first_line_of(path);
-    REQUIRE_USER(line.empty() || is_trace(line),
+  std::error_code none;
+  if (kind == S_IFREG && !std::filesystem::is_empty(path, none))
+    REQUIRE_USER(is_trace(first_line_of(path)),
                  "--trace %s: not a trace of a step, so it is not overwritten; remove it or choose another file",
                  path.c_str());
-  }
   try {
     files::remove(files::create_unique(start_of_trace(path))->path);
   } catch (const Error& e) { throw UsageError(strf("--trace: %s", e.what())); }
