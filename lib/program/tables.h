@@ -68,22 +68,27 @@ struct Table {
 // column of labels.
 std::string training_table(const std::vector<nlohmann::json>& rows, const Table& table);
 
-// ------------------------------------------------------------------------------------------- the tables of the
-// documents
+// Rows that are not of training: a table for each kind.
+std::string plain_table(const std::vector<nlohmann::json>& rows);
+
+// ---------------------------------------------------------------------------------------- the tables of the documents
 
 const std::vector<Table>& tables();
 const Table& find_table(const std::string& name);  // throws UsageError, which names those that sound like it
 
 // The table and, below it, what made it: command, machine, commits, dates, and the file's name as a link. Files that
-// are not there are left out and named, with the command that makes them.
-std::string render(const Table& table, const std::string& results_dir);
+// are not there are left out and named, with the command that makes them. links: what a link to a file begins with.
+std::string render(const Table& table, const std::string& results_dir, const std::string& links = "results/");
 
-// One figure in the text, as a table would show it. words: FILE ROW WHO KEY, as "depth-2gpu 4 ours step_ms"; WHO is
-// theirs, PyTorch or ours; a row's name may have spaces. "-" where the file is not there. Throws UsageError.
+// One figure as a table would show it. who: ours, PyTorch, PyTorch-VARIANT, theirs, or ratio (ours over PyTorch's).
+// Throws UsageError.
+std::string figure_text(const std::vector<nlohmann::json>& rows, const std::string& row, const std::string& who,
+                        const std::string& key);
+// The same, of a file. words: FILE ROW WHO KEY, as "depth-2gpu 4 ours step_ms"; a row's name may have spaces. "-" where
+// the file is not there.
 std::string figure(const std::string& words, const std::string& results_dir);
 
-// ------------------------------------------------------------------------------------------- for summaries and
-// pictures
+// ------------------------------------------------------------------------------------------ for summaries and pictures
 
 // Repetitions in one, the median of each figure; "rounds" holds every round's result. In the order of the rows.
 std::vector<nlohmann::json> merged_rounds(const std::vector<nlohmann::json>& rows);
