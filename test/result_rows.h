@@ -45,7 +45,7 @@ inline nlohmann::json result_row(int number, const std::string& depth, const std
           {"number", number},
           {"row", depth},
           {"who", who},
-          {"labels", {{"depth", depth}}},
+          {"labels", nlohmann::json::array({nlohmann::json::array({"depth", depth})})},
           {"ranks", 2},
           {"hardware", {{"name", "NVIDIA H200"}, {"gpus", 2}}},
           {"commit", "abc1234"},

@@ -118,8 +118,7 @@ std::string text_of(const json& result, const Figure& f) {
   return *f.in_words ? string_of(result, f.in_words) : string_of(result, f.key);
 }
 
-// The report's GPUs have 80 GiB, of which the libraries take some.
-constexpr double report_gpu_mib = 80 * 1024;
+// The libraries take some of it.
 const char dagger[] = "†";
 bool above_the_report(const json& result) {
   return has_number(result, "peak_mib") && result["peak_mib"].get<double>() + mib(int64_t(reserve())) > report_gpu_mib;

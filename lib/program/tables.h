@@ -90,6 +90,8 @@ std::string figure(const std::string& words, const std::string& results_dir);
 
 // ------------------------------------------------------------------------------------------ for summaries and pictures
 
+constexpr double report_gpu_mib = 80 * 1024;  // the memory of the reports' A100s
+
 // Repetitions in one, the median of each figure; "rounds" holds every round's result. In the order of the rows.
 std::vector<nlohmann::json> merged_rounds(const std::vector<nlohmann::json>& rows);
 // A word for an error: OOM, OOM bwd, badshape, timeout, else failed.
