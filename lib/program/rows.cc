@@ -59,9 +59,14 @@ bool is_words(const std::string& cell) {
   return cell.rfind("x ", 0) != 0 && std::any_of(cell.begin(), cell.end(), is_letter);
 }
 
+// As it is seen: a character of UTF-8 is one byte and others that continue it.
+size_t width_of(const std::string& cell) {
+  return size_t(std::count_if(cell.begin(), cell.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+}
+
 }  // namespace
 
-std::string markdown(std::vector<Words> rows) {
+std::string markdown(std::vector<Words> rows, const std::vector<Align>& align) {
   const size_t columns = rows[0].size();
   std::vector<size_t> width(columns, 0);
   std::vector<bool> words(columns, false);
@@ -69,15 +74,17 @@ std::string markdown(std::vector<Words> rows) {
     ASSERT(rows[r].size() == columns);
     for (size_t i = 0; i < columns; ++i) {
       std::replace(rows[r][i].begin(), rows[r][i].end(), '|', '/');  // would end the cell
-      width[i] = std::max(width[i], rows[r][i].size());
+      width[i] = std::max(width[i], width_of(rows[r][i]));
       if (r > 0 && is_words(rows[r][i])) words[i] = true;
     }
   }
+  for (size_t i = 0; i < std::min(columns, align.size()); ++i)
+    if (align[i] != Align::by_content) words[i] = align[i] == Align::left;
   std::string text;
   for (size_t r = 0; r < rows.size(); ++r) {
     std::string line = "|", rule = "|";
     for (size_t i = 0; i < columns; ++i) {
-      const std::string space(width[i] - rows[r][i].size(), ' ');
+      const std::string space(width[i] - width_of(rows[r][i]), ' ');
       line += " " + (words[i] ? rows[r][i] + space : space + rows[r][i]) + " |";
       rule += " " + std::string(width[i] - !words[i], '-') + (words[i] ? " |" : ": |");
     }

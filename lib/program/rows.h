@@ -31,6 +31,8 @@ double median(std::vector<double> values);  // -1 of none
 // {"ms": median, "ms_min": ..., "ms_max": ...}; at least one value.
 nlohmann::json spread(const std::string& name, const std::vector<double>& values);
 
-// A Markdown table, one line a row, each ending in a newline; rows[0] is the header, all rows are equally long. Columns
-// of words are aligned to the left, those of figures to the right.
-std::string markdown(std::vector<Words> rows);
+enum class Align { by_content, left, right };  // by_content: words to the left, figures to the right
+
+// A Markdown table, one line a row, each ending in a newline; rows[0] is the header, all rows are equally long. align:
+// of the columns from the first; those behind its end go by content.
+std::string markdown(std::vector<Words> rows, const std::vector<Align>& align = {});

@@ -1,0 +1,197 @@
+// lib/program/tables.h: from rows of results to Markdown, figure by figure.
+#include <string>
+#include <vector>
+
+#include "lib/program/tables.h"
+#include "test/result_rows.h"
+
+using nlohmann::json;
+
+namespace {
+
+constexpr Whose theirs = Whose::theirs, pytorch = Whose::pytorch, ours = Whose::ours, ratio = Whose::ratio;
+
+Table companion(std::vector<Column> columns) {
+  Table t = {"depth", {"depth-2gpu"}};
+  t.columns = std::move(columns);
+  return t;
+}
+// Without the spaces and dashes that make columns equally wide.
+std::string squeezed(const std::string& text) {
+  std::string out;
+  for (char c : text)
+    if (out.empty() || c != out.back() || (c != ' ' && c != '-')) out += c;
+  return out;
+}
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+TEST_CASE("a companion table has theirs, PyTorch's and ours in a line", "[tables]") {
+  const Table t = companion({{theirs, "peak_mib"},
+                             {theirs, "step_ms"},
+                             {pytorch, "peak_mib"},
+                             {pytorch, "step_ms"},
+                             {ours, "peak_mib"},
+                             {ours, "planned_peak_mib"},
+                             {ours, "step_ms"},
+                             {ours, "mfu"},
+                             {ratio, "step_ms"}});
+  std::vector<json> rows = depth_rows();
+  rows.erase(rows.begin());  // the planned one, on 8 GPUs
+  CHECK(squeezed(training_table(rows, t))
+            .rfind("| depth | theirs, 2 x A100 SXM: peak MiB | theirs: step ms | PyTorch: peak MiB | PyTorch: step ms "
+                   "| ours: peak MiB | ours: planned peak MiB | ours: step ms | ours: MFU | ours / PyTorch: step ms | "
+                   "note |\n"
+                   "| -: | -: | -: | -: | -: | -: | -: | -: | -: | -: | - |\n"
+                   "| 4 | 14,550 | 1,119 | 12,823 | 375.5 | 11,078 | 11,078 | 350.3 | 52.1 % | 0.93 | |\n"
+                   "| 32 | OOM bwd | - | OOM | - | 91,204 † | - | 2,521.6 | - | - "
+                   "| PyTorch: tried to allocate 2.00 GiB |\n"
+                   "\n† more than fits in the 80 GiB of the report's GPUs, of which CUDA, cuBLAS and NCCL take ",
+                   0) == 0);
+}
+
+TEST_CASE("what is planned says so, and numbers of GPUs stand where they differ", "[tables]") {
+  const std::string text =
+      training_table(depth_rows(), companion({{ours, "peak_mib"}, {ours, "step_ms"}, {ratio, "step_ms"}}));
+  CHECK(has(text, "| depth | GPUs | ours: peak MiB"));
+  CHECK(has(text, "|    64 |    8 |       *61,000* |     *5,100.5* |"));
+  CHECK(has(text, "*planned*"));
+  CHECK(!has(text, "needs 8 GPUs"));  // a table without PyTorch has nothing to say of it
+  CHECK(has(training_table(depth_rows(), companion({{pytorch, "step_ms"}})), "*planned*; PyTorch: needs 8 GPUs"));
+}
+
+TEST_CASE("a measured row stands before a planned one, whichever file has it", "[tables]") {
+  json planned = result_row(1, "4", "fsdp.cu", 111, 1), measured = result_row(1, "4", "fsdp.cu", 350.25, 2);
+  planned["planned"] = true;
+  for (const auto& rows : {std::vector<json>{planned, measured}, std::vector<json>{measured, planned}}) {
+    const std::vector<json> one = merged_rounds(rows);
+    REQUIRE(one.size() == 1);
+    CHECK(one[0]["result"]["step_ms"] == 350.25);
+  }
+}
+
+TEST_CASE("several numbers of GPUs side by side", "[tables]") {
+  std::vector<json> rows = depth_rows();
+  json one = result_row(1, "4", "fsdp.cu", 340.5, 20000);
+  one["ranks"] = 1;
+  rows.push_back(one);
+  Table t = companion({{theirs, "step_ms"}, {ours, "step_ms"}});
+  t.layout = Layout::side_by_side, t.rows = {"4"};
+  CHECK(training_table(rows, t) ==
+        "| depth | theirs, 2 x A100 SXM: step ms | ours, 1 GPU: step ms | ours, 2 GPUs: step ms |\n"
+        "| ----: | ----------------------------: | -------------------: | --------------------: |\n"
+        "|     4 |                         1,119 |                340.5 |                 350.3 |\n");
+}
+
+TEST_CASE("rounds are shown by their median, and each where it is asked for", "[tables]") {
+  std::vector<json> rows;
+  for (int round = 1; round <= 3; round++) {
+    rows.push_back(result_row(1, "4", "fsdp.cu", 300 + 10.5 * round, 11078));
+    if (round > 1) rows.back()["round"] = round;
+  }
+  const std::vector<json> one = merged_rounds(rows);
+  REQUIRE(one.size() == 1);
+  CHECK(one[0]["result"]["step_ms"] == 321);
+  CHECK(one[0]["result"]["step_ms_min"] == 309.5);
+  CHECK(one[0]["result"]["step_ms_max"] == 333.5);
+  CHECK(training_table(rows, companion({{ours, "step_ms", "", Column::each}, {ours, "step_ms"}})) ==
+        "| depth |       ours: step ms | ours: step ms |\n"
+        "| ----: | ------------------: | ------------: |\n"
+        "|     4 | 310.5 / 321 / 331.5 |           321 |\n");
+  rows[1].erase("result"), rows[1]["error"] = "timed out after 900 s";
+  CHECK(merged_rounds(rows)[0]["result"]["step_ms"] == 321);  // of the two that are left, 310.5 and 331.5
+  CHECK(has(training_table(rows, companion({{ours, "step_ms"}})), "round 2: timeout"));
+}
+
+TEST_CASE("of PyTorch's variants the fastest stands in a column that names none", "[tables]") {
+  json flex = result_row(1, "4", "PyTorch", 400.5, 1), sdpa = result_row(1, "4", "PyTorch", 375.5, 2);
+  flex["variant"] = "flex", sdpa["variant"] = "sdpa";
+  const std::vector<json> rows = {flex, sdpa, result_row(1, "4", "fsdp.cu", 350.25, 3)};
+  const std::string text =
+      training_table(rows, companion({{pytorch, "step_ms"}, {pytorch, "step_ms", "flex"}, {ratio, "step_ms"}}));
+  CHECK(has(text, "| PyTorch: step ms | PyTorch flex: step ms |"));
+  CHECK(has(text, "375.5 (sdpa) |"));
+  CHECK(has(text, " 400.5 |"));
+  CHECK(has(text, " 0.93 |"));
+}
+
+TEST_CASE("what ends a sweep has a line a row and who", "[tables]") {
+  const std::string text = sweep_table(depth_rows());
+  CHECK(has(text, "| depth | GPUs | who                  | peak MiB | planned peak MiB |"));
+  CHECK(has(text, "|     4 |    2 | theirs, 2 x A100 SXM |   14,550 |                - |"));
+  CHECK(has(text, "|    32 |    2 | PyTorch              |      OOM |"));
+  CHECK(has(text, "2,521.6 (2,520.6-2,523.6) |"));
+  CHECK(!has(text, "tokens/s, "));
+  CHECK(!has(text, "NCCL's share"));  // no row has it
+}
+
+TEST_CASE("rows that are not of training have the columns of their kind", "[tables]") {
+  const auto layer = [](const char* kernel, double ms) {
+    return json{{"attention", {{"B", 1}, {"T", 8192}, {"H", 32}, {"HKV", 8}, {"D", 128}}},
+                {"kernel", kernel},
+                {"result", {{"forward_ms", ms}, {"forward_backward_ms", 3 * ms}, {"planned_peak_mib", 100.4}}}};
+  };
+  CHECK(squeezed(sweep_table({layer("nsa", 1.3161), layer("dense", 0.7841)})) ==
+        "| tokens | heads | NSA: forward ms | NSA: forward + backward ms | NSA: planned MiB | dense: forward ms "
+        "| dense: forward + backward ms | dense: planned MiB |\n"
+        "| -: | -: | -: | -: | -: | -: | -: | -: |\n"
+        "| 8,192 | 32/8 | 1.32 | 3.95 | 100 | 0.784 | 2.35 | 100 |\n");
+  const json collective = {
+      {"collective", "all_gather"},
+      {"by", "NCCL"},
+      {"mib", 336},
+      {"ranks", 2},
+      {"result", {{"ms", 0.842}, {"of_link", 0.7}, {"product_ms", 1.0}, {"product_beside_ms", 1.66}}}};
+  CHECK(has(sweep_table({collective}), "| all_gather | NCCL |    2 | 336 | 0.842 |"));
+  CHECK(has(sweep_table({collective}), "x 1.66 |"));
+}
+
+TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
+  const ScratchDirectory dir;
+  const std::vector<json> rows = read_rows({dir.rows("depth-2gpu.jsonl", depth_rows())});
+  REQUIRE(rows.size() == 5);
+  CHECK(rows[0]["number"] == 1);
+  CHECK(rows[4]["number"] == 3);
+  CHECK(usage_error_of([&] { read_rows({dir / "none"}); }) == dir / "none" + " cannot be read");
+  CHECK(usage_error_of([&] { read_rows({dir.file("empty", "")}); }) == dir / "empty" + " is empty");
+  CHECK(usage_error_of([&] { read_rows({dir.file("foreign", "\nhello\n")}); }) ==
+        dir / "foreign" + ", line 2: not a row of ./bench --sweep");
+  CHECK(usage_error_of([&] { read_rows({dir.file("other", "{\"step\": 1}\n")}); }) ==
+        dir / "other" + ", line 1: not a row of ./bench --sweep");
+}
+
+TEST_CASE("errors are told in a word", "[tables]") {
+  CHECK(error_word("OOM bwd") == "OOM bwd");
+  CHECK(error_word("OOM: tried to allocate") == "OOM");
+  CHECK(error_word("torch.OutOfMemoryError: CUDA out of memory") == "OOM");
+  CHECK(error_word("badshape: 768") == "badshape");
+  CHECK(error_word("timed out after 900 s") == "timeout");
+  CHECK(error_word("exit status 1") == "failed");
+}
+
+TEST_CASE("every table of the documents can be made, and says what made it", "[tables]") {
+  const ScratchDirectory dir;
+  for (const Table& t : tables()) {
+    INFO(t.name);
+    const std::string text = render(t, dir.path);
+    CHECK(text.rfind("Not measured yet: `./bench --sweep ", 0) == 0);
+    for (const Column& c : t.columns) CHECK_NOTHROW(training_table(depth_rows(), companion({c})));
+  }
+  dir.rows("depth-2gpu.jsonl", depth_rows());
+  CHECK(has(render(find_table("depth"), dir.path),
+            "\n\n`./bench --sweep depth --peer` on 2 GPUs (NVIDIA H200), commit abc1234, 2026-11-22: "
+            "[depth-2gpu](results/depth-2gpu.jsonl).\n"));
+  CHECK(
+      has(render(find_table("depth-gpus"), dir.path), "\nNot measured yet: `./bench --sweep depth --peer` on 1 GPU; "));
+  CHECK(has(usage_error_of([] { find_table("dept"); }), "there is no table \"dept\"; did you mean depth?"));
+  CHECK(figure("depth-2gpu 4 ours step_ms", dir.path) == "350.3");
+  CHECK(figure("depth-2gpu 32 ours peak_mib", dir.path) == "91,204");
+  CHECK(figure("depth-2gpu 4 ratio step_ms", dir.path) == "0.93");
+  CHECK(figure("depth-2gpu 32 theirs step_ms", dir.path) == "OOM bwd");
+  CHECK(figure("seq-2gpu 4 ours step_ms", dir.path) == "-");
+  CHECK(usage_error_of([&] { figure("depth-2gpu 5 ours step_ms", dir.path); }) ==
+        "figure depth-2gpu 5 ours step_ms: there is no row \"5\"");
+  CHECK(has(usage_error_of([&] { figure("depth-2gpu 4 ours step", dir.path); }), "\"step\" is not known"));
+  CHECK(has(usage_error_of([&] { figure("depth-2gpu 4 step_ms", dir.path); }), "give FILE ROW WHO KEY"));
+}
