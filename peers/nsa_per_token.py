@@ -6,11 +6,11 @@
   torchrun --standalone --nproc_per_node=2 peers/nsa_per_token.py --device cpu --seq 128
 
 The model is ./train's preset m7c (dim 768, 12 heads in 2 groups of 64, bytes, 2048 tokens) of --depth blocks; one by
-default, since a step of one takes minutes. For each query and group the indices of the selected blocks are read back on
-the host, which waits for the device at each; their keys and values are sliced, put together and given to a small
-attention call; autograd keeps a node for each of these. Several readable implementations do so. The other two branches are plain
-PyTorch. Sharded, each block is a unit of FSDP2, gathered in bf16 and resharded after the forward; not sharded, the
-parameters are bf16 themselves.
+default, since a step of one takes minutes. For each query and group the indices of the selected blocks are read back
+on the host, which waits for the device at each; their keys and values are sliced, put together and given to a small
+attention call; autograd keeps a node for each of these. Several readable implementations do so. The other two branches
+are plain PyTorch. Sharded, each block is a unit of FSDP2, gathered in bf16 and resharded after the forward; not
+sharded, the parameters are bf16 themselves.
 
 host_only is the same loop of one layer on CPU tensors whose heads have one value, so that there is next to nothing to
 compute: what the host does when it launches nothing and waits for nothing.
