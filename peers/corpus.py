@@ -36,9 +36,7 @@ SMALL = (
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 WOMEN = "Ada Clara Emmy Grace Hedy Lise Maria Rosa Sofia Vera".split()
 MEN = "Alan Blaise Carl Evariste Felix Henri Isaac Leo Niels Otto".split()
-THINGS = (
-    "lamp box brush map key kettle orange umbrella penny watch ladder egg berry violin button letter"
-).split()
+THINGS = ("lamp box brush map key kettle orange umbrella penny watch ladder egg berry violin button letter").split()
 COLOURS = "red green blue old yellow small heavy silver".split()
 PLACES = "kitchen garden library cellar market station attic harbour".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()

@@ -145,7 +145,6 @@ ATTENTION_OPS = [
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_attention_math",
     )
 ]
 

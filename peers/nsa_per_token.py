@@ -5,12 +5,12 @@
   torchrun --standalone --nproc_per_node=2 peers/nsa_per_token.py                   FSDP2, parameters sharded
   torchrun --standalone --nproc_per_node=2 peers/nsa_per_token.py --device cpu --seq 128
 
-The model is ./train's preset m7c (dim 768, 12 heads in 2 groups of 64, bytes, 2048 tokens) of --depth blocks, by default
-one, since a step of one takes minutes. For each query and group the indices of the selected blocks are read back on the
-host, which waits for the device at each; their keys and values are sliced, put together and given to a small attention
-call; autograd keeps a node for each of these. Several readable implementations do so. The other two branches are plain
-PyTorch. Sharded, each block is a unit of FSDP2, gathered in bf16 and resharded after the forward; not sharded, the
-parameters are bf16 themselves.
+The model is ./train's preset m7c (dim 768, 12 heads in 2 groups of 64, bytes, 2048 tokens) of --depth blocks; one by
+default, since a step of one takes minutes. For each query and group the indices of the selected blocks are read back
+on the host, which waits for the device at each; their keys and values are sliced, put together and given to a small
+attention call; autograd keeps a node for each of these. Several readable implementations do so. The other two branches
+are plain PyTorch. Sharded, each block is a unit of FSDP2, gathered in bf16 and resharded after the forward; not
+sharded, the parameters are bf16 themselves.
 
 host_only is the same loop of one layer on CPU tensors whose heads have one value, so that there is next to nothing to
 compute: what the host does when it launches nothing and waits for nothing.
@@ -187,7 +187,9 @@ class Model(nn.Module):
 def shard(model, mesh, dtype):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False))
+    how = dict(
+        mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+    )
     for block in model.block:
         fully_shard(block, reshard_after_forward=True, **how)
     fully_shard(model, **how)
@@ -252,8 +254,13 @@ def run_step(model, optimizer, tokens, targets, gpu):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     update = watch.lap()
-    return {"forward_s": forward, "backward_s": backward, "optimizer_s": update,
-            "step_s": forward + backward + update, "loss": loss.item()}
+    return {
+        "forward_s": forward,
+        "backward_s": backward,
+        "optimizer_s": update,
+        "step_s": forward + backward + update,
+        "loss": loss.item(),
+    }
 
 
 def host_only(seq):
@@ -332,8 +339,9 @@ def main():
     if a.shard == "full":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29556")
-        dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=world,
-                                **({"device_id": device} if gpu else {}))
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", rank=rank, world_size=world, **({"device_id": device} if gpu else {})
+        )
     model, optimizer = make(a, device, world)
     sampler = Sampler(open_corpus("", VOCAB, a.seq, a.seed), a.seq, a.seed)
 
@@ -352,24 +360,48 @@ def main():
     steps = slowest(steps, world)
     if rank == 0:
         last = steps[-1]
-        print(json.dumps({
-            "ok": True,
-            "who": "PyTorch",
-            "peer": "nsa_per_token",
-            "result": {**last, "tokens_per_sec": a.batch * a.seq * world / last["step_s"],
-                       "gpu_utilization": utilization.mean(),
-                       "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if gpu else None},
-            "steps": steps,
-            "sharded": a.shard == "full",
-            "ranks": world,
-            "config": {**vars(a), "seconds": a.seconds if math.isfinite(a.seconds) else None, "dim": DIM, "heads": HEADS,
-                       "kv_heads": GROUPS, "nsa_block": BLOCK, "nsa_stride": STRIDE, "nsa_select_block": SELECT_BLOCK,
-                       "nsa_selected": SELECTED, "nsa_window": WINDOW},
-            "params": sum(p.numel() for p in model.parameters()),
-            "host_only": host_only(a.seq),
-            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
-            "hardware": {"name": torch.cuda.get_device_name() if gpu else platform.machine(), "gpus": world if gpu else 0},
-        }), flush=True)
+        print(
+            json.dumps(
+                {
+                    "ok": True,
+                    "who": "PyTorch",
+                    "peer": "nsa_per_token",
+                    "result": {
+                        **last,
+                        "tokens_per_sec": a.batch * a.seq * world / last["step_s"],
+                        "gpu_utilization": utilization.mean(),
+                        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if gpu else None,
+                    },
+                    "steps": steps,
+                    "sharded": a.shard == "full",
+                    "ranks": world,
+                    "config": {
+                        **vars(a),
+                        "seconds": a.seconds if math.isfinite(a.seconds) else None,
+                        "dim": DIM,
+                        "heads": HEADS,
+                        "kv_heads": GROUPS,
+                        "nsa_block": BLOCK,
+                        "nsa_stride": STRIDE,
+                        "nsa_select_block": SELECT_BLOCK,
+                        "nsa_selected": SELECTED,
+                        "nsa_window": WINDOW,
+                    },
+                    "params": sum(p.numel() for p in model.parameters()),
+                    "host_only": host_only(a.seq),
+                    "versions": {
+                        "torch": torch.__version__,
+                        "cuda": torch.version.cuda,
+                        "python": platform.python_version(),
+                    },
+                    "hardware": {
+                        "name": torch.cuda.get_device_name() if gpu else platform.machine(),
+                        "gpus": world if gpu else 0,
+                    },
+                }
+            ),
+            flush=True,
+        )
     if a.shard == "full":
         dist.barrier()
         dist.destroy_process_group()

@@ -5,11 +5,11 @@
   torchrun --standalone --nproc_per_node=2 peers/torch_fsdp.py --warm-seconds 20 --rows rows.json
   torchrun --standalone --nproc_per_node=2 peers/torch_fsdp.py --device cpu --compile none --last 20 --log-losses
 
-Options have ./train's names, defaults and meanings; each row begins with ./train's weights and reads ./train's tokens in
-./train's order, so that losses can be compared step by step. Attention is dense. What PyTorch cannot do is refused by
+Options have ./train's names, defaults and meanings; each row begins with ./train's weights and reads its tokens in its
+order, so that losses can be compared step by step. Attention is dense. What PyTorch cannot do is refused by
 name: {"ok": false, "error": ...}. rows.json: [{"tag": "...", "args": ["--dim", "4096", ...]}, ...], run one after
 another in one process group, with options of the command line before their own. A row that is refused is skipped; after
-an out-of-memory or any other error all ranks leave at once, and whoever called starts again with the rows that are left.
+an out-of-memory or any other error all ranks leave at once, and the caller starts again with the rows that are left.
 
 A row: the model is made; steps are run until --warm-seconds have passed since the first one ended; then --last steps
 are timed with events and without a synchronisation, of which those from --first on count. The schedule counts all.
@@ -25,7 +25,11 @@ gathered from the embedding to the head; --wrap auto with --parallel fsdp1 is si
 import os
 
 # NVLink multicast stays off, as in fsdp.cu (lib/comm/world.cc says why): set before NCCL or torch start.
-for _name, _value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+for _name, _value in (
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+    ("NVSHMEM_DISABLE_NVLS", "1"),
+):
     os.environ[_name] = _value
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -140,7 +144,11 @@ def make_parser():
     add("--device", choices=["auto", "cpu", "gpu"], default="auto")
     g = p.add_argument_group("PyTorch's own")
     add = g.add_argument
-    add("--parallel", choices=["fsdp2", "fsdp1", "ddp", "none"], help="default: by --shard; none: one process, no wrapper")
+    add(
+        "--parallel",
+        choices=["fsdp2", "fsdp1", "ddp", "none"],
+        help="default: by --shard; none: one process, no wrapper",
+    )
     add("--attn", choices=["sdpa", "flex"], default="sdpa")
     add("--sdpa-backend", choices=["auto", "flash", "cudnn"], default="auto")
     add("--gqa", choices=["native", "repeat"], help="default: native; repeat for fp32, whose kernels know no groups")
@@ -188,10 +196,14 @@ def resolve_model(a, gpu):
             setattr(a, name, preset[name])
         refuse_if(name != "arch" and getattr(a, name) < 1, f"--{name.replace('_', '-')}: must be at least 1")
     refuse_if(a.arch != "mlp" and a.dim % a.heads, f"--dim {a.dim} is not divisible by --heads {a.heads}")
-    refuse_if(a.arch != "mlp" and a.heads % a.kv_heads, f"--heads {a.heads} is not divisible by --kv-heads {a.kv_heads}")
+    refuse_if(
+        a.arch != "mlp" and a.heads % a.kv_heads, f"--heads {a.heads} is not divisible by --kv-heads {a.kv_heads}"
+    )
     names = [p.name for p in parameter_table(a)]
     for start in filter(None, a.freeze.split(",")):
-        refuse_if(not any(n.startswith(start) for n in names), f"--freeze {start}: no parameter's name starts with that")
+        refuse_if(
+            not any(n.startswith(start) for n in names), f"--freeze {start}: no parameter's name starts with that"
+        )
     refuse_if(all(is_frozen(a, n) for n in names), f"--freeze {a.freeze}: nothing is left to train")
 
 
@@ -203,32 +215,48 @@ def resolve_parallel(a, world):
     a.shard = a.shard or ("none" if plain else "full")
     kind, _, ranks = a.shard.partition(":")
     refuse_if(kind not in ("full", "grad", "none", "hybrid"), f"--shard {a.shard}: choose full, grad, none or hybrid:K")
-    refuse_if(plain and a.shard != "none", f"--parallel {a.parallel} shards nothing; --shard {a.shard} needs fsdp2 or fsdp1")
+    refuse_if(
+        plain and a.shard != "none", f"--parallel {a.parallel} shards nothing; --shard {a.shard} needs fsdp2 or fsdp1"
+    )
     refuse_if(a.parallel == "none" and world > 1, "--parallel none is for one process")
     refuse_if(a.parallel == "fsdp1" and a.shard == "none", "--parallel fsdp1 --shard none: use --parallel ddp or fsdp2")
-    refuse_if(kind == "hybrid" and (not ranks.isdigit() or int(ranks) == 0 or world % int(ranks)),
-              f"--shard {a.shard}: K must be a number of ranks that divides {world}")
+    refuse_if(
+        kind == "hybrid" and (not ranks.isdigit() or int(ranks) == 0 or world % int(ranks)),
+        f"--shard {a.shard}: K must be a number of ranks that divides {world}",
+    )
     a.shard_ranks = int(ranks) if kind == "hybrid" else 1 if a.shard == "none" else world
     refuse_if(plain and a.meta_init == 1, f"--meta-init 1: --parallel {a.parallel} has the full model on every rank")
-    a.meta_init = (0 if plain else 1) if a.meta_init is None else a.meta_init
+    torn = a.parallel == "fsdp1" and a.tie_embeddings  # FSDP1 makes each module's parameters anew
+    refuse_if(torn and a.meta_init == 1, "--meta-init 1: FSDP1 cannot make tied embeddings from the meta device")
+    a.meta_init = (0 if plain or torn else 1) if a.meta_init is None else a.meta_init
 
 
 def resolve_numbers(a, gpu):
     plain = a.parallel in ("ddp", "none")
-    refuse_if(a.autocast and a.param_dtype == "bf16", "--autocast bf16 gathers parameters in fp32; drop --param-dtype bf16")
+    refuse_if(
+        a.autocast and a.param_dtype == "bf16", "--autocast bf16 gathers parameters in fp32; drop --param-dtype bf16"
+    )
     if a.param_dtype is None:
         a.param_dtype = "fp32" if a.autocast or not gpu else "bf16"
-    refuse_if(plain and a.param_dtype == "bf16",
-              f"--parallel {a.parallel} has no bf16 copy of fp32 parameters; use --autocast bf16, --param-dtype fp32 or fsdp2")
+    refuse_if(
+        plain and a.param_dtype == "bf16",
+        f"--parallel {a.parallel} has no bf16 copy of fp32 parameters; use --autocast bf16, --param-dtype fp32, fsdp2",
+    )
     refuse_if(a.parallel == "none" and a.reduce_dtype, "--reduce-dtype: --parallel none reduces nothing")
     a.reduce_dtype = a.reduce_dtype or a.param_dtype
-    refuse_if(a.moments == "bf16", "--moments bf16: torch.optim.AdamW keeps its moments in the type of the parameters, fp32")
+    refuse_if(
+        a.moments == "bf16", "--moments bf16: torch.optim.AdamW keeps its moments in the type of the parameters, fp32"
+    )
     if a.gqa is None:
         a.gqa = "native" if a.param_dtype == "bf16" or a.autocast else "repeat"
-    refuse_if(a.optimizer_in_backward and a.clip > 0,
-              "--optimizer-in-backward 1 needs --clip 0: the global norm is known only after the last reduction")
-    refuse_if(a.optimizer_in_backward and a.parallel not in ("fsdp2", "none"),
-              f"--optimizer-in-backward 1: --parallel {a.parallel} has no hook behind a gradient's reduction; use fsdp2")
+    refuse_if(
+        a.optimizer_in_backward and a.clip > 0,
+        "--optimizer-in-backward 1 needs --clip 0: the global norm is known only after the last reduction",
+    )
+    refuse_if(
+        a.optimizer_in_backward and a.parallel not in ("fsdp2", "none"),
+        f"--optimizer-in-backward 1: --parallel {a.parallel} has no hook behind a gradient's reduction; use fsdp2",
+    )
 
 
 def resolve_units(a, world):
@@ -237,15 +265,23 @@ def resolve_units(a, world):
         given = getattr(a, name) is not None
         refuse_if(plain and given, f"--{name.replace('_', '-')}: --parallel {a.parallel} has no units to gather")
     refuse_if(plain and a.backward_prefetch != "pre", f"--backward-prefetch: --parallel {a.parallel} gathers nothing")
-    refuse_if(a.limit_all_gathers and a.parallel != "fsdp1",
-              "--limit-all-gathers: FSDP2 has no such switch, it frees memory by stream order; use --parallel fsdp1")
-    refuse_if(a.parallel == "fsdp2" and a.backward_prefetch != "pre",
-              f"--backward-prefetch {a.backward_prefetch}: FSDP2 always gathers before a gradient is computed; use fsdp1")
-    refuse_if(a.wrap != "auto" and (a.wrap_min_params is not None or a.bucket_mb is not None),
-              "--wrap-min-params and --bucket-mb need --wrap auto")
+    refuse_if(
+        a.limit_all_gathers and a.parallel != "fsdp1",
+        "--limit-all-gathers: FSDP2 has no such switch, it frees memory by stream order; use --parallel fsdp1",
+    )
+    refuse_if(
+        a.parallel == "fsdp2" and a.backward_prefetch != "pre",
+        f"--backward-prefetch {a.backward_prefetch}: FSDP2 always gathers before a gradient is computed; use fsdp1",
+    )
+    refuse_if(
+        a.wrap != "auto" and (a.wrap_min_params is not None or a.bucket_mb is not None),
+        "--wrap-min-params and --bucket-mb need --wrap auto",
+    )
     refuse_if(a.parallel == "fsdp1" and a.bucket_mb, "--bucket-mb: FSDP1's auto-wrap knows no upper limit")
     keeps = a.shard in ("grad", "none")
-    refuse_if(keeps and a.reshard_after_forward == 1, f"--shard {a.shard} keeps parameters; drop --reshard-after-forward 1")
+    refuse_if(
+        keeps and a.reshard_after_forward == 1, f"--shard {a.shard} keeps parameters; drop --reshard-after-forward 1"
+    )
     if not plain:
         a.wrap = a.wrap or "block"
         if a.wrap == "auto":
@@ -260,10 +296,14 @@ def resolve_units(a, world):
         refuse_if(a.tie_embeddings and a.wrap != "single", "--tie-embeddings: FSDP1 needs --wrap single for it")
         refuse_if(a.device == "cpu" and a.reduce_dtype == "bf16", "--reduce-dtype bf16: FSDP1 on a CPU reduces in fp32")
     refuse_if(a.replicate_below and a.parallel != "fsdp2", "--replicate-below needs --parallel fsdp2")
-    refuse_if(a.replicate_below and a.grad_accum > 1 and a.accum_sync == "every",
-              "--replicate-below: what FSDP2 ignores is reduced once a step here; use --accum-sync last")
-    refuse_if(a.replicate_below and a.optimizer_in_backward,
-              "--optimizer-in-backward 1: what FSDP2 ignores (--replicate-below) is reduced behind the backward")
+    refuse_if(
+        a.replicate_below and a.grad_accum > 1 and a.accum_sync == "every",
+        "--replicate-below: what FSDP2 ignores is reduced once a step here; use --accum-sync last",
+    )
+    refuse_if(
+        a.replicate_below and a.optimizer_in_backward,
+        "--optimizer-in-backward 1: what FSDP2 ignores (--replicate-below) is reduced behind the backward",
+    )
 
 
 def check_memory(a):
@@ -271,10 +311,14 @@ def check_memory(a):
     refuse_if(not attends and a.recompute == "attn", "--recompute attn: architecture mlp has no attention")
     refuse_if(not attends and a.attn != "sdpa", f"--attn {a.attn}: architecture mlp has no attention")
     refuse_if(not attends and a.keep_attention, "--keep-attention 1: architecture mlp has no attention")
-    refuse_if(a.keep_attention and a.recompute not in ("attn", "both", "block"),
-              "--keep-attention 1 needs --recompute attn, both or block")
-    refuse_if(a.keep_attention and a.attn == "flex",
-              "--keep-attention 1: selective checkpointing is set up here for scaled_dot_product_attention; use --attn sdpa")
+    refuse_if(
+        a.keep_attention and a.recompute not in ("attn", "both", "block"),
+        "--keep-attention 1 needs --recompute attn, both or block",
+    )
+    refuse_if(
+        a.keep_attention and a.attn == "flex",
+        "--keep-attention 1: selective checkpointing is set up here for scaled_dot_product_attention; use --attn sdpa",
+    )
     refuse_if(a.attn == "flex" and a.device == "cpu", "--attn flex needs a GPU")
     refuse_if(a.attn == "flex" and a.sdpa_backend != "auto", "--sdpa-backend is for --attn sdpa")
 
@@ -429,8 +473,10 @@ def build_fsdp2(a, world):
         how["ignored_params"] = set(replicated)
     ignored = {id(p) for p in replicated}
     groups = [g for g in units(a, model) if any(id(p) not in ignored for m in g for p in m.parameters())]
-    refuse_if(a.wrap == "auto" and a.recompute == "block" and any(len(g) > 1 for g in groups),
-              "--recompute block: FSDP2 cannot recompute a part of the modules that --wrap auto puts together; use both")
+    refuse_if(
+        a.wrap == "auto" and a.recompute == "block" and any(len(g) > 1 for g in groups),
+        "--recompute block: FSDP2 cannot recompute a part of the modules that --wrap auto puts together; use both",
+    )
     for g in groups:
         reshard = bool(a.reshard_after_forward) and model.head not in g
         fully_shard(g if len(g) > 1 else g[0], reshard_after_forward=reshard, **how)
@@ -488,8 +534,9 @@ def build_fsdp1(a, world):
     mesh, zero3 = None, bool(a.reshard_after_forward)
     strategy = ShardingStrategy.FULL_SHARD if zero3 else ShardingStrategy.SHARD_GRAD_OP
     if a.shard_ranks < world.size:
-        mesh = init_device_mesh(world.device.type, (world.size // a.shard_ranks, a.shard_ranks),
-                                mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            world.device.type, (world.size // a.shard_ranks, a.shard_ranks), mesh_dim_names=("replicate", "shard")
+        )
         strategy = ShardingStrategy.HYBRID_SHARD if zero3 else ShardingStrategy._HYBRID_SHARD_ZERO2
     dtype = DTYPES[a.param_dtype] if a.param_dtype != "fp32" else None
     when = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
@@ -497,8 +544,12 @@ def build_fsdp1(a, world):
         model,
         auto_wrap_policy=fsdp1_policy(a, model),
         sharding_strategy=strategy,
-        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=DTYPES[a.reduce_dtype], cast_forward_inputs=False,
-                                       cast_root_forward_inputs=False),
+        mixed_precision=MixedPrecision(
+            param_dtype=dtype,
+            reduce_dtype=DTYPES[a.reduce_dtype],
+            cast_forward_inputs=False,
+            cast_root_forward_inputs=False,
+        ),
         param_init_fn=make if a.meta_init else None,
         backward_prefetch=when[a.backward_prefetch],
         forward_prefetch=a.forward_prefetch > 0,
@@ -519,7 +570,9 @@ def build_plain(a, world):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(model, device_ids=[world.device] if world.gpu else None, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        model, device_ids=[world.device] if world.gpu else None, gradient_as_bucket_view=True
+    )
     if a.reduce_dtype == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     return model
@@ -544,7 +597,9 @@ def parameter_groups(a, model):
         if p.requires_grad:
             decay = len(shapes[our_name(name)]) > 1
             groups.setdefault((decay, is_sharded(p)), []).append(p)
-    return [{"params": params, "weight_decay": a.weight_decay if decay else 0.0} for (decay, _), params in groups.items()]
+    return [
+        {"params": params, "weight_decay": a.weight_decay if decay else 0.0} for (decay, _), params in groups.items()
+    ]
 
 
 def make_optimizers(a, model, world, may_step):
@@ -627,8 +682,11 @@ class Training:
         return self.loss_of(logits, targets)
 
     def backward(self, loss, last):
-        """And, where nothing comes between, the optimizer. Dynamo must not trace the hooks of FSDP in the backward, which
-        it would do on a CPU alone, where the backward has no thread of its own."""
+        """And, where nothing comes between, the optimizer.
+
+        Dynamo must not trace the hooks of FSDP in the backward. It would do so on a CPU alone, where the backward has
+        no thread of its own.
+        """
         torch._dynamo.disable(loss.backward)()
         if last and self.a.clip == 0 and not self.ignored and not self.a.optimizer_in_backward:
             self.optimizers[0].step()
@@ -784,8 +842,12 @@ def speeds(a, world, ms):
     def mfu(flops):
         return flops * tokens_per_sec / (peak * 1e12 * world.size) if peak and flops else None
 
-    return {"tokens_per_sec": tokens_per_sec, "mfu": mfu(causal), "mfu_full": mfu(full),
-            "mfu_simple_pytorch": mfu(flops_simple_pytorch(a))}
+    return {
+        "tokens_per_sec": tokens_per_sec,
+        "mfu": mfu(causal),
+        "mfu_full": mfu(full),
+        "mfu_simple_pytorch": mfu(flops_simple_pytorch(a)),
+    }
 
 
 def versions():
@@ -858,8 +920,10 @@ def measure(a, world):
         "first_step_unix": first_step_unix,
         "args": {k: v for k, v in vars(a).items() if k not in ("tag", "rows", "shard_ranks")},
         "versions": versions(),
-        "hardware": {"name": torch.cuda.get_device_name() if world.gpu else platform.processor() or platform.machine(),
-                     "gpus": world.size if world.gpu else 0},
+        "hardware": {
+            "name": torch.cuda.get_device_name() if world.gpu else platform.processor() or platform.machine(),
+            "gpus": world.size if world.gpu else 0,
+        },
         "ranks": world.size,
         "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "params": params,
