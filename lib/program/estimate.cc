@@ -10,7 +10,7 @@
 
 namespace {
 
-// What of a datasheet's figures an H200 reaches. NOTES.md, "What a step costs, before it runs", says how each is known.
+// What of a datasheet's figures an H200 reaches. results/README.md says how each is known.
 constexpr double of_bandwidth = 0.75;                     // a kernel that streams; a copy reaches 0.85
 constexpr double ring_of_link = 0.7, pair_of_link = 0.6;  // NCCL's rings; a ring of two
 constexpr double engine_of_link = 0.83;                   // gathers by copy engines
