@@ -1,13 +1,14 @@
 #include "lib/program/sweep_run.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include <sys/stat.h>
@@ -15,6 +16,7 @@
 
 #include "build/version.h"
 #include "lib/device/error.h"
+#include "lib/device/nvml.h"
 #include "lib/program/format.h"
 #include "lib/program/process.h"
 #include "lib/program/sweep_plan.h"
@@ -24,8 +26,6 @@ using nlohmann::json;
 using ll = long long;
 
 namespace {
-
-double unix_now() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 const char ours[] = "fsdp.cu", theirs[] = "PyTorch";
 
@@ -168,7 +168,7 @@ Words train_words(const SweepRun& run, const Task& t) {
   words.insert(words.end(), t.row.options.begin(), t.row.options.end());
   set_options(run.sweep->measured, &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
-  if (t.row.steps == 0) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
+  if (t.row.steps == 0 || run.steps) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
   set_options({"--log", file_of(run, t.number, ".jsonl")}, &words);
   return words;
 }
@@ -269,6 +269,30 @@ json row_of(const SweepRun& run, const Task& t, const char* who, const std::stri
   return j;
 }
 
+// What the GPUs did from one moment to another, in seconds since 1970.
+void add_gpu_summary(const GpuSampler& gpus, double from, double to, json* result) {
+  const std::optional<GpuSummary> seen = gpus.summary(from, to);
+  if (!seen) return;
+  const auto add = [&](const char* key, double value) {
+    if (!std::isnan(value)) (*result)[key] = value;
+  };
+  add("gpu_utilization", seen->utilization), add("clock_mhz", seen->clock_mhz), add("power_w", seen->power_w);
+}
+GpuSampler sampler_of(int64_t ranks) {
+  return {load_nvml(), visible_gpus(std::getenv("CUDA_VISIBLE_DEVICES"), int(ranks))};
+}
+
+// "2026-11-22T09:10:19.123Z" in seconds since 1970; NaN: it is none.
+double unix_of(const std::string& iso) {
+  std::tm t = {};
+  double seconds = 0;
+  const int n = std::sscanf(iso.c_str(), "%d-%d-%dT%d:%d:%lfZ", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour,
+                            &t.tm_min, &seconds);
+  if (n != 6) return std::nan("");
+  t.tm_year -= 1900, t.tm_mon -= 1;
+  return double(timegm(&t)) + seconds;
+}
+
 // The step lines of a log: the window's medians, every step's time and loss.
 json read_steps(const std::vector<json>& log, int64_t first, int64_t last, json* row) {
   std::vector<double> ms, rate, mfu, gather, reduce;
@@ -340,7 +364,8 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   }
   const std::string log = file_of(run, t.number, ".jsonl"), output = file_of(run, t.number, ".log");
   std::remove(log.c_str());
-  const double launched = unix_now();
+  const GpuSampler gpus = sampler_of(t.ranks);
+  const double launched = unix_seconds();
   std::string error = run_ranks(t.ranks, environment_of(t.row), train_words(run, t), output, run.timeout_s);
   const std::vector<json> lines = read_json_lines(log);
   json header = json::object(), profile = json::object();
@@ -367,9 +392,14 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   if (header.contains("estimated_ms")) r["estimated_ms"] = header["estimated_ms"];
   for (const char* key : {"nccl_share", "clock_mhz", "power_w"})
     if (profile.contains(key)) r[key] = profile[key];
-  for (const json& j : lines)
-    if (j.value("step", 0) == 1 && j.contains("ended_unix"))
-      r["first_step_s"] = j["ended_unix"].get<double>() - launched;
+  double from = std::nan(""), to = std::nan("");
+  for (const json& j : lines) {
+    const int64_t step = j.value("step", int64_t(0));
+    if (j.contains("ended")) r["first_step_s"] = unix_of(j["ended"]) - launched;
+    if (step == first) from = unix_of(j.value("timestamp", ""));
+    if (step > 0 && (last == 0 || step <= last)) to = unix_of(j.value("timestamp", ""));
+  }
+  add_gpu_summary(gpus, from, to, &r);
   add_mfu_by_others(row["config"], &r);
   return row;
 }
@@ -391,7 +421,7 @@ struct PeerTask {
 };
 
 json peer_row(const SweepRun& run, const PeerTask& p, int64_t round, const json& said, const std::string& error,
-              double launched) {
+              double launched, const GpuSampler& gpus) {
   json row = row_of(run, *p.task, theirs, p.peer->variant, round);
   row["command"] = peer_command(run, *p.task, *p.peer);
   for (const char* key : {"steps_ms", "losses", "versions", "hardware", "args", "graph_breaks"})
@@ -405,6 +435,8 @@ json peer_row(const SweepRun& run, const PeerTask& p, int64_t round, const json&
   row["result"] = said["result"];
   if (launched > 0 && said.contains("first_step_unix"))
     row["result"]["first_step_s"] = said["first_step_unix"].get<double>() - launched;
+  const json window = said.value("window_unix", json());
+  if (window.is_array() && window.size() == 2) add_gpu_summary(gpus, window[0], window[1], &row["result"]);
   return row;
 }
 
@@ -416,8 +448,8 @@ std::map<std::string, json> said_in(const std::string& output) {
   return said;
 }
 
-// The rows of one world and environment in one process, which compiles a shape once. It ends where a row fails; those
-// behind it run in another.
+// The rows of one world and environment in one process, which compiles a shape once. Where it ends in the middle of
+// them, those behind run in another.
 void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t round, ResultFile* file) {
   const std::string rows = file_of(run, 0, "-peers.json"), output = file_of(run, 0, "-peers.log");
   while (!left.empty()) {
@@ -432,33 +464,29 @@ void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t round, R
     command.insert(command.end(), {"--rows", rows});
 
     size_t done = 0;
-    const double launched = unix_now();
+    const GpuSampler gpus = sampler_of(t.ranks);
+    const double launched = unix_seconds();
     const auto keep = [&](const json& said, const std::string& error) {
       const PeerTask& p = left[done];
-      const json row = peer_row(run, p, round, said, error, done == 0 ? launched : 0);
+      const json row = peer_row(run, p, round, said, error, done == 0 ? launched : 0, gpus);
       file->put(row);
       std::printf("%s %lld, %s, PyTorch: %s\n", run.sweep->name, ll(p.task->number), p.tag().c_str(),
                   outcome_of(row).c_str());
       std::fflush(stdout);
       done++;
     };
-    const auto read_good_ones = [&] {
-      const std::map<std::string, json> said = said_in(output);
-      for (; done < left.size();) {
+    const auto read_lines = [&] {
+      for (const std::map<std::string, json> said = said_in(output); done < left.size();) {
         const auto found = said.find(left[done].tag());
-        if (found == said.end() || !found->second.value("ok", false)) break;
+        if (found == said.end()) break;
         keep(found->second, "");
       }
     };
-    const std::string failed = ::run(command, output, run.timeout_s * int64_t(left.size()), read_good_ones);
-    read_good_ones();
-    if (done < left.size()) {  // this one has failed
-      const std::map<std::string, json> said = said_in(output);
-      const auto found = said.find(left[done].tag());
+    const std::string failed = ::run(command, output, run.timeout_s * int64_t(left.size()), read_lines);
+    read_lines();
+    if (done < left.size()) {  // it has ended in this one
       const std::string line = error_line(output);
-      keep(found == said.end() ? json::object() : found->second, !line.empty()     ? line
-                                                                 : !failed.empty() ? failed
-                                                                                   : "no result; see " + output);
+      keep(json::object(), !line.empty() ? line : !failed.empty() ? failed : "no result; see " + output);
     }
     left.erase(left.begin(), left.begin() + long(done));
   }
@@ -498,14 +526,45 @@ void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_t round
   }
 }
 
-void run_all_peers(const SweepRun& run, const std::vector<Task>& tasks, int64_t round, ResultFile* file) {
+// A program of its own beside a row: one run, one JSON line.
+void run_script(const SweepRun& run, const Task& t, const Peer& peer, int64_t round, ResultFile* file) {
+  Words command = {"python3"};
+  if (t.ranks > 1)
+    command = words_of("python3 -m torch.distributed.run --standalone --nproc_per_node=" + std::to_string(t.ranks));
+  command.push_back(peer.script);
+  command.insert(command.end(), peer.options.begin(), peer.options.end());
+  const std::string output = file_of(run, t.number, "-script.log");
+  const GpuSampler gpus = sampler_of(t.ranks);
+  const double launched = unix_seconds();
+  const std::string failed = ::run(command, output, run.timeout_s);
+  json row = row_of(run, t, theirs, peer.variant, round);
+  row["command"] = join(command), row["error"] = failed.empty() ? "no result; see " + output : failed;
+  if (!failed.empty() && !error_line(output).empty()) row["error"] = error_line(output);
+  for (const json& j : read_json_lines(output)) {
+    if (!j.value("ok", false)) continue;
+    row.erase("error");
+    row.update({{"result", j["result"]}, {"args", j["config"]}, {"versions", j["versions"]}});
+    row["result"]["step_ms"] = 1e3 * j["result"]["step_s"].get<double>();
+    add_gpu_summary(gpus, launched, unix_seconds(), &row["result"]);
+  }
+  file->put(row);
+  std::printf("%s %lld, %s, PyTorch: %s\n", run.sweep->name, ll(t.number), t.row.name.c_str(), outcome_of(row).c_str());
+}
+
+void run_all_peers(const SweepRun& run, std::vector<Task> tasks, int64_t round, ResultFile* file) {
   std::map<std::string, std::vector<PeerTask>> groups;
-  for (const Task& t : tasks) {
-    if (!runs(t)) continue;
+  for (Task& t : tasks) {
+    if (!runs(t) && !t.row.no_counterpart) continue;
+    // As many steps, and as long a warm-up, as the epochs gave ours: only a corpus that is open knows.
+    const json* mine = t.row.steps < 0 ? file->find(row_of(run, t, ours, "", round)) : nullptr;
+    if (mine && mine->contains("config"))
+      t.steps = t.last = (*mine)["config"]["steps"], t.plan.config["warmup"] = (*mine)["config"]["warmup"];
     for (const Peer& peer : t.row.peers) {
       const json* there =
           run.begin == Begin::where_it_stopped ? file->find(row_of(run, t, theirs, peer.variant, round)) : nullptr;
-      if (!there) groups[std::to_string(t.ranks) + prefix(t.row)].push_back({&t, &peer});
+      if (there) continue;
+      if (!peer.script.empty()) run_script(run, t, peer, round, file);
+      else groups[std::to_string(t.ranks) + prefix(t.row)].push_back({&t, &peer});
     }
   }
   for (auto& group : groups) run_peers(run, std::move(group.second), round, file);
@@ -563,6 +622,9 @@ void print_commands(const SweepRun& run) {
   for (const Task& t : tasks_of(run)) {
     if (t.row.no_counterpart) {
       std::printf("%lld %s: %s\n", ll(t.number), t.row.name.c_str(), t.row.note.c_str());
+      if (run.peers == Peers::on)
+        for (const Peer& peer : t.row.peers)
+          std::printf("  PyTorch: %s %s\n", peer.script.c_str(), join(peer.options).c_str());
       continue;
     }
     const std::string command =

@@ -488,6 +488,17 @@ Rows nsa_fsdp(const SweepMachine& m) {
   if (m.gpu) add("ours, a graph", "wrap each block, no checkpointing, --graph 1", "--graph 1", nullptr);
   add("ours, batch 16", "wrap each block, no checkpointing, 16 sequences a GPU",
       m.gpu ? "--batch 16 --grad-accum 1" : "--batch 4 --grad-accum 1", nullptr);
+  // Where their minutes went: attention that is a loop over tokens, with and without sharding.
+  for (int64_t ranks : m.ranks > 1 ? Values{1, m.ranks} : Values{1}) {
+    const char* const name = ranks == 1 ? "a loop over tokens, not sharded" : "a loop over tokens, FSDP2";
+    SweepRow r{name, {{"phase", "-"}, {"configuration", std::string(name) + ", one block of twelve"}}, {}, ranks};
+    r.no_counterpart = true;
+    r.note = "ours has no such loop; peers/nsa_per_token.py, one block and one step at 2048 tokens";
+    r.peers = {{"a loop over tokens",
+                words_of(m.gpu ? "--depth 1 --steps 1" : "--depth 1 --steps 1 --seq 64 --device cpu"),
+                "peers/nsa_per_token.py"}};
+    rows.push_back(std::move(r));
+  }
   if (m.gpu) {
     SweepRow r{"125 M",
                {{"phase", "125 M"}, {"configuration", "the preset with 125 M parameters, --graph 1"}},
@@ -504,7 +515,9 @@ Rows nsa_fsdp(const SweepMachine& m) {
 Rows class_rows(const SweepMachine& m) {
   Rows rows;
   const auto add = [&](const char* name, const std::string& options, const std::string& peer, const char* note = "") {
-    SweepRow r{name, {{"experiment", name}}, shape(m, "class", (m.gpu ? "--epochs 2 " : "--epochs 0.01 ") + options, Tokens::built_in)};
+    SweepRow r{name,
+               {{"experiment", name}},
+               shape(m, "class", (m.gpu ? "--epochs 2 " : "--epochs 0.01 ") + options, Tokens::built_in)};
     r.peers = {{"", words_of(peer)}};
     r.note = note;
     r.first = 5, r.steps = r.last = -1;  // to the end of the epochs
@@ -634,6 +647,19 @@ Rows graph(const SweepMachine& m) {
   return rows;
 }
 
+// Every kernel and copy of a step, in a file for pictures.
+Rows traces(const SweepMachine& m) {
+  Rows rows;
+  for (const char* preset : {"rope", "m7c"}) {
+    const std::string file =
+        std::string("results/trace-") + preset + (m.gpu ? "-" + text(m.ranks) + "gpu" : "-cpu") + ".json";
+    SweepRow r{preset, {{"model", preset}}, shape(m, preset, "--trace " + file)};
+    if (*preset == 'm') set_options({"--attn", "nsa"}, &r.options);
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
 // More ranks than anybody here has, by the plan.
 Rows scale(const SweepMachine& m) {
   struct Of {
@@ -719,6 +745,7 @@ const std::vector<Sweep>& sweeps() {
       {"context", "", "whole steps by sequence length, NSA and dense", K::training, context},
       {"knobs", "", "one option of FSDP in each row", K::training, knobs, "", {"--comm-timing"}},
       {"graph", "", "a step as issued and as a graph; gathers by NCCL and by copy engines", K::training, graph},
+      {"trace", "", "a trace of a step, and what tracing costs it", K::training, traces},
       {"scale", "", "47 B parameters on up to 4,096 GPUs, by the plan", K::training, scale},
       {"losses", "", "the loss of one model on a CPU and on GPUs", K::training, losses},
       {"nsa-loss", "", "the losses of NSA and dense attention on text", K::training, nsa_loss},

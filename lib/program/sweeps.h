@@ -27,8 +27,9 @@ struct SweepMachine {
 
 // PyTorch on the same row.
 struct Peer {
-  std::string variant;  // "" or what sets it apart, "flex"
-  Words options;        // of peers/torch_fsdp.py, beside those that follow from ours, which they replace
+  std::string variant;      // "" or what sets it apart, "flex"
+  Words options;            // of peers/torch_fsdp.py, beside those that follow from ours, which they replace
+  std::string script = {};  // another program of peers/ with these options alone; it prints one JSON line
 };
 
 struct SweepRow {
