@@ -15,7 +15,7 @@ CPU_ARCH ?= native
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run start test tests syntax clean format help force
+.PHONY: all run start test tests tables notes syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -35,6 +35,9 @@ help:
 	  '                 (RANKS=2 decides; ARGS="--dim 256 ..." goes to ./train)' \
 	  'make test        install what is missing, build, run every test' \
 	  'make tests       build the tests: build/test_unit, build/test_ranks' \
+	  'make tables      make results/ anew, with PyTorch beside, and from it the pictures and the tables of the texts' \
+	  '                 (GPUS=2: with so many; ONLY=depth,seq: those sweeps; CONTINUE=1: go on where it stopped)' \
+	  'make notes       pictures and tables from results/ as it is' \
 	  'make format      clang-format every source' \
 	  'make clean       remove what was built' \
 	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
@@ -248,6 +251,17 @@ start: train
 	  "done: built ./train and trained with $$ranks rank$$([ $$ranks = 1 ] || echo s) on $(if $(nvcc),$(or $(found_gpu_name),the CPU (no GPU here)),the CPU)" \
 	  'next: make run RANKS=2 ARGS="--dim 256 --steps 50"   other ranks, a wider model; ./train --help lists every option' \
 	  "      $$run   the same by hand; make test runs every test"
+
+# Everything under results/ is made here, and the texts' tables and pictures from that. PyTorch stands beside where it
+# is installed; the plan's trace, which needs no GPU, is the one that the pictures of slots and memory are drawn from.
+tables: all $(if $(ONLY),,tests)
+	./bench --sweep $(or $(ONLY),all) --peer $(if $(GPUS),--ranks $(GPUS)) $(if $(CONTINUE),--continue)
+	$(if $(ONLY),,test/run '[gpu]' > results/gpu-tests.log)
+	@$(MAKE) --no-print-directory notes
+notes: train bench
+	./train --plan --world 4 --gpu h200 --preset rope --attn dense --trace results/trace-plan.json > build/plan.log
+	./bench --plots
+	./bench --notes NOTES.md README.md results/README.md
 
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
 syntax: | build/version.h

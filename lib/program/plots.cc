@@ -183,7 +183,7 @@ const std::vector<Picture>& pictures() {
   using K = PlotKind;
   static const std::vector<Picture> all = {
       of("unit", {}, K::unit),
-      of("step-timeline", {"trace-2gpu.json"}, K::timeline),
+      of("step-timeline", {"trace-rope-2gpu.json"}, K::timeline),
       of("step-timeline-plan", {"trace-plan.json"}, K::timeline),
       of("step-memory", {"trace-plan.json"}, K::memory),
       of("seq", {"seq-2gpu.jsonl"}, K::scaling),
