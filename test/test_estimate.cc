@@ -8,6 +8,9 @@
 
 #include "lib/program/estimate.h"
 #include "lib/program/presets.h"
+#include "lib/program/process.h"
+#include "lib/program/sweep_plan.h"
+#include "lib/program/sweeps.h"
 #include "lib/ops/ops.h"
 #include "model.h"
 #include "nlohmann/json.hpp"
@@ -65,20 +68,6 @@ std::vector<json> lines(const std::string& path) {
   std::vector<json> all;
   for (std::string line; std::getline(in, line);) all.push_back(json::parse(line));
   return all;
-}
-
-double median(std::vector<double> x) {
-  REQUIRE(!x.empty());
-  std::sort(x.begin(), x.end());
-  return (x[(x.size() - 1) / 2] + x[x.size() / 2]) / 2;
-}
-
-// The shape that a run's header tells. Files from before there was NSA do not name the attention: it was dense.
-ModelConfig shape_of(const json& config) {
-  ModelConfig m = preset_named(config.at("preset")).model;
-  m.seq = config.at("seq");
-  m.sparse = config.value("attn", "dense") == "nsa";
-  return m;
 }
 
 }  // namespace
@@ -323,46 +312,37 @@ TEST_CASE("an estimate changes nothing in the plan of memory", "[estimate]") {
 
 // --------------------------------------------------------------------------------------------------- against measured
 
-// `build/test_unit "[measured]" -s` prints every row. When kernels change, newer files take the place of these.
+// `build/test_unit "[measured]" -s` prints every row.
 TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measured]") {
-  struct Row {
-    std::string file;
-    json config;
-    int ranks;
-    double measured;
-  };
-  std::vector<Row> rows;
-  for (const char* file : {"results/world-2026-11-21.jsonl", "results/world-2026-11-22.jsonl"})
-    for (const json& j : lines(file))
-      if (j.at("who") == "fsdp.cu") rows.push_back({"world", j.at("config"), j.at("ranks"), j["result"]["step_ms"]});
-  for (const char* name :
-       {"m7c-1gpu-batch1", "m7c-1gpu-batch16", "m7c-2gpu-batch1", "m7c-2gpu-batch16", "m7c-2gpu-dense-batch1",
-        "m7c-2gpu-dense-batch16", "m7c-loss-nsa", "m7c-loss-dense", "text-gpu-bf16"}) {
-    const std::vector<json> all = lines(strf("results/%s-2026-11-21.jsonl", name));
-    std::vector<double> ms;
-    for (const json& j : all)
-      if (j.contains("step_ms") && j.at("step") >= 5) ms.push_back(j.at("step_ms"));
-    rows.push_back({name, all.at(0).at("config"), all[0].at("hardware").at("ranks"), median(ms)});
-  }
-  const Chip h200 = *chip_named("h200");
-  std::set<std::string> kinds;
-  for (const Row& r : rows) {
-    const ModelConfig m = shape_of(r.config);
-    const bool engines = r.config.value("gather", "") == "copy-engine";
-    const double estimated = step_ms(h200, m, r.config.at("batch"), r.ranks, engines);
-    const double error = estimated / r.measured - 1;
-    const std::string line =
-        strf("%-24s %d GPUs, batch %2d: measured %8.3f ms, estimated %8.3f, %+5.1f %%", r.file.c_str(), r.ranks,
-             int(r.config.at("batch")), r.measured, estimated, 100 * error);
-    INFO(line);
-    // Steps of less than 12 ms are made of kernels that do not fill a chip, and issued as fast as a host can.
-    CHECK(std::abs(error) < (r.measured < 12 ? 0.2 : 0.08));
-  }
+  int rows = 0;
+  for (const Sweep& sweep : sweeps())
+    for (int gpus : {1, 2, 4, 8})
+      for (const json& j : lines(strf("results/%s-%dgpu.jsonl", sweep.name, gpus))) {
+        const json result = j.value("result", json::object());
+        // Of one rank's gathers over MPI, or of a CPU, nothing is estimated.
+        if (j.value("who", "") != "fsdp.cu" || j.contains("planned") ||
+            !result.value("estimated_ms", json()).is_number())
+          continue;
+        Words options = words_of(j.at("command"));
+        options.erase(options.begin(), std::find(options.begin(), options.end(), "./train") + 1);
+        const double ms = 1e3 * planned(options, j.at("ranks"), "h200").seconds, measured = result.at("step_ms");
+        const double error = ms / measured - 1;
+        const std::string line =
+            strf("%-12s %-34s %d GPUs: measured %8.2f ms, estimated %8.2f, %+5.1f %%", sweep.name,
+                 j.at("row").get<std::string>().c_str(), j.at("ranks").get<int>(), measured, ms, 100 * error);
+        INFO(line);
+        // Steps of less than 30 ms are made of kernels that do not fill a chip, and issued as fast as a host can. What
+        // goes through host memory has no estimate.
+        if (j.contains("environment")) continue;
+        CHECK(std::abs(error) < (measured < 30 ? 0.2 : j["config"].value("param_dtype", "") == "fp32" ? 0.15 : 0.1));
+        rows++;
+      }
+  CHECK(rows > 20);
 }
 
 TEST_CASE("estimated collectives and the measured ones of results/", "[estimate][measured]") {
   for (const char* name : {"collectives-2gpu", "collectives-4gpu"})
-    for (const json& j : lines(strf("results/%s-2026-11-21.jsonl", name))) {
+    for (const json& j : lines(strf("results/%s.jsonl", name))) {
       const json& r = j.at("result");
       const int64_t mib = j.at("mib");
       const int ranks = j.at("ranks");
@@ -389,7 +369,7 @@ TEST_CASE("estimated collectives and the measured ones of results/", "[estimate]
 
 TEST_CASE("estimated attention and the measured one of results/", "[estimate][measured]") {
   for (const char* name : {"attention", "nsa"})
-    for (const json& j : lines(strf("results/%s-2026-11-21.jsonl", name))) {
+    for (const json& j : lines(strf("results/%s.jsonl", name))) {
       if (j.at("kernel") == "sm_80 (mma.sync)") continue;
       const json& at = j.at("attention");
       const int64_t B = at.at("B"), T = at.at("T"), H = at.at("H"), HKV = at.at("HKV"), D = at.at("D");

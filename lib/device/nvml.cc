@@ -116,7 +116,7 @@ GpuSampler::GpuSampler(const Nvml* nvml, const std::vector<std::string>& gpus) :
       lock.unlock();
       look();
       lock.lock();
-      changed_.wait_for(lock, std::chrono::milliseconds(50), [this] { return stop_; });
+      changed_.wait_for(lock, std::chrono::milliseconds(200), [this] { return stop_; });
     }
   });
 }

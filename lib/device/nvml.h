@@ -57,7 +57,8 @@ struct GpuSummary {           // NaN: the driver does not tell, as of parts of a
   int gpus, samples;
 };
 
-// Looks at the GPUs every 50 ms, on a thread of its own, for as long as it lives.
+// Looks at the GPUs every 200 ms: a look holds the driver, which launches wait for, on a thread of its own, for as long
+// as it lives.
 class GpuSampler {
  public:
   GpuSampler(const Nvml* nvml, const std::vector<std::string>& gpus);

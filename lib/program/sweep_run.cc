@@ -216,8 +216,11 @@ const char* const shared_options[] = {"arch",
 
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
   Words words;
+  const bool shards = t.plan.config.value("shard", "") != "none";
   for (const char* key : shared_options) {
-    if (!t.plan.config.contains(key)) continue;
+    const bool of_units = std::string(key) == "wrap" || std::string(key) == "backward_prefetch" ||
+                          std::string(key) == "forward_prefetch" || std::string(key) == "reshard_after_forward";
+    if (!t.plan.config.contains(key) || (of_units && !shards)) continue;  // DDP has no units to gather
     const json& value = t.plan.config[key];
     std::string option = std::string("--") + key;
     std::replace(option.begin(), option.end(), '_', '-');
@@ -269,9 +272,10 @@ json row_of(const SweepRun& run, const Task& t, const char* who, const std::stri
   return j;
 }
 
-// What the GPUs did from one moment to another, in seconds since 1970.
+// What the GPUs did from one moment to another, in seconds since 1970; of the last second, where that is longer: the
+// steps before the window are the same, and the driver's figures are means over as long.
 void add_gpu_summary(const GpuSampler& gpus, double from, double to, json* result) {
-  const std::optional<GpuSummary> seen = gpus.summary(from, to);
+  const std::optional<GpuSummary> seen = gpus.summary(std::min(from, to - 1), to);
   if (!seen) return;
   const auto add = [&](const char* key, double value) {
     if (!std::isnan(value)) (*result)[key] = value;
@@ -562,7 +566,7 @@ void run_all_peers(const SweepRun& run, std::vector<Task> tasks, int64_t round, 
     for (const Peer& peer : t.row.peers) {
       const json* there =
           run.begin == Begin::where_it_stopped ? file->find(row_of(run, t, theirs, peer.variant, round)) : nullptr;
-      if (there) continue;
+      if (there && !there->contains("error")) continue;
       if (!peer.script.empty()) run_script(run, t, peer, round, file);
       else groups[std::to_string(t.ranks) + prefix(t.row)].push_back({&t, &peer});
     }

@@ -93,6 +93,19 @@ std::vector<Table> all_tables() {
   list.push_back({"world", worlds, Table::companion, joined(joined(figures_of_theirs, pair), {{ours, "exposed_ms"}})});
   list.push_back({"global-batch", global_batches, Table::companion, joined(figures_of_theirs, pair)});
 
+  const Columns loss = {{ours, "step_ms"}, {ours, "last_loss"}, {ours, "best_loss"}};
+  list.push_back({"losses", {"losses-2gpu"}, Table::companion, loss});
+  list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, loss});
+  list.push_back({"scale", {"scale-2gpu"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
+  Table estimate = {
+      "estimate", {}, Table::companion, {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "estimate_error"}}};
+  for (const char* sweep : {"world", "recompute", "seq", "depth", "width", "mlp-1024", "nsa-fsdp", "class"})
+    estimate.files.push_back(std::string(sweep) + "-2gpu");
+  estimate.keep = [](const json& row) {
+    return row.contains("result") && !row.contains("planned") && row.value("who", "") == "fsdp.cu";
+  };
+  list.push_back(estimate);
+
   // README.md.
   Table speed = {"headline", worlds, Table::lines, headline};
   speed.keep = [](const json& row) { return !row.contains("planned"); };

@@ -39,6 +39,7 @@ std::string milliseconds(double v) {
   return v >= 10 && v == std::floor(v) ? whole(v) : v < 10 ? strf("%.2f", v) : grouped_tenths(v);
 }
 std::string percent(double v) { return strf("%.1f %%", 100 * v); }
+std::string signed_percent(double v) { return strf("%+.1f %%", 100 * v); }
 std::string tenths(double v) { return grouped_tenths(v); }
 std::string hundredths(double v) { return strf("%.2f", v); }
 std::string four_digits(double v) { return strf("%.4f", v); }
@@ -62,6 +63,7 @@ const Figure figures[] = {
     {"step_ms",             "step ms",                       milliseconds},
     {"step_ms_spread",      "step ms, median (min-max)",     milliseconds},
     {"estimated_ms",        "estimated ms",                  milliseconds},
+    {"estimate_error",      "error",                         signed_percent},
     {"tokens_per_sec",      "tokens/s",                      whole, "tokens_text"},
     {"mfu",                 "MFU",                           percent},
     {"mfu_flex",            "MFU, flex",                     percent},
@@ -131,6 +133,8 @@ std::string footnote() {
 // What a plan has for what was not measured.
 json figures_of(const json& row) {
   json result = row.contains("result") && row["result"].is_object() ? row["result"] : json::object();
+  if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
+    result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
   if (!is_planned(row)) return result;
   const std::pair<const char*, const char*> stand_in[] = {{"peak_mib", "planned_peak_mib"},
                                                           {"step_ms", "estimated_ms"}};
