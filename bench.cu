@@ -130,7 +130,8 @@ Settings parse(int argc, char** argv) {
 
 // Refuses what a sweep does not use.
 void check_use(const Settings& s, const Sweep& sweep) {
-  const bool trains = sweep.kind == SweepKind::training, collectives = sweep.kind == SweepKind::collectives;
+  const bool planned = sweep.kind == SweepKind::planned, trains = planned || sweep.kind == SweepKind::training,
+             collectives = sweep.kind == SweepKind::collectives;
   const auto refuse = [&](bool given, const char* option) {
     REQUIRE_USER(!given, "--sweep %s does not use %s; leave it out", sweep.name, option);
   };
@@ -170,6 +171,12 @@ SweepMachine machine_of(const json& hardware, int64_t ranks) {
 SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   SweepRun run;
   run.sweep = &sweep, run.hardware = hardware, run.machine = machine_of(hardware, s.ranks);
+  const bool planned = sweep.kind == SweepKind::planned;
+  if (planned) {  // for GPUs that nobody has here, whatever this machine has
+    run.machine = SweepMachine();
+    run.machine.gpu = true;
+    run.hardware = {{"name", chip_named(run.machine.chip)->name}, {"gpus", 0}};
+  }
   run.extra = s.extra, run.only.insert(s.only.begin(), s.only.end());
   run.begin = s.go_on ? Begin::where_it_stopped : Begin::anew;
   run.peers = s.peer ? Peers::on : Peers::off;
@@ -177,7 +184,9 @@ SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   run.warm_seconds = s.warm_seconds >= 0 ? s.warm_seconds : run.machine.gpu ? 3 : 0;
   read_window(s, &run);
   const bool one = sweep.kind == SweepKind::layers || sweep.kind == SweepKind::kernels;
-  const std::string where = run.machine.gpu ? strf("%lldgpu", one ? 1 : ll(run.machine.ranks)) : "cpu";
+  const std::string where = planned           ? "planned"
+                            : run.machine.gpu ? strf("%lldgpu", one ? 1 : ll(run.machine.ranks))
+                                              : "cpu";
   run.path = !s.out.empty() ? s.out : strf("results/%s-%s.jsonl", sweep.name, where.c_str());
   return run;
 }
@@ -202,11 +211,11 @@ int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
 int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
   const SweepRun run = run_of(s, sweep, hardware);
   if (s.dry_run) {
-    if (sweep.kind == SweepKind::training) print_commands(run);
+    if (sweep.rows) print_commands(run);
     else std::printf("%s: one process times it, %s\n", sweep.name, s.command.c_str());
     return 0;
   }
-  if (sweep.kind == SweepKind::training) {
+  if (sweep.kind == SweepKind::training || sweep.kind == SweepKind::planned) {
     const int status = run_sweep(run);
     std::printf("\n%s", sweep_table(read_rows({run.path})).c_str());
     return status;
@@ -230,10 +239,10 @@ int list_sweeps(const Settings& s) {
   std::vector<Words> table = {{"sweep", "mirrors", "varies", "rows", "minutes", "with PyTorch"}};
   for (const Sweep& sweep : sweeps()) {
     Words cells = {sweep.name, *sweep.report ? sweep.report : "-", sweep.what, "-", "-", "-"};
-    if (sweep.kind == SweepKind::training) {
+    if (sweep.rows) {
       SweepRun run = run_of(s, sweep, hardware);
       cells[3] = std::to_string(sweep.rows(run.machine).size());
-      if (run.machine.gpu) {
+      if (run.machine.gpu && sweep.kind == SweepKind::training) {
         cells[4] = strf("%.0f", planned_minutes(run));
         run.peers = Peers::on;
         cells[5] = strf("%.0f", planned_minutes(run));

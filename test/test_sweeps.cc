@@ -39,9 +39,7 @@ TEST_CASE("every row of every sweep is a run that ./train accepts", "[sweeps]") 
           CHECK(!row.note.empty());  // it says why
           continue;
         }
-        Words options = row.options;
-        set_options(sweep.measured, &options);
-        CHECK_NOTHROW(planned(options, row.ranks ? row.ranks : m.ranks, m.gpu ? m.chip : ""));
+        CHECK_NOTHROW(planned(options_of(sweep, row), row.ranks ? row.ranks : m.ranks, m.gpu ? m.chip : ""));
       }
     }
 }

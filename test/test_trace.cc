@@ -427,7 +427,7 @@ std::optional<GpuSummary> sampled(const Nvml& nvml, const std::vector<std::strin
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(!sampler.summary(from - 2, from - 1));
   CHECK(!sampler.summary(unix_seconds() + 100, unix_seconds() + 200));
-  std::this_thread::sleep_for(std::chrono::milliseconds(120));  // of the first look all GPUs, and a second one
+  std::this_thread::sleep_for(std::chrono::milliseconds(450));  // of the first look all GPUs, and a second one
   return sampler.summary(from, unix_seconds());
 }
 }  // namespace

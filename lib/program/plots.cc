@@ -199,6 +199,7 @@ const std::vector<Picture>& pictures() {
       of("mlp-4096", {"mlp-4096-2gpu.jsonl"}, K::bars),
       of("recompute", {"recompute-2gpu.jsonl"}, K::bars),
       of("recompute-memory", {"recompute-2gpu.jsonl"}, K::bars, "peak_mib"),
+      of("nsa-loss", {"nsa-loss-1gpu.jsonl"}, K::loss),
       of("class-loss", {"class-2gpu.jsonl"}, K::loss),
       of("class-speed", {"class-2gpu.jsonl"}, K::bars, "tokens_per_sec"),
       of("precision-loss", {"precision-2gpu.jsonl"}, K::loss),

@@ -165,8 +165,7 @@ std::string prefix(const SweepRow& row) {
 
 Words train_words(const SweepRun& run, const Task& t) {
   Words words = {"./train"};
-  words.insert(words.end(), t.row.options.begin(), t.row.options.end());
-  set_options(run.sweep->measured, &words);
+  set_options(options_of(*run.sweep, t.row), &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
   if (t.row.steps == 0 || run.steps) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
   set_options({"--log", file_of(run, t.number, ".jsonl")}, &words);
@@ -611,7 +610,7 @@ int run_sweep(const SweepRun& run) {
   ResultFile file = open_file(run);
   const double minutes = planned_minutes(run);
   std::printf("%s: %zu rows; %s%s; %s%s\n", run.sweep->name, tasks.size(),
-              run.machine.gpu ? strf("%lld x ", ll(run.machine.gpus)).c_str() : "",
+              run.machine.gpus > 0 ? strf("%lld x ", ll(run.machine.gpus)).c_str() : "",
               run.hardware.value("name", "?").c_str(), run.path.c_str(),
               minutes > 0 ? strf("; about %.0f min", std::ceil(minutes)).c_str() : "");
   std::fflush(stdout);

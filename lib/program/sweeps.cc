@@ -670,12 +670,10 @@ Rows scale(const SweepMachine& m) {
       {8, ""}, {64, ""}, {512, ""}, {4096, ""}, {4096, "--shard hybrid:64"}, {4096, "--shard hybrid:8"}};
   Rows rows;
   for (const Of& a : all) {
-    if (!m.gpu && a.gpus > 8) continue;
-    const int64_t gpus = m.gpu ? a.gpus : 2;
-    SweepRow r{text(gpus) + (*a.options ? std::string(", ") + a.options : ""),
-               {{"GPUs", text(gpus)}, {"options", *a.options ? std::string("`") + a.options + "`" : "-"}},
+    SweepRow r{text(a.gpus) + (*a.options ? std::string(", ") + a.options : ""),
+               {{"GPUs", text(a.gpus)}, {"options", *a.options ? std::string("`") + a.options + "`" : "-"}},
                shape(m, "llama-47b", a.options),
-               gpus};
+               a.gpus};
     set_options({"--attn", "nsa"}, &r.options);
     rows.push_back(std::move(r));
   }
@@ -746,7 +744,7 @@ const std::vector<Sweep>& sweeps() {
       {"knobs", "", "one option of FSDP in each row", K::training, knobs, "", {"--comm-timing"}},
       {"graph", "", "a step as issued and as a graph; gathers by NCCL and by copy engines", K::training, graph},
       {"trace", "", "a trace of a step, and what tracing costs it", K::training, traces},
-      {"scale", "", "47 B parameters on up to 4,096 GPUs, by the plan", K::training, scale},
+      {"scale", "", "47 B parameters on up to 4,096 GPUs, by the plan", K::planned, scale},
       {"losses", "", "the loss of one model on a CPU and on GPUs", K::training, losses},
       {"nsa-loss", "", "the losses of NSA and dense attention on text", K::training, nsa_loss},
       {"attention", "", "one layer by sequence length, NSA beside dense", K::layers, nullptr, "", {}, {4096, 8192, 16384, 32768, 65536, 131072}, {256, 512, 1024}},
@@ -764,6 +762,15 @@ const Sweep& find_sweep(const std::string& name) {
     all += (all.empty() ? "" : ", ") + std::string(s.name);
   }
   throw UsageError("--sweep " + name + ": choose one of " + all);
+}
+
+Words options_of(const Sweep& sweep, const SweepRow& row) {
+  Words options = row.options;
+  const auto at = std::find(options.begin(), options.end(), "--graph");
+  const bool graph = at != options.end() && at + 1 != options.end() && at[1] == "1";
+  for (const std::string& o : sweep.measured)
+    if (!graph || o != "--comm-timing") set_options({o}, &options);
+  return options;
 }
 
 void set_options(const Words& options, Words* command) {

@@ -48,6 +48,7 @@ struct SweepRow {
 
 enum class SweepKind {
   training,     // rows are runs of ./train
+  planned,      // the same, of which none is run: more GPUs than anybody here has
   layers,       // one layer's attention by sequence length: time_attention_layers
   kernels,      // the attention kernels: time_attention_kernels
   collectives,  // collectives_rank
@@ -66,6 +67,9 @@ struct Sweep {
 
 const std::vector<Sweep>& sweeps();
 const Sweep& find_sweep(const std::string& name);  // throws UsageError: lists the names
+
+// What a row runs with: its options, and what the sweep measures besides, which a graph's inside cannot be.
+Words options_of(const Sweep& sweep, const SweepRow& row);
 
 // Adds options to a command; they replace the same ones before them, because ./train takes each once.
 void set_options(const Words& options, Words* command);

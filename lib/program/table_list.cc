@@ -96,7 +96,8 @@ std::vector<Table> all_tables() {
   const Columns loss = {{ours, "step_ms"}, {ours, "last_loss"}, {ours, "best_loss"}};
   list.push_back({"losses", {"losses-2gpu"}, Table::companion, loss});
   list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, loss});
-  list.push_back({"scale", {"scale-2gpu"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
+  list.push_back(
+      {"scale", {"scale-planned"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
   Table estimate = {
       "estimate", {}, Table::companion, {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "estimate_error"}}};
   for (const char* sweep : {"world", "recompute", "seq", "depth", "width", "mlp-1024", "nsa-fsdp", "class"})
