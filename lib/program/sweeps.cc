@@ -651,8 +651,8 @@ Rows graph(const SweepMachine& m) {
 Rows traces(const SweepMachine& m) {
   Rows rows;
   for (const char* preset : {"rope", "m7c"}) {
-    const std::string file =
-        std::string("results/trace-") + preset + (m.gpu ? "-" + text(m.ranks) + "gpu" : "-cpu") + ".json";
+    const std::string file = m.gpu ? std::string("results/trace-") + preset + "-" + text(m.ranks) + "gpu.json"
+                                   : std::string("build/bench/trace-") + preset + ".json";
     SweepRow r{preset, {{"model", preset}}, shape(m, preset, "--trace " + file)};
     if (*preset == 'm') set_options({"--attn", "nsa"}, &r.options);
     rows.push_back(std::move(r));

@@ -108,15 +108,15 @@ std::vector<Table> all_tables() {
   list.push_back(estimate);
 
   // README.md.
-  Table speed = {"headline", worlds, Table::lines, headline};
-  speed.keep = [](const json& row) { return !row.contains("planned"); };
-  speed.theirs = Table::without_theirs;
-  list.push_back(speed);
+  Table modes = {"headline-recompute", {"recompute-2gpu"}, Table::companion, pair};
+  modes.rows = {"none", "both", "block"};
+  list.push_back(modes);
   Table more = {"headline-rows",
-                {"recompute-2gpu", "depth-2gpu", "seq-2gpu", "width-2gpu", "nsa-fsdp-2gpu"},
+                {"world-2gpu", "depth-2gpu", "seq-2gpu", "width-2gpu", "nsa-fsdp-2gpu"},
                 Table::companion,
                 pair_in_short};
-  more.rows = {"recompute:both", "depth:32", "seq:32768", "width:16384", "nsa-fsdp:ours, a graph"};
+  more.rows = {"world:1",  "world:2",   "world:4",     "world:8",
+               "depth:32", "seq:32768", "width:16384", "nsa-fsdp:ours, a graph"};
   list.push_back(more);
   Table attention = {"headline-attention", {"attention-1gpu"}, Table::plain};
   attention.keep = [](const json& row) {
