@@ -175,53 +175,21 @@ std::string train_command(const SweepRun& run, const Task& t) {
   return prefix(t.row) + "mpirun -np " + std::to_string(t.ranks) + " " + join(train_words(run, t));
 }
 
-// What PyTorch is told of our options. Everything else of ./train is ours alone.
-const char* const shared_options[] = {"arch",
-                                      "dim",
-                                      "depth",
-                                      "heads",
-                                      "kv_heads",
-                                      "hidden",
-                                      "vocab",
-                                      "seq",
-                                      "batch",
-                                      "grad_accum",
-                                      "accum_sync",
-                                      "shard",
-                                      "reshard_after_forward",
-                                      "param_dtype",
-                                      "reduce_dtype",
-                                      "autocast",
-                                      "tf32",
-                                      "recompute",
-                                      "keep_attention",
-                                      "moments",
-                                      "clip",
-                                      "lr",
-                                      "min_lr_ratio",
-                                      "warmup",
-                                      "beta1",
-                                      "beta2",
-                                      "eps",
-                                      "weight_decay",
-                                      "seed",
-                                      "optimizer_in_backward",
-                                      "tie_embeddings",
-                                      "freeze",
-                                      "data",
-                                      "wrap",
-                                      "forward_prefetch",
-                                      "backward_prefetch"};
+// What PyTorch is told of our options, by their keys; everything else of ./train is ours alone. DDP has no units.
+const char told[] =
+    "arch dim depth heads kv_heads hidden vocab seq batch grad_accum accum_sync shard param_dtype reduce_dtype "
+    "autocast "
+    "tf32 recompute keep_attention moments clip lr min_lr_ratio warmup beta1 beta2 eps weight_decay seed "
+    "optimizer_in_backward tie_embeddings freeze data";
+const char told_of_units[] = " wrap reshard_after_forward forward_prefetch backward_prefetch";
 
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
   Words words;
   const bool shards = t.plan.config.value("shard", "") != "none";
-  for (const char* key : shared_options) {
-    const bool of_units = std::string(key) == "wrap" || std::string(key) == "backward_prefetch" ||
-                          std::string(key) == "forward_prefetch" || std::string(key) == "reshard_after_forward";
-    if (!t.plan.config.contains(key) || (of_units && !shards)) continue;  // DDP has no units to gather
+  for (const std::string& key : words_of(std::string(told) + (shards ? told_of_units : ""))) {
+    if (!t.plan.config.contains(key)) continue;
     const json& value = t.plan.config[key];
-    std::string option = std::string("--") + key;
+    std::string option = "--" + key;
     std::replace(option.begin(), option.end(), '_', '-');
     if (value.is_boolean()) {
       if (value.get<bool>()) words.push_back(option);
@@ -610,7 +578,9 @@ int run_sweep(const SweepRun& run) {
   ResultFile file = open_file(run);
   const double minutes = planned_minutes(run);
   std::printf("%s: %zu rows; %s%s; %s%s\n", run.sweep->name, tasks.size(),
-              run.machine.gpus > 0 ? strf("%lld x ", ll(run.machine.gpus)).c_str() : "",
+              run.machine.gpus > 0 ? strf("%lld x ", ll(run.machine.gpus)).c_str()
+              : run.machine.gpu    ? "planned for "
+                                   : "small shapes on the CPU, ",
               run.hardware.value("name", "?").c_str(), run.path.c_str(),
               minutes > 0 ? strf("; about %.0f min", std::ceil(minutes)).c_str() : "");
   std::fflush(stdout);

@@ -1,0 +1,171 @@
+// What no report has a table of.
+#include "lib/program/sweep_rows.h"
+
+#include <algorithm>
+
+#include "lib/program/process.h"
+
+using nlohmann::json;
+
+namespace sweep_rows {
+
+// ------------------------------------------------------------------------------------------------------------- our own
+
+Rows context(const SweepMachine& m) {
+  Rows rows;
+  for (int64_t t : pick(m, {4096, 8192, 16384, 32768, 65536, 131072}, {128, 256}))
+    for (const char* attn : {"nsa", "dense"}) {
+      SweepRow r{text(t) + ", " + attn,
+                 {{"seq", text(t)}, {"attention", attn}},
+                 shape(m, "rope", "--batch 1 --recompute both --seq " + text(t))};
+      set_options({"--attn", attn}, &r.options);
+      if (*attn == 'd') r.peers = {{"", {}}};
+      else r.no_peer = "PyTorch has no NSA";
+      rows.push_back(std::move(r));
+    }
+  return rows;
+}
+
+Rows knobs(const SweepMachine& m) {
+  const char* const all[] = {"",
+                             "--gather nccl",
+                             "--shard grad",
+                             "--shard none",
+                             "--shard hybrid:2",
+                             "--wrap sublayer",
+                             "--wrap auto",
+                             "--wrap single",
+                             "--limit-all-gathers 1",
+                             "--limit-all-gathers off",
+                             "--gradient-slots 1",
+                             "--forward-prefetch 0 --backward-prefetch none",
+                             "--backward-prefetch post",
+                             "--reduce-dtype fp32",
+                             "--param-dtype fp32 --autocast bf16",
+                             "--moments bf16",
+                             "--clip 0 --optimizer-in-backward 1",
+                             "--replicate-below 65536",
+                             "--meta-init 0",
+                             "--grad-accum 2",
+                             "--grad-accum 2 --accum-sync last",
+                             "--recompute mlp",
+                             "--recompute attn",
+                             "--recompute attn --keep-attention 1",
+                             "--recompute both",
+                             "--recompute both --keep-attention 1",
+                             "--recompute block",
+                             "--recompute block --keep-attention 1",
+                             "--fuse 0",
+                             "--tune-matmul 0",
+                             "--graph 1"};
+  Rows rows;
+  for (const std::string options : all) {
+    if (!m.gpu && (options == "--graph 1" || options == "--gather nccl")) continue;
+    if (options == "--shard hybrid:2" && m.ranks % 2) continue;
+    const std::string name = options.empty() ? "as it is" : options;
+    rows.push_back({name, {{"options", options.empty() ? name : "`" + name + "`"}}, shape(m, "rope", options)});
+  }
+  return rows;
+}
+
+// Who moves what is gathered, and a step as a graph.
+Rows graph(const SweepMachine& m) {
+  struct Of {
+    const char *name, *preset, *options;
+  };
+  const std::vector<Of> all = {
+      {"m7c, NSA", "m7c", "--attn nsa"},
+      {"m7c, dense", "m7c", ""},
+      {"m7c, NSA, batch 16", "m7c", "--attn nsa --batch 16"},
+      {"class", "class", ""},
+      {"class, --shard none --autocast bf16", "class", "--shard none --param-dtype fp32 --autocast bf16"},
+      {"rope", "rope", ""}};
+  Rows rows;
+  // One rank gathers nothing, and a CPU has no copy engines and no graphs.
+  const bool moves = m.gpu && m.ranks > 1;
+  for (const Of& a : all)
+    for (const char* gather : moves ? std::vector<const char*>{"nccl", "copy-engine"} : std::vector<const char*>{"-"})
+      for (const bool as_graph : m.gpu ? std::vector<bool>{false, true} : std::vector<bool>{false}) {
+        const bool shards = std::string(a.options).find("--shard none") == std::string::npos;
+        if (!shards && *gather == 'c') continue;
+        SweepRow r{
+            std::string(a.name) + ", " + gather + (as_graph ? ", graph" : ""),
+            {{"model", a.name}, {"gathers", shards ? gather : "-"}, {"step", as_graph ? "a graph" : "as issued"}},
+            shape(m, a.preset, std::string(a.options) + (as_graph ? " --graph 1" : ""))};
+        if (moves && shards) set_options({"--gather", gather}, &r.options);
+        rows.push_back(std::move(r));
+      }
+  return rows;
+}
+
+// Every kernel and copy of a step, in a file for pictures.
+Rows traces(const SweepMachine& m) {
+  Rows rows;
+  for (const char* preset : {"rope", "m7c"}) {
+    const std::string file = m.gpu ? std::string("results/trace-") + preset + "-" + text(m.ranks) + "gpu.json"
+                                   : std::string("build/bench/trace-") + preset + ".json";
+    SweepRow r{preset, {{"model", preset}}, shape(m, preset, "--trace " + file)};
+    if (*preset == 'm') set_options({"--attn", "nsa"}, &r.options);
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
+// More ranks than anybody here has, by the plan.
+Rows scale(const SweepMachine& m) {
+  struct Of {
+    int64_t gpus;
+    const char* options;
+  };
+  const std::vector<Of> all = {
+      {8, ""}, {64, ""}, {512, ""}, {4096, ""}, {4096, "--shard hybrid:64"}, {4096, "--shard hybrid:8"}};
+  Rows rows;
+  for (const Of& a : all) {
+    SweepRow r{text(a.gpus) + (*a.options ? std::string(", ") + a.options : ""),
+               {{"GPUs", text(a.gpus)}, {"options", *a.options ? std::string("`") + a.options + "`" : "-"}},
+               shape(m, "llama-47b", a.options),
+               a.gpus};
+    set_options({"--attn", "nsa"}, &r.options);
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
+// The same model, seed and data on a CPU and on GPUs.
+Rows losses(const SweepMachine& m) {
+  struct Of {
+    const char *name, *options;
+  };
+  const std::vector<Of> all = {{"CPU, fp32", "--device cpu --param-dtype fp32"},
+                               {"GPU, fp32", "--device gpu --param-dtype fp32"},
+                               {"GPU, bf16", "--device gpu --param-dtype bf16"}};
+  Rows rows;
+  for (const Of& a : all) {
+    if (!m.gpu && *a.name == 'G') continue;
+    SweepRow r{
+        a.name,
+        {{"on", a.name}},
+        shape(m, "tiny", std::string(a.options) + (m.gpu ? " --attn nsa --batch 4 --seq 256" : ""), Tokens::built_in)};
+    r.steps = r.last = m.gpu ? 150 : 8, r.first = 5;
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
+// What the branches learn in place of all keys.
+Rows nsa_loss(const SweepMachine& m) {
+  Rows rows;
+  for (const char* attn : {"nsa", "dense"}) {
+    SweepRow r{attn,
+               {{"attention", attn}},
+               shape(m, "m7c", m.gpu ? "--batch 4 --val-every 250" : "--val-every 4", Tokens::built_in),
+               1};
+    set_options({"--attn", attn}, &r.options);
+    if (m.gpu) set_options({"--data", "data/shakespeare.txt"}, &r.options);  // data/README.md says whence
+    r.steps = r.last = m.gpu ? 1000 : 8, r.first = 5;
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
+}  // namespace sweep_rows
