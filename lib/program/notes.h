@@ -9,7 +9,7 @@
 // stand on one line. Markers in fenced code, as above, are left alone.
 //
 //   ./bench --notes NOTES.md README.md           write_notes: make notes
-//   ./bench --notes --check NOTES.md README.md   check_notes; a test does the same
+//   ./bench --notes NOTES.md README.md --check   check_notes; a test does the same
 #pragma once
 
 #include <cstdint>
