@@ -47,7 +47,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -isystem) shift ;;
     -o) out=$2; shift ;;
-    -l*) [ -z "$links" ] || [ -e "$root/lib/${1#-l}" ] || [ "$1" = -lpthread ] || { echo "error: cannot find $1" >&2; exit 1; } ;;
+    -l*) [ -z "$links" ] || [ -e "$root/lib/${1#-l}" ] || [[ $1 == -l@(pthread|dl) ]] || { echo "error: cannot find $1" >&2; exit 1; } ;;
     -E) check=; words+=("$1") ;;
     *.o | -L* | -Wl,*) ;;
     *.cc | *.cu | -) source=1; words+=("$1") ;;

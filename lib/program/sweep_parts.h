@@ -1,0 +1,66 @@
+// The parts of sweep_run.h: the file of rows, what is to run, ./train's rows and PyTorch's. Nothing else includes this.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+#include "lib/device/nvml.h"
+#include "lib/program/sweep_plan.h"
+#include "lib/program/sweep_run.h"
+
+namespace sweep_parts {
+
+using nlohmann::json;
+
+constexpr char ours[] = "fsdp.cu", theirs[] = "PyTorch";  // "who" of a row
+
+// ---- sweep_file.cc
+// Rows by sweep order; one for each row, who, variant and round. Written whole at each change.
+struct ResultFile {
+  std::string path;
+  std::vector<json> rows;
+  const json* find(const json& like) const;  // null: it is not there
+  void put(const json& row);                 // replaces the same one
+  void write() const;
+};
+ResultFile open_file(const SweepRun& run);
+
+// ---- sweep_task.cc
+// A row with everything chosen.
+struct Task {
+  int64_t number = 0, ranks = 0;
+  SweepRow row;
+  Planned plan;
+  std::string refused;        // why ./train would not run it
+  bool only_planned = false;  // more ranks than GPUs
+  int64_t warm = 0, steps = 0, first = 0, last = 0;
+};
+std::vector<Task> tasks_of(const SweepRun& run);
+bool runs(const Task& t);
+std::string file_of(const SweepRun& run, int64_t number, const char* ending);  // what a row's processes write
+Words environment_of(const SweepRow& row);                                     // NAME=VALUE
+std::string prefix(const SweepRow& row);                                       // the same before a command
+Words train_words(const SweepRun& run, const Task& t);
+std::string train_command(const SweepRun& run, const Task& t);
+Words peer_words(const SweepRun& run, const Task& t, const Peer& peer);
+std::string peer_command(const SweepRun& run, const Task& t, const Peer& peer);
+Words torchrun(int64_t ranks);
+
+// ---- sweep_train.cc
+// What a row has before anything is known of its run.
+json row_of(const SweepRun& run, const Task& t, const char* who, const std::string& variant, int64_t round);
+json planned_row(const SweepRun& run, const Task& t);
+json train_row(const SweepRun& run, const Task& t, int64_t round);
+std::string outcome_of(const json& row);  // for people, in a few words
+GpuSampler sampler_of(int64_t ranks);
+// What the GPUs did from one moment to another, in seconds since 1970.
+void add_gpu_summary(const GpuSampler& gpus, double from, double to, json* result);
+
+// ---- sweep_peers.cc
+// PyTorch beside the rows that have run, those of one world and environment in one process.
+void run_all_peers(const SweepRun& run, std::vector<Task> tasks, int64_t round, ResultFile* file);
+
+}  // namespace sweep_parts
