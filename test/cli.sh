@@ -365,10 +365,40 @@ rows "$dir/knobs.jsonl" 2 '"exposed_gather_ms":[0-9]*\.[0-9]' '"ranks":2'
   [ "$(grep -c '"shard":"full".*"row":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"row":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
 verdict "a knob that a row names is what ran" "$([ $? = 0 ] || echo "the options are not in the rows' configurations")"
 
-# Every sweep of training runs here, with tiny shapes: its first row and its last.
+# PyTorch's rows: its process prints a line a row. Here it is one that ends in its second, and the third runs in another.
+mkdir "$dir/bin"
+cat >"$dir/bin/python3" <<'END'
+#!/bin/bash
+while [ $# -gt 0 ]; do
+  [ "$1" != --rows ] || rows=$2
+  shift
+done
+tag=$(sed -n 's/^ *"tag": "\(.*\)"$/\1/p' "$rows" | head -n 1)
+echo "{\"ok\":true,\"tag\":\"$tag\",\"result\":{\"step_ms\":7.5},\"steps_ms\":[7.5]}"
+exit 1
+END
+chmod +x "$dir/bin/python3"
+PATH="$dir/bin:$PATH" bench --sweep depth --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
+[ "$(grep -c '"step_ms":7.5.*"row":"[18]".*"who":"PyTorch"' "$dir/peer.jsonl")$(grep -c '"error":"exit status 1".*"row":"4".*"who":"PyTorch"' "$dir/peer.jsonl")" = 21 ]
+verdict "PyTorch goes on behind a row in which its process ends" "$([ $? = 0 ] || echo "not two rows of PyTorch's and an error")"
+printf '#!/bin/bash\necho "ModuleNotFoundError: No module named torch"\nexit 1\n' >"$dir/bin/python3"
+PATH="$dir/bin:$PATH" bench --sweep depth --continue --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
+[ "$(grep -c '"step_ms":7.5' "$dir/peer.jsonl")$(grep -c '"error":"ModuleNotFoundError' "$dir/peer.jsonl")" = 21 ]
+verdict "--continue keeps what is good and runs what failed" "$([ $? = 0 ] || echo "not so")"
+PATH="$dir/bin:$PATH" bench --sweep depth --only 1 --peer "${tiny_steps[@]}" --out "$dir/none.jsonl" -- --seq 64 --batch 1
+grep -q '"error":"ModuleNotFoundError: No module named torch".*"who":"PyTorch"' "$dir/none.jsonl"
+verdict "a machine without PyTorch" "$([ $? = 0 ] || echo "no row says why")"
+rm -f "$dir/none.jsonl"
+
+# Every sweep runs here, with tiny shapes, or is planned: its first row and its last.
 for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p'); do
-  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/${sweep%:*}.jsonl"
-  rows "$dir/${sweep%:*}.jsonl" 2 '"step_ms":[0-9]' '"losses":\[[0-9]'
+  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/all-${sweep%:*}.jsonl"
+  wrong=""
+  [ "$status" = 0 ] || wrong="exit status $status"
+  head -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q '"step_ms":[0-9]' || wrong="$wrong; no step_ms in the first row"
+  tail -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q "\"number\":${sweep#*:}," || wrong="$wrong; no row ${sweep#*:}"
+  ! grep -q '"error"' "$dir/all-${sweep%:*}.jsonl" || wrong="$wrong; a row has an error"
+  verdict "the sweep ${sweep%:*}" "${wrong#; }"
 done
 bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
