@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include <unistd.h>
+
 #include "lib/program/plots.h"
 #include "lib/program/process.h"
 #include "test/result_rows.h"
@@ -184,4 +186,15 @@ TEST_CASE("gnuplot takes every kind, and makes the same picture twice", "[plots]
   for (const char* name : {"unit.svg", "depth.svg", "depth-memory.svg"})
     CHECK(std::filesystem::exists(dir / "results" + "/" + name));
   CHECK(!std::filesystem::exists(dir / "results/seq.svg"));
+}
+
+TEST_CASE("the notes show every picture that is made", "[plots]") {
+  const std::string notes = read_file("NOTES.md");
+  REQUIRE(!notes.empty());
+  for (const Picture& p : pictures()) {
+    const std::string path = strf("results/%s.svg", p.name);
+    INFO(path);
+    const bool made = access(path.c_str(), F_OK) == 0, shown = notes.find("(" + path + ")") != std::string::npos;
+    CHECK(made == shown);
+  }
 }
