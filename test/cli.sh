@@ -94,7 +94,7 @@ bad "AdamW in the backward pass with clipping" "--optimizer-in-backward 1|--clip
 bad "attention kept where it is kept anyway" "--keep-attention 1|--recompute" --keep-attention 1 --recompute mlp
 bad "passes over what has no end" "--epochs 2|--data random" --epochs 2 --data random
 bad "passes and tokens" "--epochs|--tokens" --epochs 2 --tokens 1000
-bad "less than a step of the data" "--epochs 0.00001|of a step" --epochs 0.00001
+bad "less than a step of the data" "--epochs 1e-05|of a step" --epochs 0.00001
 bad "no step to save" "--stop-after 0|--save|--export" --stop-after 0 --save "$dir/nothing"
 bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-dtype bf16
 bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
