@@ -47,7 +47,7 @@ using Values = std::vector<int64_t>;
 
 struct Settings {
   Words names;      // of the sweeps
-  std::string gpu;  // for --list and --dry-run: a machine that is not here
+  std::string gpu;  // of a machine that is not here: nothing runs
   Values values, only;
   std::string window, out, command;
   int64_t ranks = 0, steps = 0, rounds = 1, timeout = 900;
@@ -92,7 +92,7 @@ Settings parse(int argc, char** argv) {
   app.add_option("--warm", s.warm_seconds, "seconds of steps before step 1, until the clocks have settled (default: 3; on a CPU 0)")->check(CLI::Range(0.0, 600.0))->needs(sweep);
   app.add_option("--timeout", s.timeout, "seconds that a row may take")->check(count)->needs(sweep)->capture_default_str();
   app.add_option("--values", s.values, "attention: tokens; collectives: MiB (default: a list that suits the machine)")->delimiter(',')->check(CLI::Range(int64_t(1), int64_t(1) << 40))->needs(sweep);
-  app.add_option("--gpu", s.gpu, "--list and --dry-run: for --ranks of this chip, which need not be here")->check(CLI::IsMember(chip_words()));
+  app.add_option("--gpu", s.gpu, "plan every row for --ranks of this chip, which need not be here, and run none; list or print for them")->check(CLI::IsMember(chip_words()));
   app.add_option("--out", s.out, "file of the rows, JSON lines (default: results/SWEEP-Ngpu.jsonl, results/SWEEP-cpu.jsonl); of --plot, the picture");
   app.add_flag("--rank", s.rank)->needs(sweep)->group("");
   auto* summary = app.add_option("--summary", s.summary, "compare training logs or rows: speed, loss, memory, speed-up")->excludes(sweep);
@@ -121,8 +121,9 @@ Settings parse(int argc, char** argv) {
     s.names.clear();
     for (const Sweep& one : sweeps()) s.names.push_back(one.name);
   }
-  REQUIRE_USER(s.gpu.empty() || ((s.list || s.dry_run) && s.ranks > 0),
-               "--gpu %s: only with --ranks N, and --list or --dry-run", s.gpu.c_str());
+  REQUIRE_USER(s.gpu.empty() || s.ranks > 0, "--gpu %s: give --ranks N, how many of them", s.gpu.c_str());
+  REQUIRE_USER(s.gpu.empty() || s.list || s.dry_run || !s.peer, "--gpu %s: rows are planned, and PyTorch has no plan",
+               s.gpu.c_str());
   REQUIRE_USER(s.out.empty() || s.names.size() <= 1, "--out: one file for several sweeps; give one sweep");
   REQUIRE_USER(s.only.empty() || s.names.size() == 1, "--only: rows of several sweeps; give one sweep");
   return s;
@@ -171,10 +172,11 @@ SweepMachine machine_of(const json& hardware, int64_t ranks) {
 SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   SweepRun run;
   run.sweep = &sweep, run.hardware = hardware, run.machine = machine_of(hardware, s.ranks);
-  const bool planned = sweep.kind == SweepKind::planned;
-  if (planned) {  // for GPUs that nobody has here, whatever this machine has
-    run.machine = SweepMachine();
-    run.machine.gpu = true;
+  const bool nobodys = sweep.kind == SweepKind::planned,  // GPUs that nobody has here, whatever this machine has
+      planned = nobodys || (!s.gpu.empty() && !s.list && !s.dry_run);
+  if (nobodys) run.machine = SweepMachine();
+  if (planned) {
+    run.machine.gpu = true, run.machine.gpus = 0;
     run.hardware = {{"name", chip_named(run.machine.chip)->name}, {"gpus", 0}};
   }
   run.extra = s.extra, run.only.insert(s.only.begin(), s.only.end());
@@ -210,6 +212,7 @@ int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
 
 int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
   const SweepRun run = run_of(s, sweep, hardware);
+  REQUIRE_USER(s.gpu.empty() || s.dry_run || sweep.rows, "--sweep %s --gpu: there is no plan of it", sweep.name);
   if (s.dry_run) {
     if (sweep.rows) print_commands(run);
     else std::printf("%s: one process times it, %s\n", sweep.name, s.command.c_str());

@@ -400,6 +400,8 @@ for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\)
   ! grep -q '"error"' "$dir/all-${sweep%:*}.jsonl" || wrong="$wrong; a row has an error"
   verdict "the sweep ${sweep%:*}" "${wrong#; }"
 done
+bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
+rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'
 bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
@@ -425,7 +427,11 @@ judge "a sweep that there is not" "--sweep nothing" "mlp-1024"
 bench --sweep depth --window 5
 judge "half a window" "--window 5"
 bench --sweep depth --gpu h200
-judge "a chip that is not here" "--gpu" "--dry-run"
+judge "a chip that is not here" "--gpu" "--ranks"
+bench --sweep depth --gpu h200 --ranks 2 --peer
+judge "PyTorch on a chip that is not here" "--gpu h200" "PyTorch"
+bench --sweep attention --gpu h200 --ranks 2
+judge "what has no plan" "--sweep attention" "plan"
 bench --sweep depth --out /nonexistent/rows.jsonl
 judge "rows that cannot be written" "/nonexistent/rows.jsonl"
 bench --sweep seq --out "$dir/depth.jsonl"

@@ -182,6 +182,15 @@ TEST_CASE("every table of the documents can be made, and says what made it", "[t
   CHECK(has(render(find_table("depth"), dir.path),
             "\n\n`./bench --sweep depth --peer` on 2 GPUs (NVIDIA H200), commit abc1234, 2026-11-22: "
             "[depth-2gpu](results/depth-2gpu.jsonl).\n"));
+  // What is planned stands where nothing was measured, and not where something was.
+  json sixteen = result_row(9, "16", "fsdp.cu", 1279.5, 29326), four = result_row(1, "4", "fsdp.cu", 999, 999);
+  sixteen["planned"] = four["planned"] = true;
+  dir.rows("depth-planned.jsonl", {four, sixteen});
+  const std::string both = render(find_table("depth"), dir.path);
+  CHECK(has(both, "*1,279.5*"));
+  CHECK(has(both, "350.3"));
+  CHECK(!has(both, "999"));
+  CHECK(has(both, "`./bench --sweep depth --gpu h200 --ranks 2`, planned (NVIDIA H200)"));
   CHECK(
       has(render(find_table("depth-gpus"), dir.path), "\nNot measured yet: `./bench --sweep depth --peer` on 1 GPU; "));
   CHECK(has(usage_error_of([] { find_table("dept"); }), "there is no table \"dept\"; did you mean depth?"));

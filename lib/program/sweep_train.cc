@@ -115,6 +115,7 @@ json planned_row(const SweepRun& run, const Task& t) {
       "./train --plan --world " + std::to_string(t.ranks) + " --gpu " + run.machine.chip + " " + join(t.row.options);
   row["config"] = t.plan.config, row["planned"] = true;
   if (!t.refused.empty()) row["error"] = t.refused;
+  else if (!t.row.environment.empty()) row["note"] = "not planned: the estimate knows nothing of its interconnect";
   else
     row["result"] = {
         {"step_ms", 1e3 * t.plan.seconds}, {"tokens_per_sec", t.plan.tokens_per_sec},   {"mfu", t.plan.mfu},
@@ -174,6 +175,7 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
 
 std::string outcome_of(const json& row) {
   if (row.contains("error")) return row["error"];
+  if (!row.contains("result")) return row.value("note", "");
   const json& r = row["result"];
   const json peak = r.value("peak_mib", json());  // PyTorch's is null on a CPU
   return strf("%.1f ms a step", r["step_ms"].get<double>()) +

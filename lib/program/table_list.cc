@@ -81,7 +81,7 @@ std::vector<Table> all_tables() {
   };
   for (const OfSweep& s : of_sweeps()) {
     const std::string name = s.name;
-    add(name, {name + "-2gpu"}, s.columns);
+    add(name, {name + "-2gpu", name + "-planned"}, s.columns);
     add(name + "-1gpu", {name + "-1gpu"}, s.columns);
     add(name + "-4gpu", {name + "-4gpu"}, s.columns);
     if (!s.beside.empty())
@@ -150,8 +150,10 @@ size_t distance(const std::string& a, const std::string& b) {
 }
 
 // "depth-2gpu": what makes it.
+bool is_plan(const std::string& file) { return file.size() > 8 && file.substr(file.size() - 8) == "-planned"; }
 std::string command_of(const std::string& file, Table::Form form) {
   const std::string sweep = file.substr(0, file.rfind('-'));
+  if (is_plan(file)) return "`./bench --sweep " + sweep + (sweep == "scale" ? "`" : " --gpu h200 --ranks 2`");
   return "`./bench --sweep " + sweep + (form == Table::plain ? "" : " --peer") + "`";
 }
 std::string machine_of(const std::string& file) {
@@ -184,7 +186,7 @@ std::string provenance(const std::string& file, const std::vector<json>& rows, T
     if (row.contains("date")) dates.insert(row.value("date", "").substr(0, 10));
     if (!torch_of(row).empty()) torch.insert(torch_of(row));
   }
-  std::string text = command_of(file, form) + " on " + machine_of(file);
+  std::string text = command_of(file, form) + (is_plan(file) ? ", planned" : " on " + machine_of(file));
   if (!machines.empty()) text += " (" + listed(machines, ", ") + ")";
   if (!commits.empty()) text += strf(", commit%s ", commits.size() > 1 ? "s" : "") + listed(commits, ", ");
   if (!dates.empty()) text += ", " + (dates.size() > 1 ? *dates.begin() + " to " + *dates.rbegin() : *dates.begin());
@@ -224,8 +226,9 @@ std::string render(const Table& table, const std::string& results_dir, const std
   for (const std::string& file : table.files) {
     const std::string path = path_of(results_dir, file);
     if (access(path.c_str(), F_OK) != 0) {
-      missing +=
-          (missing.empty() ? "Not measured yet: " : "; ") + command_of(file, table.form) + " on " + machine_of(file);
+      if (is_plan(file) && table.files.size() > 1) continue;  // what is measured needs none
+      missing += (missing.empty() ? "Not measured yet: " : "; ") + command_of(file, table.form) +
+                 (is_plan(file) ? "" : " on " + machine_of(file));
       continue;
     }
     std::vector<json> more = read_rows({path});
