@@ -136,6 +136,7 @@ void check_use(const Settings& s, const Sweep& sweep) {
   const auto refuse = [&](bool given, const char* option) {
     REQUIRE_USER(!given, "--sweep %s does not use %s; leave it out", sweep.name, option);
   };
+  REQUIRE_USER(s.gpu.empty() || trains, "--sweep %s --gpu %s: there is no plan of it", sweep.name, s.gpu.c_str());
   refuse(!trains && !s.extra.empty(), "options of ./train");
   refuse(!trains && s.steps, "--steps"), refuse(!trains && !s.window.empty(), "--window");
   refuse(!trains && !s.only.empty(), "--only"), refuse(!trains && s.rounds > 1, "--rounds");
