@@ -95,7 +95,7 @@ std::vector<Table> all_tables() {
 
   const Columns loss = {{ours, "step_ms"}, {ours, "last_loss"}, {ours, "best_loss"}};
   list.push_back({"losses", {"losses-2gpu"}, Table::companion, loss});
-  list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, loss});
+  list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, joined(loss, {{ours, "val_loss"}})});
   list.push_back(
       {"scale", {"scale-planned"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
   Table estimate = {

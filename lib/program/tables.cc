@@ -80,6 +80,7 @@ const Figure figures[] = {
     {"kernels",             "kernels",                       whole},
     {"last_loss",           "last loss",                     four_digits},
     {"best_loss",           "best loss",                     four_digits},
+    {"val_loss",            "validation loss",               four_digits},
 };
 // What ends a sweep, from the left.
 const char* const shown_of_training[] = {
@@ -133,6 +134,8 @@ std::string footnote() {
 // What a plan has for what was not measured.
 json figures_of(const json& row) {
   json result = row.contains("result") && row["result"].is_object() ? row["result"] : json::object();
+  const json validated = row.value("val_losses", json::array());  // [step, loss]
+  if (!validated.empty()) result["val_loss"] = validated.back().at(1);
   if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
     result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
   if (!is_planned(row)) return result;
