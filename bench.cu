@@ -136,7 +136,6 @@ void check_use(const Settings& s, const Sweep& sweep) {
   const auto refuse = [&](bool given, const char* option) {
     REQUIRE_USER(!given, "--sweep %s does not use %s; leave it out", sweep.name, option);
   };
-  REQUIRE_USER(s.gpu.empty() || trains, "--sweep %s --gpu %s: there is no plan of it", sweep.name, s.gpu.c_str());
   refuse(!trains && !s.extra.empty(), "options of ./train");
   refuse(!trains && s.steps, "--steps"), refuse(!trains && !s.window.empty(), "--window");
   refuse(!trains && !s.only.empty(), "--only"), refuse(!trains && s.rounds > 1, "--rounds");
@@ -213,7 +212,6 @@ int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
 
 int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
   const SweepRun run = run_of(s, sweep, hardware);
-  REQUIRE_USER(s.gpu.empty() || s.dry_run || sweep.rows, "--sweep %s --gpu: there is no plan of it", sweep.name);
   if (s.dry_run) {
     if (sweep.rows) print_commands(run);
     else std::printf("%s: one process times it, %s\n", sweep.name, s.command.c_str());
@@ -244,13 +242,11 @@ int list_sweeps(const Settings& s) {
   for (const Sweep& sweep : sweeps()) {
     Words cells = {sweep.name, *sweep.report ? sweep.report : "-", sweep.what, "-", "-", "-"};
     if (sweep.rows) {
-      SweepRun run = run_of(s, sweep, hardware);
-      cells[3] = std::to_string(sweep.rows(run.machine).size());
-      if (run.machine.gpu && sweep.kind == SweepKind::training) {
-        cells[4] = strf("%.0f", planned_minutes(run));
-        run.peers = Peers::on;
-        cells[5] = strf("%.0f", planned_minutes(run));
-      }
+      const SweepRun run = run_of(s, sweep, hardware);
+      const SweepSize size = size_of(run);
+      cells[3] = std::to_string(size.rows);
+      if (run.machine.gpu && sweep.kind == SweepKind::training)
+        cells[4] = strf("%.0f", size.minutes), cells[5] = strf("%.0f", size.minutes_with_peers);
     }
     table.push_back(cells);
   }
@@ -271,6 +267,8 @@ int run_bench(const Settings& s) {
   if (s.list) return list_sweeps(s);
   for (const std::string& name : s.names) {
     const Sweep& sweep = find_sweep(name);
+    REQUIRE_USER(s.gpu.empty() || s.dry_run || sweep.rows, "--sweep %s --gpu %s: there is no plan of it", sweep.name,
+                 s.gpu.c_str());
     if (s.names.size() == 1) check_use(s, sweep);  // of several each takes what it uses
   }
   const json hardware = hardware_for(s);

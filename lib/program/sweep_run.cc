@@ -24,6 +24,14 @@ static double seconds_of(const SweepRun& run, const Task& t) {
   return s * double(run.rounds);
 }
 
+// Negative where nothing is known of the machine.
+static double minutes_of(const SweepRun& run, const std::vector<Task>& tasks) {
+  if (!run.machine.gpu) return -1;
+  double s = 0;
+  for (const Task& t : tasks) s += seconds_of(run, t);
+  return s / 60;
+}
+
 static void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_t round, ResultFile* file) {
   double left = 0;
   for (const Task& t : tasks) left += seconds_of(run, t) / double(run.rounds);
@@ -79,7 +87,7 @@ json ask_hardware() {
 int run_sweep(const SweepRun& run) {
   const std::vector<Task> tasks = tasks_of(run);
   ResultFile file = open_file(run);
-  const double minutes = planned_minutes(run);
+  const double minutes = minutes_of(run, tasks);
   std::printf("%s: %zu rows; %s%s; %s%s\n", run.sweep->name, tasks.size(),
               run.machine.gpus > 0 ? strf("%lld x ", ll(run.machine.gpus)).c_str()
               : run.machine.gpu    ? "planned for "
@@ -112,9 +120,9 @@ void print_commands(const SweepRun& run) {
   }
 }
 
-double planned_minutes(const SweepRun& run) {
-  if (!run.machine.gpu) return -1;
-  double s = 0;
-  for (const Task& t : tasks_of(run)) s += seconds_of(run, t);
-  return s / 60;
+SweepSize size_of(const SweepRun& run) {
+  const std::vector<Task> tasks = tasks_of(run);
+  SweepRun alone = run, beside = run;
+  alone.peers = Peers::off, beside.peers = Peers::on;
+  return {int64_t(tasks.size()), minutes_of(alone, tasks), minutes_of(beside, tasks)};
 }

@@ -48,8 +48,12 @@ int run_sweep(const SweepRun& run);
 // What would run, a command a line; nothing is.
 void print_commands(const SweepRun& run);
 
-// Minutes that a sweep takes, by the plan; negative where nothing is known of the machine.
-double planned_minutes(const SweepRun& run);
+// How large a sweep is, by the plan; minutes are negative where nothing is known of the machine.
+struct SweepSize {
+  int64_t rows;
+  double minutes, minutes_with_peers;
+};
+SweepSize size_of(const SweepRun& run);
 
 // Runs a command with `ranks` ranks under mpirun, its output in a file. Returns "" or what went wrong, in the ranks'
 // own words if they said it. environment: NAME=VALUE.
