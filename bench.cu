@@ -140,6 +140,7 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!trains && s.steps, "--steps"), refuse(!trains && !s.window.empty(), "--window");
   refuse(!trains && !s.only.empty(), "--only"), refuse(!trains && s.rounds > 1, "--rounds");
   refuse(!trains && s.warm_seconds >= 0, "--warm"), refuse(!trains && s.dry_run, "--dry-run");
+  refuse(!trains && s.go_on, "--continue"), refuse(!trains && s.peer, "--peer");
   refuse(!trains && !collectives && s.ranks, "--ranks");
   refuse(trains && !s.values.empty(), "--values");
 }
@@ -223,6 +224,10 @@ int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
     return status;
   }
   RowFile rows{run.path, s.command, FSDP_COMMIT};
+  const std::vector<json> before = read_json_lines(run.path);
+  REQUIRE_USER(before.empty() ? read_file(run.path).empty() : before[0].contains("commit"),
+               "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
+               run.path.c_str(), sweep.name);
   rows.require_writable();
   std::remove(rows.path.c_str());
   if (sweep.kind == SweepKind::collectives) return sweep_collectives(s, run, rows);

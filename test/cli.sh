@@ -414,6 +414,12 @@ judge "collectives of one rank" "--ranks 2"
 verdict "no rows, no file" "$([ ! -e "$dir/none.jsonl" ] || echo "an empty file is left")"
 bench --sweep collectives --steps 5
 judge "steps of what has none" "--sweep collectives" "--steps"
+bench --sweep collectives --continue
+judge "going on with what is one run" "--sweep collectives" "--continue"
+echo "not rows" >"$dir/mine.txt"
+bench --sweep collectives --values 1 --out "$dir/mine.txt"
+judge "rows over a file of something else" "$dir/mine.txt" "not overwritten"
+verdict "a file of something else stays" "$(grep -q "not rows" "$dir/mine.txt" || echo "it is gone")"
 bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep collectives -- --seq 64
