@@ -112,6 +112,8 @@ Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
     if (as_text.empty() || as_text == "-1") continue;  // at its default
     words.insert(words.end(), {option, as_text});
   }
+  // What is not sharded is made whole on every rank anyway.
+  if (shards && t.plan.config.value("meta_init", 1) == 0) set_options({"--meta-init", "0"}, &words);
   // Ours are gathered in fp32 and cast behind the gather; the configuration names what they are cast to.
   if (!t.plan.config.value("autocast", "").empty()) set_options({"--param-dtype", "fp32"}, &words);
   if (t.steps > 0) set_options({"--steps", std::to_string(t.steps)}, &words);

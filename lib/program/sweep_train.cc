@@ -158,7 +158,8 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   for (const char* key : {"init_mib", "before_step_mib", "planned_peak_mib"})
     if (memory.contains(key)) r[key] = memory[key];
   r["peak_mib"] = std::max(r.value("peak_mib", -1.0), memory.value("peak_mib", -1.0));
-  if (header.contains("estimated_ms")) r["estimated_ms"] = header["estimated_ms"];
+  // The plan knows nothing of what an environment variable does to the links.
+  if (header.contains("estimated_ms") && t.row.environment.empty()) r["estimated_ms"] = header["estimated_ms"];
   for (const char* key : {"nccl_share", "clock_mhz", "power_w"})
     if (profile.contains(key)) r[key] = profile[key];
   double from = std::nan(""), to = std::nan("");

@@ -27,7 +27,7 @@ const Columns figures_of_theirs = {{theirs, "peak_mib"}, {theirs, "step_ms"}};
 const Columns stages_of_theirs = {{theirs, "init_mib"}, {theirs, "before_step_mib"}, {theirs, "peak_mib"}, {theirs, "step_ms"}};
 const Columns pair = {{pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "peak_mib"}, {ours, "planned_peak_mib"}, {ours, "step_ms"}, {ours, "mfu"}, {ratio, "step_ms"}};
 const Columns pair_in_short = {{pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "peak_mib"}, {ours, "step_ms"}, {ratio, "step_ms"}};
-const Columns pair_of_stages = {{pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "init_mib"}, {ours, "before_step_mib"}, {ours, "peak_mib"}, {ours, "planned_peak_mib"}, {ours, "step_ms"}, {ratio, "step_ms"}};
+const Columns pair_of_stages = {{pytorch, "init_mib"}, {pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "init_mib"}, {ours, "before_step_mib"}, {ours, "peak_mib"}, {ours, "planned_peak_mib"}, {ours, "step_ms"}, {ratio, "step_ms"}};
 const Columns of_mfu = {{theirs, "mfu_flex"}, {theirs, "mfu"}, {pytorch, "mfu_simple_pytorch", "flex"}, {pytorch, "mfu_simple_pytorch", "sdpa"}, {pytorch, "mfu", "flex"}, {pytorch, "mfu", "sdpa"}, {ours, "mfu_simple_pytorch"}, {ours, "mfu"}, {ours, "step_ms"}};
 const Columns of_comm = {{pytorch, "tokens_per_sec"}, {pytorch, "peak_mib"}, {ours, "tokens_per_sec"}, {ours, "step_ms"}, {ours, "peak_mib"}, {ours, "exposed_ms"}, {ours, "nccl_share"}};
 const Columns of_nsa = {{theirs, "first_step_s"}, {theirs, "gpu_utilization"}, {theirs, "tokens_per_sec"}, {theirs, "peak_mib"}, {pytorch, "first_step_s", "dense"}, {pytorch, "step_ms", "dense"}, {pytorch, "peak_mib", "dense"}, {ours, "first_step_s"}, {ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "gpu_utilization"}, {ours, "peak_mib"}};
@@ -57,8 +57,7 @@ const std::vector<OfSweep>& of_sweeps() {
       {"seq", joined(figures_of_theirs, pair), joined(figures_of_theirs, pair_in_short)},
       {"depth", joined(figures_of_theirs, pair), joined(figures_of_theirs, pair_in_short)},
       {"width", joined(figures_of_theirs, pair), joined(figures_of_theirs, pair_in_short)},
-      {"small-params",
-       joined(figures_of_theirs, {{ours, "peak_mib"}, {ours, "step_ms", "", Column::each}, {ours, "step_ms"}})},
+      {"small-params", joined(figures_of_theirs, {{ours, "peak_mib"}, {ours, "step_ms", "", Column::each}})},
       {"mfu", of_mfu},
       {"comm", of_comm},
       {"nsa-fsdp", of_nsa},

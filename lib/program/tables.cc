@@ -768,7 +768,9 @@ std::string figure_text(const std::vector<json>& rows, const std::string& row, c
     if (who.size() > 8) c.variant = who.c_str() + 8;
   }
   bool any_dagger = false;
-  std::string text = cell(*e, c, /*first=*/true, &any_dagger);
-  const size_t mark = text.find(std::string(" ") + dagger);
-  return mark == std::string::npos ? text : text.substr(0, mark);
+  const std::string text = cell(*e, c, /*first=*/true, &any_dagger);
+  // A sentence says itself what was run, and has no footnote.
+  const json* peer = peer_of(*e, c.variant);
+  const std::string variant = peer ? string_of(*peer, "variant") : "";
+  return text.substr(0, std::min(text.find(std::string(" ") + dagger), text.find(" (" + variant + ")")));
 }
