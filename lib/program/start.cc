@@ -115,6 +115,9 @@ void begin(const std::string& command, Job* job) {
           std::make_unique<Telemetry>(r.o.log, !r.o.resume.empty(),
                                       header(r, dev, job->world, job->transport, job->gpus_used, estimated_ms, command),
                                       r.last_step, r.o.log_every);
+    if (job->world.rank == 0)
+      for (Corpus* corpus : {job->data.get(), job->val_data.get()})
+        if (corpus) corpus->warn = [t = job->telemetry.get()](const std::string& line) { t->note(line); };
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<Error>(error);
 }
