@@ -271,6 +271,7 @@ int answer(const Options& o, const std::string& command) {
   const int rank = environment_number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0);
   const int ranks = o.world ? int(o.world) : environment_number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1);
   if (rank != 0) return 0;
+  for (const std::string& warning : o.warnings) std::fprintf(stderr, "note: %s\n", warning.c_str());
   std::string text;
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
