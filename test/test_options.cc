@@ -215,6 +215,7 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "4",
                             "--device",
                             "cpu",
+                            "--allow-single-rank",
                             "--fuse",
                             "0",
                             "--tune-matmul",

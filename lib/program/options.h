@@ -74,6 +74,7 @@ struct Options {
   int64_t keep_attention = 0;
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
+  bool allow_single_rank = false;
   int64_t graph = 0, fuse = 1, tune_matmul = 1;
   // Output.
   std::string log;           // JSON lines
