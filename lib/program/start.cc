@@ -152,6 +152,7 @@ void begin(Job* job) {
 }  // namespace
 
 Job start(const Options& o, const World& world, const std::string& typed) {
+  ignore_write_signals();
   Job job{world};
   job.command = strf("mpirun -np %d %s", world.size, typed.c_str());
   const int gpus = gpu_count();
