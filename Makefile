@@ -229,7 +229,7 @@ build/test_ranks: build/test/main_mpi.o $(rank_objects) $(parts)
 
 train bench build/test_unit build/test_ranks:
 	@echo link $@
-	@$(CXX) $(debug) -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(found_catch2_libs)) $(link_libs) $(LDLIBS)
+	@$(CXX) $(debug) -Wl,--build-id=sha1 -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(found_catch2_libs)) $(link_libs) $(LDLIBS)
 
 build/test/main_mpi.o: test/main.cc build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $< with MPI

@@ -81,6 +81,8 @@ mpi_environment() {
     export OMPI_MCA_btl_base_warn_component_unused=0 OMPI_MCA_rmaps_base_oversubscribe=1
   fi
   export MPIRUN_FLAGS
+  # On a machine with several GPUs one rank is refused unless somebody says that it is meant, as with RANKS=1.
+  [ "$ranks" != 1 ] || export FSDP_ALLOW_SINGLE_RANK=1
 }
 
 use_tmpdir() {

@@ -313,7 +313,7 @@ int main(int argc, char** argv) {
     world = init_mpi(&argc, &argv);
     error = agree(error);
     if (!error.empty()) throw UsageError(error);
-    run(o, world, strf("mpirun -np %d ", world.size) + command);
+    run(o, world, command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
     status = exit_status(e);
     if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());

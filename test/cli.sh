@@ -81,6 +81,21 @@ bad "unknown gpu" "--gpu h2000|h200" --plan --gpu h2000
 bad "missing file of options" "--config $dir/none.toml" --config "$dir/none.toml"
 echo 'dmi = 3' >"$dir/bad.toml"
 bad "unknown name in a file of options" "dmi|dim" --config "$dir/bad.toml"
+bad "a file of options without a name" "--config ''|file name" --config ''
+bad "a device for a file of options" "--config /dev/zero|not a regular file" --config /dev/zero
+mkfifo "$dir/fifo"
+bad "a FIFO for a file of options" "--config $dir/fifo|not a regular file" --config "$dir/fifo"
+head -c 2000000 /dev/zero | tr '\0' k >"$dir/bad.toml"
+bad "a huge file of options" "--config $dir/bad.toml|larger than 1 MiB" --config "$dir/bad.toml"
+head -c 1000000 /dev/zero | tr '\0' k >"$dir/bad.toml"
+echo ' = 3' >>"$dir/bad.toml"
+bad "a huge name in a file of options" "--config $dir/bad.toml:1|unknown option 'kkk" --config "$dir/bad.toml"
+FSDP_DIM=abc bad "a variable that is no number" "FSDP_DIM=abc|1048576"
+FSDP_DIM=abc good "the command line wins over a variable" "step" "${small[@]}" --dim 64
+echo 'steps = 4' >"$dir/steps.toml"
+FSDP_CONFIG=$dir/steps.toml FSDP_DEPTH=1 FSDP_TF32=0 FSDP_DPETH=3 good "options from the environment" "4 steps" "${small[@]:0:6}"
+verdict "a variable that is no option is named" "$(grep -q 'note: .* FSDP_DPETH, .*did you mean FSDP_DEPTH' "$dir/out" || echo "it is not")"
+verdict "a variable sets an option" "$(grep -q ' in 3 units' "$dir/out" || echo "it does not")"
 bad "heads that do not divide dim" "dim|100|heads|3" --dim 100 --heads 3 --kv-heads 1
 bad "kv-heads that do not divide heads" "heads|4|kv-heads|3" --dim 64 --heads 4 --kv-heads 3
 bad "log that cannot be written" "--log $dir/none/log" --log "$dir/none/log"
@@ -122,6 +137,8 @@ tokens() {
   u16 $(seq 0 199)
 }
 bad "data file missing" "$dir/none.txt|No such file" --data "$dir/none.txt"
+bad "data file is a FIFO" "$dir/fifo|not a regular file" --data "$dir/fifo"
+bad "data file is a device" "/dev/zero|not a regular file" --data /dev/zero
 bad "data file is a directory" "$dir|not a regular file" --data "$dir"
 : >"$dir/empty.txt"
 bad "data file empty" "$dir/empty.txt|empty" --data "$dir/empty.txt"
@@ -144,6 +161,41 @@ yes "all work and no play" | head -n 2000 >"$dir/a/text.txt"
 mpi -np 1 -wdir "$dir/a" "$PWD/train" "${small[@]}" --data text.txt : \
   -np 1 -wdir "$dir/b" "$PWD/train" "${small[@]}" --data text.txt
 judge "an error on one rank alone" "text.txt" "No such file"
+
+# Ranks that are not what was meant: what a launcher started, MPI's number of ranks, the program.
+for plan in OMPI_COMM_WORLD_SIZE=0 OMPI_COMM_WORLD_SIZE=abc "PMI_RANK=0 PMI_SIZE=0" "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=2"; do
+  # shellcheck disable=SC2086
+  timeout -k 5 $limit env $plan ./train --plan --preset tiny >"$dir/out" 2>&1
+  status=$?
+  judge "a plan under $plan" "${plan##* }"
+done
+for by in "WORLD_SIZE=4 RANK=1 LOCAL_RANK=1:WORLD_SIZE=4|mpirun -np 4 ./train --device cpu" \
+  "SLURM_NTASKS=4 SLURM_PROCID=0:SLURM_NTASKS|srun --mpi=pmix -n 4 ./train --device cpu" \
+  "SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=2:srun started 4|--mpi=pmix" "PMI_SIZE=2 PMI_RANK=1:MPICH|mpirun -np 2 ./train"; do
+  # shellcheck disable=SC2086
+  timeout -k 5 $limit env ${by%%:*} ./train "${small[@]}" >"$dir/out" 2>&1 </dev/null
+  status=$?
+  IFS='|' read -r -a words <<<"${by#*:}"
+  judge "processes that MPI does not join, ${by%%:*}" "${words[@]}"
+done
+WORLD_SIZE=4 good "one rank that is meant" "step" "${small[@]}" --allow-single-rank
+WORLD_SIZE=4 FSDP_ALLOW_SINGLE_RANK=1 good "one rank that is meant, by a variable" "step" "${small[@]}"
+export WORLD_SIZE=4
+mpi -np 1 ./train "${small[@]}"
+unset WORLD_SIZE
+verdict "one rank by mpirun in an environment of torchrun's" "$([ "$status" = 0 ] || echo "exit status $status")"
+objcopy --dump-section .note.gnu.build-id="$dir/id" train /dev/null && cp train "$dir/other" &&
+  printf '\252\125\252' | dd of="$dir/id" bs=1 seek=20 conv=notrunc 2>/dev/null &&
+  objcopy --update-section .note.gnu.build-id="$dir/id" "$dir/other"
+mpi -np 1 ./train "${small[@]}" : -np 2 "$dir/other" "${small[@]}"
+judge "ranks of another build" "ranks 1 to 2" "another build" "copy one build"
+mpi -np 2 ./train "${small[@]}" --log "$dir/places.jsonl"
+wrong=""
+grep -q "^  1 of 2 *1 *$(hostname) " "$dir/out" || wrong="no line of rank 1"
+[ "$(grep -c '^FSDP: shard full over 2 of 2 ranks.*; in PyTorch FULL_SHARD' "$dir/out")" = 1 ] || wrong="$wrong; no line of the sharding"
+head -n 1 "$dir/places.jsonl" | grep -q "\"launch\":\[.*\"host\":\"$(hostname)\",\"local_rank\":1,\"pid\":[0-9]*,\"rank\":1}\]" ||
+  wrong="$wrong; no rank 1 in the log's header"
+verdict "where the ranks are and how the model is sharded" "${wrong#; }"
 
 # What no other rank can know of: rank 1 throws while the others wait for it in a collective.
 mpi -np 3 build/test_ranks "[.throws]"
@@ -322,6 +374,50 @@ for count in '"kernel_calls":26' '"general":0' '"sel_k_mean":32.5'; do
 done
 cp "$dir/stats.jsonl" "$dir/out"
 verdict "the log of a run's diagnostics" "${wrong#; }"
+
+# --------------------------------------------------------------------------------------- what goes while a run goes on
+# Data that changes under two ranks, a log that may not grow, an output that nobody reads.
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 1000000 --minutes 0.2)
+mpi_until() { # COMMAND OPTION...: like mpi -np 2 ./train, with the command run when two steps are there
+  local command=$1 start=$SECONDS
+  shift
+  # shellcheck disable=SC2086
+  timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train "${long[@]}" "$@" 2>&1 </dev/null | cat >"$dir/out" &
+  for ((i = 0; i < 100; i++)); do grep -q '^step *2/' "$dir/out" && break || sleep 0.1; done
+  $command
+  wait $!
+  took=$((SECONDS - start)) status=0
+  ! grep -q '^error: ' "$dir/out" || status=1
+}
+changing() { cp "$dir/mine/text" "$dir/changing" && touch -d 2001-01-01 "$dir/changing"; }
+changing
+mpi_until "truncate -s 1000 $dir/changing" --data "$dir/changing"
+judge "data that is cut under a run" "$dir/changing" "was cut" "had 63000 bytes and has 1000" "byte "
+changing
+mpi_until "touch $dir/changing" --data "$dir/changing"
+judge "data that is written to under a run" "$dir/changing" "was written to" "byte "
+changing
+overwrite() { tr a-z '\200' <"$dir/mine/text" | dd of="$dir/changing" conv=notrunc 2>/dev/null; }
+mpi_until overwrite --data "$dir/changing" --vocab 128
+judge "tokens beyond the vocabulary under a run" "$dir/changing" "token 128" "byte "
+changing
+mpi_until "rm $dir/changing" --data "$dir/changing"
+verdict "data that is removed under a run is read on" "$(grep -q "$dir/changing was removed" "$dir/out" && grep -q "minutes reached" "$dir/out" || echo "it is not, or is not said")"
+if command -v prlimit >/dev/null; then
+  stunt() { pgrep -f -- "--log $dir/stunted" | while read -r p; do prlimit --pid "$p" --fsize=4000; done; }
+  mpi_until stunt --log "$dir/stunted.jsonl"
+  verdict "a log that may not grow is said once, and the run goes on" \
+    "$([ "$(grep -c 'lines from here on are missing' "$dir/out")" = 1 ] && grep -q "minutes reached" "$dir/out" || echo "not so")"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: a log that may not grow: there is no prlimit"
+fi
+timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 50 --log "$dir/unread.jsonl" --save "$dir/unread" 2>"$dir/out" | head -n 1 >/dev/null
+wrong=""
+[ "${PIPESTATUS[0]}" = 0 ] || wrong="it did not end well"
+[ "$(grep -c '"step":' "$dir/unread.jsonl")" = 50 ] || wrong="$wrong; the log does not have all steps"
+[ -e "$dir/unread/latest" ] || wrong="$wrong; nothing was saved"
+verdict "a run whose output nobody reads goes on" "${wrong#; }"
 
 # ----------------------------------------------------------------------------------------------------------- sweeps
 bench() { # the rest of a ./bench command line, on the CPU; output in $dir/out, status in $status

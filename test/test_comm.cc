@@ -515,6 +515,9 @@ TEST_CASE("require_same throws on all ranks when one differs", "[comm]") {
       CHECK(broadcast_text(text) == text);  // the same everywhere
     }
   }
+  // Of many lines those that differ.
+  const std::string lines = said(w.rank == 0 ? "dim = 1\nlr = 1\nlog = a\n" : "dim = 1\nlr = 2\nlog = a\nseq = 3\n");
+  if (w.size > 1) CHECK(has(lines, "(rank 0: lr = 1; rank 1: lr = 2; seq = 3)"));
   CHECK(said("again the same") == "");  // and the ranks are still together
 }
 

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <set>
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "lib/program/data.h"
@@ -166,6 +168,13 @@ TEST_CASE("bad data files are refused in one line", "[data]") {
   const std::string six = as_bytes<uint16_t>({1, 2, 3, 4, 5, 6});
   refused(refusal("/nowhere/tokens.bin"), {"/nowhere/tokens.bin", "No such file"});
   refused(refusal("/tmp"), {"/tmp", "not a regular file"});
+  refused(refusal("/dev/zero"), {"/dev/zero", "not a regular file"});
+  {
+    File f("");
+    std::remove(f.path.c_str());
+    REQUIRE(mkfifo(f.path.c_str(), 0600) == 0);
+    refused(refusal(f.path), {f.path.c_str(), "not a regular file"});  // at once: nobody writes to it
+  }
   {
     File f("");
     refused(refusal(f.path), {f.path.c_str(), "is empty"});
@@ -277,4 +286,73 @@ TEST_CASE("the built-in corpus is text, always the same, long enough for any seq
   longer->read(0, 1000, y.data());
   CHECK(x == y);
   refused(refusal("", 100, 1024), {"--vocab 100", "too small"});
+}
+
+TEST_CASE("a file that changes while it is in use is an error that names it and the byte", "[data]") {
+  const std::vector<uint16_t> t(1000, 5);
+  const std::string bytes = token_file(2, t.size(), as_bytes(t));
+  auto reading = [](const Corpus& c, int64_t first) {
+    std::vector<int32_t> tokens(5);
+    try {
+      c.read(first, 5, tokens.data());
+    } catch (const Error& e) { return std::string(e.what()); }
+    return std::string();
+  };
+  auto overwrite = [](const std::string& path, int64_t at, uint16_t token) {
+    std::fstream f(path, std::ios::binary | std::ios::in | std::ios::out);
+    f.seekp(at);
+    f.write(reinterpret_cast<const char*>(&token), 2);
+  };
+  auto age = [](const std::string& path) {  // so that any write later is seen, however coarse the clock
+    const timespec times[2] = {{1000000000, 0}, {1000000000, 0}};
+    REQUIRE(utimensat(AT_FDCWD, path.c_str(), times, 0) == 0);
+  };
+  auto open_aged = [&](const File& f) {
+    age(f.path);
+    auto corpus = open_corpus(f.path, 100, 4, 0, Split::all);
+    CHECK(reading(*corpus, 900).empty());
+    return corpus;
+  };
+  {
+    File f(bytes);
+    auto corpus = open_aged(f);
+    REQUIRE(truncate(f.path.c_str(), 24 + 2 * 902) == 0);
+    // In the middle of what is wanted; behind it; and before it, where reading itself succeeds.
+    refused(reading(*corpus, 900), {f.path.c_str(), "was cut", "had 2024 bytes and has 1828", "byte 1828"});
+    refused(reading(*corpus, 950), {f.path.c_str(), "was cut", "byte 1924"});
+    refused(reading(*corpus, 0), {f.path.c_str(), "was cut", "byte 24"});
+  }
+  {
+    File f(bytes);
+    auto corpus = open_aged(f);
+    overwrite(f.path, 24 + 2 * 7, 6);
+    refused(reading(*corpus, 900), {f.path.c_str(), "was written to", "byte 1824"});
+  }
+  {
+    // Written over so that no clock shows it.
+    File f(bytes);
+    auto corpus = open_aged(f);
+    overwrite(f.path, 24 + 2 * 903, 100);
+    age(f.path);
+    CHECK(reading(*corpus, 0).empty());
+    refused(reading(*corpus, 900), {f.path.c_str(), "token 100", "index 903", "byte 1830", "100"});
+  }
+  {
+    File f(bytes);
+    auto corpus = open_aged(f);
+    std::ofstream(f.path, std::ios::binary | std::ios::app) << "x";
+    refused(reading(*corpus, 900), {f.path.c_str(), "was written to"});
+  }
+  {
+    // What is open stays, and that it is gone is said once.
+    File f(bytes);
+    auto corpus = open_aged(f);
+    std::vector<std::string> said;
+    corpus->warn = [&](const std::string& line) { said.push_back(line); };
+    std::remove(f.path.c_str());
+    CHECK(reading(*corpus, 900).empty());
+    CHECK(reading(*corpus, 0).empty());
+    REQUIRE(said.size() == 1);
+    refused(said[0], {f.path.c_str(), "removed or replaced", "--resume"});
+  }
 }

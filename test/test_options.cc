@@ -9,8 +9,10 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include "lib/program/config_file.h"
 #include "lib/program/options.h"
 #include "lib/program/telemetry.h"
 #include "nlohmann/json.hpp"
@@ -60,7 +62,7 @@ struct ConfigFile {
     REQUIRE(fd >= 0);
     close(fd);
     path = name;
-    std::ofstream(path) << text;
+    std::ofstream(path, std::ios::binary) << text;
   }
   ~ConfigFile() { std::remove(path.c_str()); }
 };
@@ -213,6 +215,7 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "4",
                             "--device",
                             "cpu",
+                            "--allow-single-rank",
                             "--fuse",
                             "0",
                             "--tune-matmul",
@@ -291,6 +294,67 @@ TEST_CASE("the command line wins over the file", "[options]") {
   CHECK(o.lr == 0.5);
 }
 
+// A variable that is set as long as the test.
+struct Variable {
+  std::string name;
+  Variable(const char* name, const std::string& value) : name(name) { setenv(name, value.c_str(), 1); }
+  ~Variable() { unsetenv(name.c_str()); }
+};
+
+TEST_CASE("the command line wins over the environment, and that over the file", "[options]") {
+  ConfigFile file("dim = 128\ndepth = 5\nlr = 0.5\ntf32 = true\n");
+  {
+    const Variable dim("FSDP_DIM", "96"), depth("FSDP_DEPTH", "3"), tf32("FSDP_TF32", "0"),
+        gate("FSDP_NSA_GATE", "mlp"), profile("FSDP_PROFILE", "1"), empty("FSDP_LR", ""),
+        config("FSDP_CONFIG", file.path);
+    const Options o = parsed({"--dim", "64"});
+    CHECK(o.dim == 64);
+    CHECK(o.depth == 3);
+    CHECK(o.lr == 0.5);  // what is empty is not set
+    CHECK(!o.tf32);
+    CHECK(o.profile);
+    CHECK(o.nsa_gate == "mlp");
+    CHECK(o.config == file.path);
+    CHECK(o.warnings.empty());
+    for (const char* name : {"dim", "depth", "lr", "tf32", "nsa-gate"}) CHECK(o.gives(name));
+  }
+  // Every option has one.
+  const auto all = to_json(Options());
+  for (const auto& [key, value] : all.items()) {
+    std::string name = "FSDP_" + key;
+    for (char& c : name) c = char(std::toupper(c));
+    INFO(name);
+    const Variable v(name.c_str(), "?!"), validates("FSDP_VAL_EVERY", key == "val_every" ? "?!" : "1");
+    const std::string text = refusal({});
+    if (text.empty()) CHECK(to_json(parsed({}))[key] == "?!");
+    else CHECK(text.rfind(name + "=?!: ", 0) == 0);
+  }
+}
+
+TEST_CASE("mistakes in the environment name the variable", "[options]") {
+  {
+    const Variable v("FSDP_DIM", "wide");
+    refused({}, {"FSDP_DIM=wide", "a whole number from 1 to 1048576"});
+    CHECK(parsed({"--dim", "64"}).dim == 64);
+  }
+  {
+    const Variable v("FSDP_TF32", "perhaps");
+    refused({}, {"FSDP_TF32=perhaps", "true or false"});
+  }
+  {
+    const Variable v("FSDP_CONFIG", "/nowhere/run");
+    refused({}, {"/nowhere/run", "No such file"});
+  }
+  {
+    const Variable a("FSDP_KV_HEAD", "2"), b("FSDP_", "2"), c("FSDP_TEST_X", "1"), d("FSDPX", "1");
+    const Options o = parsed({});
+    REQUIRE(o.warnings.size() == 2);
+    const std::string both = o.warnings[0] + o.warnings[1];
+    CHECK(both.find("FSDP_KV_HEAD, which is no option (did you mean FSDP_KV_HEADS?)") != std::string::npos);
+    CHECK(both.find("FSDP_, ") != std::string::npos);
+  }
+}
+
 TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   refused({"--dmi", "64"}, {"--dmi", "--dim", "see --help"});
   refused({"--learning-rate", "64"}, {"--learning-rate", "see --help"});
@@ -320,23 +384,63 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   refused({"--trace", "a.json", "--show-params"}, {"--trace", "--plan"});
   refused({"--graph", "1", "--comm-timing"}, {"--graph 1", "--comm-timing"});
   refused({"--dim", "3", "--dim", "4"}, {"--dim", "more than once"});
-  refused({"--tf32=perhaps"}, {"--tf32"});
+  refused({"--tf32=perhaps"}, {"--tf32=perhaps", "true or false"});
+  CHECK(!parsed({"--tf32=false"}).tf32);
+  const std::string huge = "--" + std::string(1 << 20, 'x'), long_value(1 << 20, '7');
+  refused({huge.c_str()}, {"unknown option --xxx"});
+  CHECK(refusal({huge.c_str()}).size() < 200);
+  CHECK(refusal({"--dim", long_value.c_str()}).size() < 200);
   refused({"--world", "8"}, {"--world", "--plan"});
   refused({"--steps", "--dim"}, {"--steps --dim"});
 }
 
+TEST_CASE("what a file of options may hold", "[options]") {
+  auto values = [](const std::string& text) {
+    ConfigFile file(text);
+    std::string all;
+    for (const Setting& s : read_config(file.path)) all += strf("%d %s=%s|", s.line, s.name.c_str(), s.value.c_str());
+    return all;
+  };
+  CHECK(values("# a run\n\ndim = 128   # width\r\n; no more\n\tpreset=tiny") == "3 dim=128|5 preset=tiny|");
+  CHECK(values("data = \"my #1.txt\" # one\nlog = a#b\nval-data='it'\ndata = 'a \"b\" it's'\n") ==
+        "1 data=my #1.txt|2 log=a#b|3 val-data=it|4 data=a \"b\" it's|");
+  CHECK(values("a = \nb = \"\"\nc = # d\n") == "1 a=|2 b=|3 c=|");
+}
+
 TEST_CASE("mistakes in a file of options", "[options]") {
-  refused({"--config", "/nowhere/run.toml"}, {"--config /nowhere/run.toml"});
+  refused({"--config", "/nowhere/run.toml"}, {"--config /nowhere/run.toml", "No such file"});
   refused({"--config"}, {"--config"});
-  const std::vector<std::pair<const char*, const char*>> cases = {
-      {"dmi = 3\n", "did you mean dim"},  {"dim = big\n", "--dim big"},
-      {"[model]\ndim = 3\n", "[model]"},  {"dim = 1\ndim = 2\n", "more than once"},
-      {"preset = \"x\"\n", "--preset x"}, {"tf32 = perhaps\n", "--tf32"},
-      {"nonsense\n", "nonsense"},
+  refused({"--config", ""}, {"--config ''", "file name"});
+  refused({"--config", "a", "--config", "b"}, {"--config is given more than once"});
+  for (const char* no_file : {"/dev/zero", "/dev/null", "/tmp"})
+    refused({"--config", no_file}, {no_file, "not a regular file"});
+  {
+    ConfigFile file("");
+    std::remove(file.path.c_str());
+    REQUIRE(mkfifo(file.path.c_str(), 0600) == 0);
+    refused({"--config", file.path.c_str()},
+            {file.path.c_str(), "not a regular file"});  // at once: nobody writes to it
+  }
+  const std::vector<std::pair<std::string, const char*>> cases = {
+      {"dmi = 3\n", ":1: unknown option 'dmi' (did you mean dim?)"},
+      {"\ndim = big\n", ":2: dim = big: must be a whole number"},
+      {"[model]\ndim = 3\n", ":1: sections such as [model]"},
+      {"dim = 1\n\ndim = 2\n", ":3: dim is given more than once"},
+      {"preset = \"x\"\n", ":1: preset = x: choose"},
+      {"tf32 = perhaps\n", ":1: tf32 = perhaps: choose true or false"},
+      {"nonsense\n", ":1: 'nonsense': write name = value"},
+      {"dim = \n", ":1: dim = ''"},
+      {"= 3\n", "write name = value"},
+      {"data = \"x\n", "the quote does not end"},
+      {std::string(100000, 'k') + " = 3", ":1: unknown option 'kkk"},
+      {"dim = " + std::string(100000, '9'), ":1: dim = 999"},
+      {std::string(1 << 21, '\n'), "larger than 1 MiB"},
+      {std::string("\0\x1b[31m = 1\n", 10), "unknown option '??[31m'"},
   };
   for (const auto& [text, word] : cases) {
     ConfigFile file(text);
-    refused({"--config", file.path.c_str()}, {word});
+    refused({"--config", file.path.c_str()}, {file.path.c_str(), word});
+    CHECK(refusal({"--config", file.path.c_str()}).size() < 400);
   }
 }
 

@@ -628,6 +628,29 @@ TEST_CASE("what a run says first, and what its log says first", "[program]") {
   CHECK(settings(on_cpu("--preset mlp-1024")).at("attn") == "");
 }
 
+TEST_CASE("one line says how a model is sharded, in two languages", "[program]") {
+  auto line = [](const std::string& options, int ranks) { return fsdp_text(on_gpus(options, ranks), ranks); };
+  const std::string plain = line("", 4);
+  CHECK(std::count(plain.begin(), plain.end(), '\n') == 1);
+  says(plain, {"shard full over 4 of 4 ranks", "wrap block", "limit-all-gathers 2", "reshard-after-forward 1",
+               "forward-prefetch 1", "backward-prefetch pre", "gathered in bf16, reduced in bf16", "FULL_SHARD",
+               "transformer_auto_wrap_policy", "limit_all_gathers=True", "forward_prefetch=True",
+               "backward_prefetch=BACKWARD_PRE", "MixedPrecision(param_dtype=bfloat16, reduce_dtype=bfloat16)"});
+  says(line("--shard grad --reduce-dtype fp32", 4),
+       {"limit-all-gathers off", "reshard-after-forward 0", "SHARD_GRAD_OP", "limit_all_gathers=False",
+        "reduce_dtype=float32)"});
+  says(line("--shard none", 4), {"over 1 of 4 ranks", "NO_SHARD"});
+  says(line("--shard hybrid:2 --wrap sublayer --backward-prefetch post", 4),
+       {"over 2 of 4 ranks", " HYBRID_SHARD,", "attention and MLP", "BACKWARD_POST"});
+  says(line("--shard hybrid:2 --reshard-after-forward 0", 4), {"_HYBRID_SHARD_ZERO2"});
+  says(line("--limit-all-gathers off --preset tiny --wrap single", 4),
+       {"limit-all-gathers off", "limit_all_gathers=False", "no auto_wrap_policy"});
+  says(line("--forward-prefetch 0 --backward-prefetch none --wrap auto --wrap-min-params 77", 2),
+       {"forward_prefetch=False", "backward_prefetch=None", "min_num_params=77"});
+  says(line("--autocast bf16 --accum-sync last --moments bf16", 2),
+       {"bf16 moments", "gathered in fp32, reduced in fp32", "autocast(bfloat16), no_sync()"});
+}
+
 TEST_CASE("diagnostics of blocks in the log", "[program]") {
   NsaStats blocks[2] = {};
   blocks[0].entropy_mean = 0.5, blocks[1].keys_max = 9, blocks[1].share[2] = 0.25;

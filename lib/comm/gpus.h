@@ -20,12 +20,17 @@ struct DeviceAssignment {
   int world_gpus = 0;  // GPUs that all ranks take
 };
 // A rank takes GPU number local_rank, modulo those that it sees; it must see one. Collective over all ranks, which are
-// all on GPUs or all on CPUs; an error of one is thrown on all.
+// all on GPUs or all on CPUs; an error of one is thrown on all, and UsageError for what wrong_sharing says.
 DeviceAssignment assign_device(Backend backend, const World& world);
 
 // The counts, without a GPU: what each rank takes, and on which host, by rank. All but the ordinal.
 struct RankGpu {
   int host;  // a number that the ranks of a host have in common
   GpuName gpu;
+  std::string host_name = {};
+  std::vector<std::string> visible = {};  // cards that the rank sees
 };
 DeviceAssignment count_gpus(const std::vector<RankGpu>& taken, int rank);
+// Why ranks must not share GPUs as they do here, or "": on a host there is a card for each, or on other hosts there is.
+// That all hosts share theirs is somebody's wish, who has few.
+std::string wrong_sharing(const std::vector<RankGpu>& taken);

@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <set>
+#include <sstream>
 #include <thread>
 
 #include "lib/comm/mpi_calls.h"
@@ -127,6 +129,8 @@ void or_abort(const std::function<void()>& f) {
   } catch (const std::exception& e) {
     const std::string rank = strf("rank %d", this_rank()), what = e.what();
     const bool says_rank = what.find(rank) != std::string::npos;
+    // What all ranks run into, a file that was cut, is said by the lowest, which ends the others meanwhile.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::clamp(this_rank(), 0, 20));
     abort_all_ranks(says_rank ? what : rank + ": " + what, 1);
   }
 }
@@ -168,14 +172,25 @@ std::string agree(const std::string& error) {
   return lowest == size ? "" : broadcast_text(error, lowest);
 }
 
+// The lines of a text that another has not, in one.
+static std::string lines_apart(const std::string& text, const std::string& other) {
+  std::set<std::string> others;
+  std::istringstream there(other), here(text);
+  std::string apart;
+  for (std::string line; std::getline(there, line);) others.insert(line);
+  for (std::string line; std::getline(here, line);)
+    if (!others.count(line)) apart += (apart.empty() ? "" : "; ") + line;
+  return apart.empty() ? "nothing" : apart;
+}
+
 void require_same(const std::string& text, const std::string& what) {
   std::string first = broadcast_text(text);
   std::string error;
   if (text != first)
     error = strf(
-        "%s of rank %d differs from that of rank 0; start all ranks with the same command (rank 0: %s; rank %d: "
-        "%s)",
-        what.c_str(), this_rank(), first.c_str(), this_rank(), text.c_str());
+        "%s of rank %d differs from that of rank 0; start all ranks with the same command and environment (rank 0: %s; "
+        "rank %d: %s)",
+        what.c_str(), this_rank(), lines_apart(first, text).c_str(), this_rank(), lines_apart(text, first).c_str());
   error = agree(error);
   if (!error.empty()) throw UsageError(error);
 }

@@ -59,7 +59,8 @@ std::string broadcast_text(const std::string& text, int root = 0);
 std::vector<std::string> gather_texts(const std::string& text);  // every rank's, in order, on all of them
 // All ranks pass their error, empty if none. Returns the lowest rank's error, the same on all ranks, or empty.
 std::string agree(const std::string& error);
-// Throws UsageError on every rank if `text` is not the same on all; `what` names it.
+// Throws UsageError on every rank if `text` is not the same on all; `what` names it, and the error has its lines that
+// differ.
 void require_same(const std::string& text, const std::string& what);
 
 // The same on a communicator of its own, so that a thread beside the training can use them while the training talks.

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -128,28 +128,23 @@ struct Storyteller {
 
 // --------------------------------------------------------------------------------------------------------- corpora
 
-// Tokens of 1, 2 or 4 bytes that lie in memory: a mapped file or the synthetic text.
-struct Stored : Corpus {
-  const uint8_t* tokens = nullptr;
-  int width = 1;
-  int64_t first_token = 0;  // where this part begins
-  void* map = nullptr;
-  size_t map_bytes = 0;
-  std::string text;
-
-  ~Stored() override {
-    if (map) munmap(map, map_bytes);
+// Tokens of 1, 2 or 4 bytes as numbers.
+void widen(const uint8_t* p, int width, int64_t n, int32_t* out) {
+  if (width == 1) std::copy(p, p + n, out);
+  if (width == 4) std::memcpy(out, p, size_t(n) * 4);
+  for (int64_t i = 0; width == 2 && i < n; ++i) {
+    uint16_t t;
+    std::memcpy(&t, p + 2 * i, 2);
+    out[i] = t;
   }
+}
+
+struct Synthetic : Corpus {
+  std::string text;
+  int64_t first_token = 0;  // where this part begins
   void read(int64_t first, int64_t n, int32_t* out) const override {
     ASSERT(first >= 0 && n >= 0 && first + n <= count);
-    const uint8_t* p = tokens + (first_token + first) * width;
-    if (width == 1) std::copy(p, p + n, out);
-    if (width == 4) std::memcpy(out, p, size_t(n) * 4);
-    for (int64_t i = 0; width == 2 && i < n; ++i) {
-      uint16_t t;
-      std::memcpy(&t, p + 2 * i, 2);
-      out[i] = t;
-    }
+    widen(reinterpret_cast<const uint8_t*>(text.data()) + first_token + first, 1, n, out);
   }
 };
 
@@ -169,7 +164,6 @@ struct Random : Corpus {
 
 template <class T>
 int64_t first_at_or_above(const uint8_t* tokens, int64_t count, int64_t limit) {
-  if (limit > int64_t(T(~T(0)))) return -1;
   // A block's maximum first: the compiler makes wide instructions of it, and it runs as fast as the file is read.
   const int64_t block = 1 << 16;
   for (int64_t start = 0; start < count; start += block) {
@@ -188,6 +182,13 @@ int64_t first_at_or_above(const uint8_t* tokens, int64_t count, int64_t limit) {
     }
   }
   return -1;
+}
+// The first of the tokens that is not below the limit, or -1.
+int64_t first_bad(const uint8_t* tokens, int width, int64_t count, int64_t limit) {
+  if (width < 4 && limit >= int64_t(1) << (8 * width)) return -1;
+  return width == 1   ? first_at_or_above<uint8_t>(tokens, count, limit)
+         : width == 2 ? first_at_or_above<uint16_t>(tokens, count, limit)
+                      : first_at_or_above<uint32_t>(tokens, count, limit);
 }
 
 uint32_t u32_at(const uint8_t* p) {
@@ -209,6 +210,9 @@ struct Format {
   const char* name = "text, a byte a token";
 };
 
+constexpr int64_t longest_header = 1024;
+
+// p: the file's first bytes, as many as a header has, or all; bytes: how many it has.
 Format read_header(const std::string& path, const uint8_t* p, int64_t bytes) {
   const char* file = path.c_str();
   Format f;
@@ -233,11 +237,11 @@ Format read_header(const std::string& path, const uint8_t* p, int64_t bytes) {
   }
   const uint32_t magic = bytes >= 4 ? u32_at(p) : 0;
   if (magic == 20240520 || magic == 20240801) {
-    need(1024);
+    need(longest_header);
     const uint32_t version = u32_at(p + 4), expected = magic == 20240520 ? 1 : 7;
     REQUIRE_USER(version == expected, "data file %s has a wrong version: llm.c magic %u goes with version %u, not %u",
                  file, magic, expected, version);
-    f.header = 1024, f.width = magic == 20240520 ? 2 : 4;
+    f.header = longest_header, f.width = magic == 20240520 ? 2 : 4;
     f.count = u32_at(p + 8);
     f.name = magic == 20240520 ? "llm.c, uint16 tokens" : "llm.c, uint32 tokens";
     return f;
@@ -251,26 +255,93 @@ Format read_header(const std::string& path, const uint8_t* p, int64_t bytes) {
   return f;
 }
 
-std::unique_ptr<Stored> open_file(const std::string& path, int64_t vocab) {
-  const char* file = path.c_str();
-  const int fd = open(file, O_RDONLY | O_CLOEXEC);
-  REQUIRE_USER(fd >= 0, "data file %s cannot be opened: %s", file, std::strerror(errno));
-  auto corpus = std::make_unique<Stored>();
-  struct stat info;
-  const bool known = fstat(fd, &info) == 0, regular = known && S_ISREG(info.st_mode);
-  const int64_t bytes = regular ? info.st_size : 0;
-  if (bytes > 0) {
-    void* map = mmap(nullptr, size_t(bytes), PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map != MAP_FAILED) corpus->map = map, corpus->map_bytes = size_t(bytes);
-  }
-  const int map_error = errno;
-  close(fd);
-  REQUIRE_USER(regular, "data file %s is not a regular file", file);
-  REQUIRE_USER(bytes > 0, "data file %s is empty", file);
-  REQUIRE_USER(corpus->map, "data file %s cannot be mapped: %s", file, std::strerror(map_error));
+// A file is read, not mapped: where it is cut while it is used, reading says so, and a mapping would kill the process.
+struct TokenFile : Corpus {
+  std::string path;
+  int fd = -1;
+  struct stat opened = {};  // what it was
+  Format format = {};
+  int64_t first_token = 0;  // where this part begins
+  int64_t vocab = 0;
+  mutable bool said_gone = false;
 
-  const uint8_t* p = static_cast<const uint8_t*>(corpus->map);
-  const Format f = read_header(path, p, bytes);
+  ~TokenFile() override {
+    if (fd >= 0) close(fd);
+  }
+
+  void read(int64_t first, int64_t n, int32_t* out) const override {
+    ASSERT(first >= 0 && n >= 0 && first + n <= count);
+    const int64_t index = first_token + first, at = format.header + index * format.width;
+    std::vector<uint8_t> bytes(size_t(n * format.width));
+    read_bytes(at, &bytes);
+    require_tokens(bytes, index);
+    require_unchanged(at);
+    widen(bytes.data(), format.width, n, out);
+  }
+
+  // Fills `to` from byte `at` on.
+  void read_bytes(int64_t at, std::vector<uint8_t>* to) const {
+    for (size_t have = 0; have < to->size();) {
+      const ssize_t n = pread(fd, to->data() + have, to->size() - have, off_t(at) + off_t(have));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0)
+        throw Error(
+            strf("data file %s cannot be read at byte %lld: %s; see that the disk or server that holds it is "
+                 "there, and --resume",
+                 path.c_str(), ll(at) + ll(have), std::strerror(errno)));
+      if (n == 0) cut(at + int64_t(have));
+      have += size_t(n);
+    }
+  }
+
+  // tokens: the bytes of those from number `index` on.
+  void require_tokens(const std::vector<uint8_t>& tokens, int64_t index) const {
+    const int64_t bad = first_bad(tokens.data(), format.width, int64_t(tokens.size()) / format.width, vocab);
+    if (bad < 0) return;
+    uint32_t token = 0;
+    std::memcpy(&token, tokens.data() + bad * format.width, size_t(format.width));
+    throw UsageError(
+        strf("data file %s: token %u at index %lld (byte %lld) is not below the vocabulary, %lld: raise "
+             "--vocab, or make the file for this vocabulary",
+             path.c_str(), token, ll(index + bad), ll(format.header + (index + bad) * format.width), ll(vocab)));
+  }
+
+ private:
+  using ll = long long;
+
+  [[noreturn]] void cut(int64_t at) const {
+    struct stat now = {};
+    fstat(fd, &now);
+    throw Error(strf(
+        "data file %s was cut while it was in use: it had %lld bytes and has %lld, as was seen in reading byte %lld; "
+        "restore it, and --resume",
+        path.c_str(), ll(opened.st_size), ll(now.st_size), ll(at)));
+  }
+
+  // at: the byte that was read.
+  void require_unchanged(int64_t at) const {
+    struct stat now;
+    if (fstat(fd, &now) != 0)
+      throw Error(
+          strf("data file %s is no longer there: %s, as was seen in reading byte %lld; restore it, and --resume",
+               path.c_str(), std::strerror(errno), ll(at)));
+    if (now.st_size < opened.st_size) cut(at);
+    if (now.st_size != opened.st_size || now.st_mtim.tv_sec != opened.st_mtim.tv_sec ||
+        now.st_mtim.tv_nsec != opened.st_mtim.tv_nsec)
+      throw Error(strf(
+          "data file %s was written to while it was in use, as was seen in reading byte %lld; restore it, and --resume "
+          "from a step before that",
+          path.c_str(), ll(at)));
+    if (now.st_nlink == 0 && warn && !std::exchange(said_gone, true))
+      warn(
+          strf("data file %s was removed or replaced; training goes on with what it has open, but --resume will not "
+               "find it",
+               path.c_str()));
+  }
+};
+
+void check_length(const std::string& path, const Format& f, int64_t bytes) {
+  const char* file = path.c_str();
   const uint64_t there = uint64_t(bytes - f.header) / uint64_t(f.width);
   REQUIRE_USER(f.count <= there,
                "data file %s is truncated: its header says %llu tokens of %d bytes, it holds %llu; make it again", file,
@@ -279,44 +350,51 @@ std::unique_ptr<Stored> open_file(const std::string& path, int64_t vocab) {
                "data file %s is longer than its header says (%llu tokens of %d bytes); make it again", file,
                static_cast<unsigned long long>(f.count), f.width);
   REQUIRE_USER(f.count > 0, "data file %s is empty: its header says 0 tokens", file);
-  corpus->tokens = p + f.header;
-  corpus->width = f.width;
+}
+
+std::unique_ptr<TokenFile> open_file(const std::string& path, int64_t vocab) {
+  const char* file = path.c_str();
+  auto corpus = std::make_unique<TokenFile>();
+  corpus->path = path, corpus->vocab = vocab;
+  corpus->fd = open(file, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // of a FIFO it would wait for a writer
+  REQUIRE_USER(corpus->fd >= 0, "data file %s cannot be opened: %s", file, std::strerror(errno));
+  REQUIRE_USER(fstat(corpus->fd, &corpus->opened) == 0 && S_ISREG(corpus->opened.st_mode),
+               "data file %s is not a regular file", file);
+  const int64_t bytes = corpus->opened.st_size;
+  REQUIRE_USER(bytes > 0, "data file %s is empty", file);
+
+  std::vector<uint8_t> part(size_t(std::min(bytes, longest_header)));
+  corpus->read_bytes(0, &part);
+  const Format f = corpus->format = read_header(path, part.data(), bytes);
+  check_length(path, f, bytes);
   corpus->count = int64_t(f.count);
   corpus->description = strf("%s (%s)", file, f.name);
 
-  madvise(corpus->map, corpus->map_bytes, MADV_SEQUENTIAL);
-  auto search = f.width == 1   ? first_at_or_above<uint8_t>
-                : f.width == 2 ? first_at_or_above<uint16_t>
-                               : first_at_or_above<uint32_t>;
-  const int64_t bad = search(corpus->tokens, corpus->count, vocab);
-  if (bad >= 0) {
-    uint32_t token = 0;
-    std::memcpy(&token, corpus->tokens + bad * f.width, size_t(f.width));
-    throw UsageError(
-        strf("data file %s: token %u at index %lld (byte %lld) is not below the vocabulary, %lld: raise "
-             "--vocab, or make the file for this vocabulary",
-             file, token, static_cast<long long>(bad), static_cast<long long>(f.header + bad * f.width),
-             static_cast<long long>(vocab)));
+  posix_fadvise(corpus->fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+  const int64_t most = int64_t(1) << 20;  // tokens at once
+  for (int64_t at = 0; at < corpus->count; at += most) {
+    part.resize(size_t(std::min(most, corpus->count - at) * f.width));
+    corpus->read_bytes(f.header + at * f.width, &part);
+    corpus->require_tokens(part, at);
   }
-  madvise(corpus->map, corpus->map_bytes, MADV_NORMAL);
+  posix_fadvise(corpus->fd, 0, 0, POSIX_FADV_NORMAL);
   return corpus;
 }
 
-std::unique_ptr<Stored> synthetic(int64_t vocab, int64_t seq) {
+std::unique_ptr<Synthetic> synthetic(int64_t vocab, int64_t seq) {
   // At least 32 windows of any length, and 2 MiB.
   const int64_t bytes = std::max<int64_t>(2 << 20, 40 * (seq + 1));
   Storyteller teller;
   while (int64_t(teller.text.size()) < bytes) teller.story();
-  auto corpus = std::make_unique<Stored>();
+  auto corpus = std::make_unique<Synthetic>();
   corpus->text = std::move(teller.text);
   corpus->text.resize(size_t(bytes));
-  corpus->tokens = reinterpret_cast<const uint8_t*>(corpus->text.data());
   corpus->count = bytes;
   corpus->description = "synthetic stories";
-  const int64_t most = *std::max_element(corpus->tokens, corpus->tokens + bytes);
+  const char most = *std::max_element(corpus->text.begin(), corpus->text.end());
   REQUIRE_USER(most < vocab,
-               "the built-in corpus holds bytes up to %lld: --vocab %lld is too small for it (or use --data random)",
-               static_cast<long long>(most), static_cast<long long>(vocab));
+               "the built-in corpus holds bytes up to %d: --vocab %lld is too small for it (or use --data random)",
+               int(most), static_cast<long long>(vocab));
   return corpus;
 }
 
@@ -349,9 +427,13 @@ std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int6
     corpus->description = "random tokens";
     return corpus;
   }
-  std::unique_ptr<Stored> corpus = path.empty() ? synthetic(vocab, seq) : open_file(path, vocab);
-  cut(corpus->count, seq, split, path.empty() ? "the built-in corpus" : "data file " + path, &corpus->first_token,
-      &corpus->count);
+  if (path.empty()) {
+    auto corpus = synthetic(vocab, seq);
+    cut(corpus->count, seq, split, "the built-in corpus", &corpus->first_token, &corpus->count);
+    return corpus;
+  }
+  auto corpus = open_file(path, vocab);
+  cut(corpus->count, seq, split, "data file " + path, &corpus->first_token, &corpus->count);
   return corpus;
 }
 
@@ -375,6 +457,8 @@ int64_t permute(int64_t i, int64_t n, uint64_t key) {
 void Sampler::sequence(int64_t n, int32_t* inputs, int32_t* targets) const {
   const int64_t all = windows(), epoch = n / all, place = n % all;
   const int64_t p = shuffle ? permute(place, all, mix(seed ^ mix(uint64_t(epoch)))) : place;
-  corpus->read(p * seq, seq, inputs);
-  corpus->read(p * seq + 1, seq, targets);
+  std::vector<int32_t> tokens(size_t(seq + 1));
+  corpus->read(p * seq, seq + 1, tokens.data());
+  std::copy(tokens.begin(), tokens.end() - 1, inputs);
+  std::copy(tokens.begin() + 1, tokens.end(), targets);
 }

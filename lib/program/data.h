@@ -10,14 +10,17 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
 struct Corpus {
   virtual ~Corpus() = default;
-  // Writes tokens [first, first + n) to out.
+  // Writes tokens [first, first + n) to out. Of a file, throws Error that names it and the byte: it cannot be read, or
+  // was cut or written to since it was opened; a token that is not below the vocabulary.
   virtual void read(int64_t first, int64_t n, int32_t* out) const = 0;
-  int64_t count = 0;  // tokens
+  std::function<void(const std::string&)> warn = {};  // is told, once, that the file was removed while it is open
+  int64_t count = 0;                                  // tokens
   std::string description;
 };
 

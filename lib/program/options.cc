@@ -5,13 +5,17 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <map>
 #include <variant>
+
+#include <unistd.h>
 
 #include "CLI/CLI.hpp"
 #include "nlohmann/json.hpp"
 
 #include "lib/device/error.h"
 #include "lib/program/chips.h"
+#include "lib/program/config_file.h"
 #include "lib/program/presets.h"
 
 namespace {
@@ -149,6 +153,7 @@ const std::vector<Spec> specs = flat({
   {"graph", "0|1", &Options::graph, from(0, 1), "1: from the third step on, run each step as one CUDA graph, collectives included"},
   {"fuse", "0|1", &Options::fuse, from(0, 1), "1: biases, residuals, GELU and the sums at norms are part of the kernel beside them; 0: each is a kernel of its own (to see what that costs)"},
   {"tune-matmul", "0|1", &Options::tune_matmul, from(0, 1), "on a GPU, 1: before step 1, time cuBLASLt's algorithms for each product and keep the fastest; 0: take its first choice, and leave GELU apart"},
+  {"allow-single-rank", "", &Options::allow_single_rank, flag, "train with one rank where several GPUs are visible, or where a launcher started several processes that MPI does not join"},
   {"device", "NAME", &Options::device, one_of({"auto", "cpu", "gpu"}), "what the ranks compute on"},
 }},
 {"Output", {
@@ -194,6 +199,7 @@ std::string range_text(const Allowed& a) {
 
 // For errors: "must be a whole number from 1 to 64", "choose bf16 or fp32".
 std::string allowed_text(const Spec& s) {
+  if (is_flag(s)) return "choose true or false";
   if (!is_number(s)) return s.allowed.words.empty() ? "give a value" : "choose " + joined(s.allowed.words, " or ");
   const bool real = std::holds_alternative<double Options::*>(s.member);
   return std::string("must be ") + (real ? "a number " : "a whole number ") + range_text(s.allowed);
@@ -207,49 +213,65 @@ std::string values_text(const Spec& s) {
   return text.rfind("above", 0) == 0 ? text : text.substr(blank);
 }
 
-[[noreturn]] void refuse(const Spec& s, const std::string& value) {
-  throw UsageError(
-      strf("--%s %s: %s; see --help", s.name, value.empty() ? "''" : value.c_str(), allowed_text(s).c_str()));
+// A value as it was given, and as an error quotes it: "--dim 64", "FSDP_DIM=64", "--config FILE:3: dim = 64".
+struct Given {
+  std::string value, as;
+};
+
+std::string quoted(const std::string& value) { return value.empty() ? "''" : excerpt(value); }
+
+[[noreturn]] void refuse(const Spec& s, const Given& given) {
+  throw UsageError(strf("%s: %s; see --help", given.as.c_str(), allowed_text(s).c_str()));
 }
 
 template <class T>
-T parse_number(const Spec& s, const std::string& text) {
+T parse_number(const Spec& s, const Given& given) {
+  const std::string& text = given.value;
   T x{};
   if constexpr (std::is_same_v<T, double>) {
     char* end = nullptr;
     errno = 0;
     x = std::strtod(text.c_str(), &end);
-    if (text.empty() || *end || std::isspace(static_cast<unsigned char>(text[0]))) refuse(s, text);
+    if (text.empty() || *end || std::isspace(static_cast<unsigned char>(text[0]))) refuse(s, given);
   } else {
     auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), x);
-    if (error != std::errc() || end != text.data() + text.size()) refuse(s, text);
+    if (error != std::errc() || end != text.data() + text.size()) refuse(s, given);
   }
   const std::string open = s.allowed.open;
   const double d = double(x);
   // Written so that a NaN is refused.
-  if (!(open == "lo" ? d > s.allowed.lo : d >= s.allowed.lo)) refuse(s, text);
-  if (!(open == "hi" ? d < s.allowed.hi : d <= s.allowed.hi)) refuse(s, text);
+  if (!(open == "lo" ? d > s.allowed.lo : d >= s.allowed.lo)) refuse(s, given);
+  if (!(open == "hi" ? d < s.allowed.hi : d <= s.allowed.hi)) refuse(s, given);
   return x;
 }
 
-void set(const Spec& s, const std::string& text, Options* o) {
+bool parse_flag(const Spec& s, const Given& given) {
+  for (const char* yes : {"true", "1", "on", "yes"})
+    if (given.value == yes) return true;
+  for (const char* no : {"false", "0", "off", "no"})
+    if (given.value == no) return false;
+  refuse(s, given);
+}
+
+std::string parse_text(const Spec& s, const Given& given) {
+  const auto& words = s.allowed.words;
+  if (given.value.empty() || (!words.empty() && std::find(words.begin(), words.end(), given.value) == words.end()))
+    refuse(s, given);
+  try {
+    (void)nlohmann::json(given.value).dump();
+  } catch (const nlohmann::json::exception&) {
+    throw UsageError(strf("%s: not valid UTF-8, which logs and checkpoints need; rename the file", given.as.c_str()));
+  }
+  return given.value;
+}
+
+void set(const Spec& s, const Given& given, Options* o) {
   std::visit(
       [&](auto member) {
         using T = std::decay_t<decltype(o->*member)>;
-        if constexpr (std::is_same_v<T, std::string>) {
-          const auto& words = s.allowed.words;
-          if (text.empty() || (!words.empty() && std::find(words.begin(), words.end(), text) == words.end()))
-            refuse(s, text);
-          try {
-            (void)nlohmann::json(text).dump();
-          } catch (const nlohmann::json::exception&) {
-            throw UsageError(strf("--%s %s: not valid UTF-8, which logs and checkpoints need; rename the file", s.name,
-                                  text.c_str()));
-          }
-          o->*member = text;
-        } else if constexpr (!std::is_same_v<T, bool>) {
-          o->*member = parse_number<T>(s, text);
-        }
+        if constexpr (std::is_same_v<T, std::string>) o->*member = parse_text(s, given);
+        else if constexpr (std::is_same_v<T, bool>) o->*member = parse_flag(s, given);
+        else o->*member = parse_number<T>(s, given);
       },
       s.member);
 }
@@ -274,11 +296,21 @@ int distance(const std::string& a, const std::string& b) {
   return d[a.size()][b.size()];
 }
 
-// " (did you mean --x?)", or nothing if no name is near.
-std::string suggestion(std::string name, const char* dashes) {
+const char prefix[] = "FSDP_";  // of environment variables
+
+// FSDP_KV_HEADS
+std::string variable_of(const std::string& name) {
+  std::string variable = key_of(name);
+  for (char& c : variable) c = char(std::toupper(static_cast<unsigned char>(c)));
+  return prefix + variable;
+}
+
+// The option that is meant by what is none, or nothing if no name is near.
+std::string nearest(std::string name) {
   name.erase(0, name.find_first_not_of('-'));
   name = name.substr(0, name.find('='));
   std::replace(name.begin(), name.end(), '_', '-');
+  if (name.size() > 64) return "";
   std::string best;
   int best_distance = std::max(1, int(name.size()) / 3) + 1;
   for (const Spec& s : specs) {
@@ -287,8 +319,10 @@ std::string suggestion(std::string name, const char* dashes) {
     if (name.size() >= 2 && std::string(s.name).rfind(name, 0) == 0) d = 1;
     if (d < best_distance) best_distance = d, best = s.name;
   }
-  return best.empty() ? "" : strf(" (did you mean %s%s?)", dashes, best.c_str());
+  return best;
 }
+
+std::string did_you_mean(const std::string& name) { return name.empty() ? "" : " (did you mean " + name + "?)"; }
 
 std::string default_text(const Spec& s) {
   if (s.otherwise) return s.otherwise;
@@ -300,7 +334,9 @@ std::string help_text() {
   const size_t column = 26, width = 100;
   std::string text =
       "Trains a transformer with fully sharded data parallelism.\n"
-      "Usage: mpirun -np RANKS ./train [options]\n";
+      "Usage: mpirun -np RANKS ./train [options]\n"
+      "Every option can also be an environment variable: --grad-accum 4 is FSDP_GRAD_ACCUM=4, --tf32 is\n"
+      "FSDP_TF32=1. The command line wins over the environment, and that over the file of --config.\n";
   auto entry = [&](const std::string& name, const std::string& what) {
     std::string line = "  " + name;
     line.resize(std::max(column, line.size() + 2), ' ');
@@ -327,7 +363,7 @@ std::string help_text() {
       what += strf(" (%s%sdefault: %s)", range.c_str(), range.empty() ? "" : "; ", default_text(s).c_str());
     entry(strf("--%s%s%s", s.name, *s.value ? " " : "", s.value), what);
     if (std::string(s.name) == "device")
-      entry("--config FILE", "read options from a file, one `name = value` per line; the command line wins");
+      entry("--config FILE", "read options from a file, one `name = value` per line, # for comments");
   }
   entry("--help", "print this text");
   return text;
@@ -338,58 +374,101 @@ std::string in_quotes(const std::string& s) {
   return quote + s + quote;
 }
 
-// One CLI11 option for each Spec, in their order; values go to `out`.
-std::vector<CLI::Option*> add_options(CLI::App* app, Options* out) {
-  app->set_help_flag();
-  app->allow_config_extras(CLI::config_extras_mode::error);
-  app->set_config("--config", "", "");
-  std::vector<CLI::Option*> options;
-  for (const Spec& s : specs) {
-    const std::string name = strf("--%s", s.name);
-    if (auto member = std::get_if<bool Options::*>(&s.member)) options.push_back(app->add_flag(name, out->*(*member)));
-    else
-      options.push_back(
-          app->add_option_function<std::string>(name, [&s, out](const std::string& value) { set(s, value, out); }));
-  }
-  return options;
-}
-
 [[noreturn]] void refuse_extras(const std::vector<std::string>& extras) {
   std::string culprit;
   for (const std::string& a : extras)
     if (culprit.empty() || (culprit[0] != '-' && a[0] == '-')) culprit = a;
   if (culprit.empty() || culprit[0] != '-')
-    throw UsageError(strf("unexpected argument '%s'; see --help", culprit.c_str()));
-  throw UsageError(strf("unknown option %s%s; see --help", culprit.c_str(), suggestion(culprit, "--").c_str()));
-}
-
-[[noreturn]] void refuse_config(const std::string& file, std::string what) {
-  // "INI was not able to parse NAME" is CLI11's way to say that there is no such option.
-  const std::string unable = "not able to parse ";
-  const size_t at = what.find(unable);
-  if (at != std::string::npos) {
-    const std::string key = what.substr(at + unable.size());
-    const size_t section = key.find(".++");
-    what = section != std::string::npos
-               ? strf("sections such as [%s] are not supported", key.substr(0, section).c_str())
-               : strf("unknown option '%s'%s", key.c_str(), suggestion(key, "").c_str());
-  }
-  throw UsageError(strf("--config %s: %s; see --help", file.c_str(), what.c_str()));
+    throw UsageError(strf("unexpected argument '%s'; see --help", excerpt(culprit).c_str()));
+  const std::string near = nearest(culprit);
+  throw UsageError(strf("unknown option %s%s; see --help", excerpt(culprit).c_str(),
+                        did_you_mean(near.empty() ? "" : "--" + near).c_str()));
 }
 
 // What else CLI11 finds wrong: values that are missing, options given twice.
-[[noreturn]] void refuse_usage(const CLI::App& app, const std::vector<CLI::Option*>& options, const std::string& what) {
-  if (app.get_config_ptr()->count() > 1) throw UsageError("--config is given more than once");
+[[noreturn]] void refuse_usage(const CLI::Option* config, const std::vector<CLI::Option*>& options,
+                               const std::string& what) {
+  if (config->count() > 1) throw UsageError("--config is given more than once");
   if (what.find("--config:") != std::string::npos) throw UsageError("--config needs a file name");
   for (size_t i = 0; i < options.size(); ++i) {
     const Spec& s = specs[i];
     if (!is_flag(s) && options[i]->count() > 1) throw UsageError(strf("--%s is given more than once", s.name));
     if (!is_flag(s) && what.find(strf("--%s:", s.name)) != std::string::npos)
       throw UsageError(strf("--%s needs a value: %s; see --help", s.name, allowed_text(s).c_str()));
-    if (is_flag(s) && what.find(strf("--%s ", s.name)) != std::string::npos)
-      throw UsageError(strf("--%s takes no value; in a file it is true or false", s.name));
   }
   throw UsageError(what + "; see --help");
+}
+
+// Where values come from, the first that has one wins: the command line, the environment, the file.
+using Layer = std::map<std::string, Given>;  // by an option's name
+
+Layer read_arguments(int argc, const char* const* argv) {
+  CLI::App app;
+  app.set_help_flag();
+  std::vector<CLI::Option*> options;
+  for (const Spec& s : specs) {
+    const std::string name = strf("--%s", s.name);
+    options.push_back(is_flag(s) ? app.add_flag(name) : app.add_option(name));
+  }
+  const CLI::Option* config = app.add_option("--config");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ExtrasError&) { refuse_extras(app.remaining()); } catch (const CLI::ParseError& e) {
+    refuse_usage(config, options, e.what());
+  }
+  Layer layer;
+  auto add = [&](const std::string& name, const CLI::Option* option, const char* between) {
+    if (option->count() == 0) return;
+    const std::string value = option->results().back();
+    layer[name] = {value, "--" + name + between + quoted(value)};
+  };
+  for (size_t i = 0; i < options.size(); ++i) add(specs[i].name, options[i], is_flag(specs[i]) ? "=" : " ");
+  add("config", config, " ");
+  return layer;
+}
+
+// An empty variable is as one that is not set.
+Layer read_environment() {
+  Layer layer;
+  auto add = [&](const std::string& name) {
+    const std::string variable = variable_of(name);
+    const char* value = std::getenv(variable.c_str());
+    if (value && *value) layer[name] = {value, variable + "=" + quoted(value)};
+  };
+  for (const Spec& s : specs) add(s.name);
+  add("config");
+  return layer;
+}
+
+// Of variables that look as if they were an option's, and are not.
+std::vector<std::string> unknown_variables() {
+  std::vector<std::string> warnings;
+  const std::string for_tests = std::string(prefix) + "TEST_";
+  for (char** variable = environ; *variable; ++variable) {
+    const std::string text = *variable, name = text.substr(0, text.find('='));
+    if (name.rfind(prefix, 0) != 0 || name.rfind(for_tests, 0) == 0 || name == variable_of("config")) continue;
+    if (std::any_of(specs.begin(), specs.end(), [&](const Spec& s) { return variable_of(s.name) == name; })) continue;
+    std::string as_option = name.substr(sizeof prefix - 1);
+    for (char& c : as_option) c = char(std::tolower(static_cast<unsigned char>(c)));
+    const std::string near = nearest(as_option);
+    warnings.push_back(strf("the environment has %s, which is no option%s; it is ignored", excerpt(name).c_str(),
+                            did_you_mean(near.empty() ? "" : variable_of(near)).c_str()));
+  }
+  return warnings;
+}
+
+Layer read_file(const std::string& path) {
+  Layer layer;
+  for (const Setting& setting : read_config(path)) {
+    const std::string where = strf("--config %s:%d: ", path.c_str(), setting.line), shown = excerpt(setting.name);
+    REQUIRE_USER(std::any_of(specs.begin(), specs.end(), [&](const Spec& s) { return s.name == setting.name; }),
+                 "%sunknown option '%s'%s; see --help", where.c_str(), shown.c_str(),
+                 did_you_mean(nearest(setting.name)).c_str());
+    const Given given = {setting.value, where + shown + " = " + quoted(setting.value)};
+    REQUIRE_USER(layer.emplace(setting.name, given).second, "%s%s is given more than once", where.c_str(),
+                 shown.c_str());
+  }
+  return layer;
 }
 
 void check_combinations(const Options& o) {
@@ -431,25 +510,26 @@ void check_combinations(const Options& o) {
 
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text) {
   *out = Options();
-  CLI::App app;
-  const std::vector<CLI::Option*> options = add_options(&app, out);
   // Before anything else: help is for those whose command line is wrong, too.
   for (int i = 1; i < argc; ++i)
     if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") {
       *text = help_text();
       return false;
     }
-  auto file = [&] { return app.get_config_ptr()->as<std::string>(); };
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ExtrasError&) { refuse_extras(app.remaining()); } catch (const CLI::ConfigError& e) {
-    refuse_config(file(), e.what());
-  } catch (const CLI::FileError&) {
-    throw UsageError(strf("--config %s: no such file, or not readable", file().c_str()));
-  } catch (const CLI::ParseError& e) { refuse_usage(app, options, e.what()); }
-  for (size_t i = 0; i < options.size(); ++i)
-    if (options[i]->count() > 0) out->given.push_back(specs[i].name);
-  if (app.get_config_ptr()->count() > 0) out->config = file();
+  std::vector<Layer> layers = {read_arguments(argc, argv), read_environment()};
+  auto find = [&](const std::string& name) -> const Given* {
+    for (const Layer& layer : layers)
+      if (const auto it = layer.find(name); it != layer.end()) return &it->second;
+    return nullptr;
+  };
+  if (const Given* config = find("config")) {
+    REQUIRE_USER(!config->value.empty(), "%s: needs a file name", config->as.c_str());
+    out->config = config->value;
+    layers.push_back(read_file(out->config));
+  }
+  for (const Spec& s : specs)
+    if (const Given* given = find(s.name)) set(s, *given, out), out->given.push_back(s.name);
+  out->warnings = unknown_variables();
   check_combinations(*out);
   return true;
 }

@@ -1,5 +1,6 @@
-// Command line and configuration file of ./train, by CLI11. The option table in options.cc is the one place where a
-// name, a default, a range and a help text stand; Options is what comes out.
+// The options of ./train, from the command line (by CLI11), from environment variables (--kv-heads is FSDP_KV_HEADS)
+// and from a file (config_file.h); where several name one, the first of these wins. The option table in options.cc is
+// the one place where a name, a default, a range and a help text stand; Options is what comes out.
 #pragma once
 
 #include <cstdint>
@@ -73,6 +74,7 @@ struct Options {
   int64_t keep_attention = 0;
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
+  bool allow_single_rank = false;
   int64_t graph = 0, fuse = 1, tune_matmul = 1;
   // Output.
   std::string log;           // JSON lines
@@ -86,13 +88,15 @@ struct Options {
   int64_t world = 0;  // --plan: pretend this many ranks
   std::string gpu;    // --plan: estimate this chip's time; empty: the one here, without one h200
 
-  std::string config;              // the file that --config named
-  std::vector<std::string> given;  // what the command line, or its file, names
+  std::string config;                 // the file that --config named
+  std::vector<std::string> given;     // what the command line, the environment or the file names
+  std::vector<std::string> warnings;  // of environment variables that look like an option's
   bool gives(const std::string& name) const;
 };
 
-// Parses argv (and --config FILE). Throws UsageError with one line that names the option, the value and what is
-// allowed. Returns false when --help was asked: `text` then holds it. Touches no MPI and no device.
+// Parses argv, the environment and --config FILE. Throws UsageError with one line that names the option, variable or
+// line of the file, the value and what is allowed. An empty variable is as one that is not set. Returns false when
+// --help was asked: `text` then holds it. Touches no MPI and no device.
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);

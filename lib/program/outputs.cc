@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <csignal>
 #include <filesystem>
 #include <tuple>
 #include <utility>
@@ -62,4 +63,8 @@ void check_outputs(const Options& o) {
   if (!o.log.empty()) check_log(o.log);
   if (!o.trace.empty()) check_trace(o.trace);
   if (!o.export_to.empty()) check_export(o.export_to);
+}
+
+void ignore_write_signals() {
+  for (int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);
 }

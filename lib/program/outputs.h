@@ -10,3 +10,7 @@
 // directory; check_log, check_trace or check_export refuses it. On rank 0, which writes them, before anything is
 // written.
 void check_outputs(const Options& o);
+
+// From here on a write to a closed pipe (./train | head -1), or beyond what a file may hold (ulimit -f), is an error of
+// the call, as a full disk is, and no signal that ends the process: what cannot be said is lost, and training goes on.
+void ignore_write_signals();

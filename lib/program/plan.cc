@@ -4,12 +4,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <initializer_list>
 #include <utility>
 
 #include "nlohmann/json.hpp"
 
 #include "lib/program/presets.h"
+#include "lib/program/launch.h"
 #include "lib/program/report.h"
 #include "lib/program/step.h"
 
@@ -258,19 +258,13 @@ std::string hardware_text() {
   return all.dump() + "\n";
 }
 
-// The first of the variables that is set.
-int environment_number(std::initializer_list<const char*> names, int otherwise) {
-  for (const char* name : names)
-    if (const char* value = std::getenv(name)) return std::atoi(value);
-  return otherwise;
-}
-
 }  // namespace
 
 int answer(const Options& o, const std::string& command) {
-  const int rank = environment_number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0);
-  const int ranks = o.world ? int(o.world) : environment_number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1);
-  if (rank != 0) return 0;
+  const Launcher by = launcher_of(std::getenv);
+  if (by.of_mpi() && by.rank != 0) return 0;
+  const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
+  for (const std::string& warning : o.warnings) std::fprintf(stderr, "note: %s\n", warning.c_str());
   std::string text;
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();

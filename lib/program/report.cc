@@ -6,6 +6,7 @@
 #include "nlohmann/json.hpp"
 
 #include "build/version.h"
+#include "lib/program/launch.h"
 #include "lib/program/presets.h"
 
 #if FSDP_CUDA
@@ -52,7 +53,7 @@ std::string driver_version() {
 std::string versions() {
   const std::string cuda =
       FSDP_CUDA ? runtime_version() + ", cuBLASLt " + cublas_version() : "none (CPU backend alone)";
-  return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", commit().c_str(), cuda.c_str(), nccl_version().c_str(),
+  return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", build_id().c_str(), cuda.c_str(), nccl_version().c_str(),
               mpi_version().c_str());
 }
 
@@ -167,6 +168,43 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
                      gathered, reduced);
 }
 
+std::string fsdp_text(const Run& r, int world_size) {
+  const FsdpOptions& f = r.fsdp;
+  const Options& o = r.o;
+  const bool wide = r.dtype == Dtype::f32 || f.gather_wide, keeps = !f.reshard_after_forward;
+  const char* gathered = name_of(wide ? Dtype::f32 : r.dtype);
+  std::string ours = strf(
+      "FSDP: shard %s over %d of %d ranks, wrap %s, limit-all-gathers %s, gradient-slots %d, "
+      "reshard-after-forward %d, forward-prefetch %d, backward-prefetch %s, accum-sync %s; "
+      "fp32 masters, %s moments, gathered in %s, reduced in %s",
+      o.shard.c_str(), f.shards(world_size), world_size, o.wrap.c_str(),
+      keeps || f.gather_slots == 0 ? "off" : std::to_string(f.gather_slots).c_str(), f.gradient_slots, !keeps,
+      std::min(r.model.forward_prefetch, int(parameter_table(r.model).size()) - 1), o.backward_prefetch.c_str(),
+      o.accum_sync.c_str(), name_of(f.moment_dtype), gathered, name_of(r.reduce_dtype));
+  const bool hybrid = f.shard_ranks > 1;
+  const char* strategy = f.shard_ranks == 1 ? "NO_SHARD"
+                         : hybrid           ? (keeps ? "_HYBRID_SHARD_ZERO2" : "HYBRID_SHARD")
+                         : keeps            ? "SHARD_GRAD_OP"
+                                            : "FULL_SHARD";
+  const std::string policy = r.model.wrap == Wrap::block      ? "transformer_auto_wrap_policy"
+                             : r.model.wrap == Wrap::sublayer ? "ModuleWrapPolicy of attention and MLP"
+                             : r.model.wrap == Wrap::size
+                                 ? strf("size_based_auto_wrap_policy(min_num_params=%lld)", ll(r.model.wrap_min_params))
+                                 : "no auto_wrap_policy";
+  const char* backward = r.model.backward_prefetch == BackwardPrefetch::pre    ? "BACKWARD_PRE"
+                         : r.model.backward_prefetch == BackwardPrefetch::post ? "BACKWARD_POST"
+                                                                               : "None";
+  auto torch_name = [](const std::string& dtype) { return dtype == "bf16" ? "bfloat16" : "float32"; };
+  return ours +
+         strf(
+             "; in PyTorch %s, %s, limit_all_gathers=%s, forward_prefetch=%s, backward_prefetch=%s, "
+             "MixedPrecision(param_dtype=%s, reduce_dtype=%s)%s\n",
+             strategy, policy.c_str(), !keeps && f.gather_slots > 0 ? "True" : "False",
+             r.model.forward_prefetch > 0 ? "True" : "False", backward, torch_name(gathered),
+             torch_name(name_of(r.reduce_dtype)),
+             (std::string(f.gather_wide ? ", autocast(bfloat16)" : "") + (f.reduce_last ? ", no_sync()" : "")).c_str());
+}
+
 std::string opening_text(const Run& r, const Device& dev, const World& world, Transport transport,
                          const std::string& data, double estimated_ms) {
   std::string text;
@@ -176,6 +214,7 @@ std::string opening_text(const Run& r, const Device& dev, const World& world, Tr
                count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
                world.size > 1 ? "s" : "", dev.name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
                name_of(transport), r.fsdp.gather_by_copy_engine ? ", gathers by copy engines" : "");
+  text += fsdp_text(r, world.size);
   text += strf("data: %s; %s tokens a step (%lld x %lld%s), %lld steps\n", data.c_str(),
                grouped(r.tokens_per_step()).c_str(), ll(r.global_batch), ll(r.model.seq),
                r.grad_accum > 1 ? " accumulated" : "", ll(r.last_step));

@@ -29,6 +29,8 @@ std::string parameters_text(const Run& r, int world_size);
 std::string choices_text(const Run& r, Transport transport);
 std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size);
 
+// How the model is sharded, in the options' words and in those of PyTorch's FSDP: one line.
+std::string fsdp_text(const Run& r, int world_size);
 // The lines before the first step. estimated_ms, here and below: of a step; negative if nothing is known of the chip.
 std::string opening_text(const Run& r, const Device& dev, const World& world, Transport transport,
                          const std::string& data, double estimated_ms);

@@ -188,7 +188,7 @@ void resolve_schedule(const Options& o, int64_t limit, Run* r) {
 
 Run resolve(const Options& o, int world_size, int gpus) {
   Run r;
-  r.o = o;
+  r.o = o, r.notices = o.warnings;
   const bool only_planned = o.plan || o.show_schedule;
   REQUIRE_USER(o.device != "gpu" || gpus > 0 || only_planned,
                FSDP_CUDA ? "--device gpu: no GPU that this process can use (nvidia-smi lists the machine's); "

@@ -28,12 +28,27 @@ void throw_agreed(std::string error) {
   if (!error.empty()) throw E(error);
 }
 
+// The ranks are those that were meant, of one program, told the same, and with GPUs where others have some. Returns
+// what is to be noted.
+std::vector<std::string> check_launch(const Options& o, const std::string& typed, int gpus, Job* job) {
+  auto require_none = [](const std::string& wrong) { REQUIRE_USER(wrong.empty(), "%s", wrong.c_str()); };
+  job->ranks = gather_facts(facts_here(job->world, gpus));
+  require_none(other_programs(job->ranks));
+  require_same(to_config(o), "the configuration");
+  const bool cpu = o.device == "cpu";
+  SingleRank alone;
+  if (job->world.size == 1)
+    alone = judge_single_rank(launcher_of(std::getenv), cpu ? 0 : gpus, o.allow_single_rank, in_ci(std::getenv), typed);
+  require_none(alone.error);
+  if (cpu) return {};
+  require_none(without_gpus(job->ranks));
+  return {alone.notice, fewer_gpus(job->ranks)};
+}
+
 // The options resolved and the data opened, alike on all ranks.
-void agree_on_run(Options o, int gpus, Job* job) {
+void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, Job* job) {
   const World& world = job->world;
-  std::string text = to_config(o) + "commit = " + commit(), error;
-  std::replace(text.begin(), text.end(), '\n', ';');
-  require_same(text, "the configuration");
+  std::string error;
   if (!o.resume.empty()) {
     job->saved = load_state(o.resume, o.save, world);
     job->saved.state = read_state(job->saved.state, job->saved.step_dir + "/manifest.json");
@@ -42,6 +57,8 @@ void agree_on_run(Options o, int gpus, Job* job) {
   try {
     take_up(job->saved.state, &o);
     r = resolve(o, world.size, gpus);
+    for (const std::string& notice : notices)
+      if (!notice.empty()) r.notices.push_back(notice);
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
     if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
@@ -53,9 +70,9 @@ void agree_on_run(Options o, int gpus, Job* job) {
     compare(job->saved.state, &r);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<UsageError>(error);
-  require_same(strf("%s, %s, %lld tokens", r.backend == Backend::gpu ? "GPU" : "CPU", job->data->description.c_str(),
-                    ll(job->data->count)),
-               "what the machine holds");
+  // What is left open may be chosen otherwise where a machine or a file is another.
+  require_same(strf("%lld tokens of %s\n", ll(job->data->count), job->data->description.c_str()) + settings(r).dump(0),
+               "the run");
 }
 
 // Finds out who talks to whom and how, opens the device, and plans the step's memory.
@@ -67,7 +84,8 @@ void open_device(Job* job) {
   std::string sharing, error;
   const DeviceAssignment taken = assign_device(r.backend, world);
   if (world.size > 1 && gpu && taken.host_cards < world.local_size)
-    sharing = strf("%d ranks share %d GPU%s", world.local_size, taken.host_cards, taken.host_cards > 1 ? "s" : "");
+    sharing = strf("%d ranks on %s share %d GPU%s", world.local_size, job->ranks[size_t(world.rank)].host.c_str(),
+                   taken.host_cards, taken.host_cards > 1 ? "s" : "");
   else if (world.size > 1 && gpu && !FSDP_NCCL) sharing = "this build has no NCCL";
   sharing = agree(sharing);
   if (world.size > 1) job->transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
@@ -91,11 +109,26 @@ void open_device(Job* job) {
     plan(*job->dev, world, job->transport, r);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<Error>(error);
+  RankFacts here = job->ranks[size_t(world.rank)];
+  here.device = gpu ? strf("GPU %d, ", taken.ordinal) + job->dev->name : job->dev->name;
+  if (gpu) here.pci = name_gpu(taken.ordinal).card;
+  job->ranks = gather_facts(here);
   choose_gathers(&r, world.size, job->transport, one_host, agree(engines_pay ? "" : "no").empty());
 }
 
+// Rank 0's, and all that is said from here on goes through it.
+void open_log(double estimated_ms, Job* job) {
+  const Run& r = job->r;
+  nlohmann::json first = header(r, *job->dev, job->world, job->transport, job->gpus_used, estimated_ms, job->command);
+  first["launch"] = places_json(job->ranks);
+  const bool append = !r.o.resume.empty();
+  job->telemetry = std::make_unique<Telemetry>(r.o.log, append, first, r.last_step, r.o.log_every);
+  for (Corpus* corpus : {job->data.get(), job->val_data.get()})
+    if (corpus) corpus->warn = [t = job->telemetry.get()](const std::string& line) { t->note(line); };
+}
+
 // Says what is about to run, takes the memory that was planned, and opens the log.
-void begin(const std::string& command, Job* job) {
+void begin(Job* job) {
   const Run& r = job->r;
   Device& dev = *job->dev;
   const bool over_mpi = job->transport == Transport::mpi || r.fsdp.gather_over_mpi;
@@ -103,30 +136,29 @@ void begin(const std::string& command, Job* job) {
   if (job->world.rank == 0) {
     const Chip* chip = r.backend == Backend::gpu && !over_mpi ? chip_named(dev.name) : nullptr;
     if (chip) estimated_ms = 1e3 * price(r, job->world, *chip).seconds;
-    std::printf("%s", opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
+    std::printf("%s%s", places_text(job->ranks).c_str(),
+                opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
     std::fflush(stdout);
   }
   std::string error;
   try {
     if (r.fsdp.gather_by_copy_engine && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport));
-    if (job->world.rank == 0)
-      job->telemetry =
-          std::make_unique<Telemetry>(r.o.log, !r.o.resume.empty(),
-                                      header(r, dev, job->world, job->transport, job->gpus_used, estimated_ms, command),
-                                      r.last_step, r.o.log_every);
+    if (job->world.rank == 0) open_log(estimated_ms, job);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<Error>(error);
 }
 
 }  // namespace
 
-Job start(const Options& o, const World& world, const std::string& command) {
+Job start(const Options& o, const World& world, const std::string& typed) {
+  ignore_write_signals();
   Job job{world};
-  job.command = command;
+  job.command = strf("mpirun -np %d %s", world.size, typed.c_str());
   const int gpus = gpu_count();
-  agree_on_run(o, gpus, &job);
+  const std::vector<std::string> notices = check_launch(o, typed, gpus, &job);
+  agree_on_run(o, notices, gpus, &job);
   open_device(&job);
-  begin(command, &job);
+  begin(&job);
   return job;
 }

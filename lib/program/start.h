@@ -1,16 +1,18 @@
 // From options to a run that is about to make its first step: what all ranks have agreed on, and what each has opened.
 //
-//   Job job = start(options, world, command);   // collective
+//   Job job = start(options, world, "./train --preset tiny");   // collective
 #pragma once
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "nlohmann/json.hpp"
 
 #include "lib/comm/comm.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
+#include "lib/program/launch.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 
@@ -24,10 +26,12 @@ struct Job {
   int gpus_used = 0;                          // by all ranks
   std::unique_ptr<Device> dev = {};           // its memory is planned and taken
   std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
-  std::string command = {};                   // as it was typed
+  std::vector<RankFacts> ranks = {};
+  std::string command = {};  // as it was typed, behind mpirun
 };
 
 // Collective. An error that all ranks can know of is agreed on and thrown on every rank, UsageError where the user
-// asked for what cannot be; any other ends all ranks from where it happened. Rank 0 says what is about to run. command:
-// for the log's header. world must outlive the job.
-Job start(const Options& o, const World& world, const std::string& command);
+// asked for what cannot be, or started ranks in a way that nobody means (launch.h); any other ends all ranks from where
+// it happened. Rank 0 says where the ranks are and what is about to run. typed: the command without mpirun. world must
+// outlive the job.
+Job start(const Options& o, const World& world, const std::string& typed);

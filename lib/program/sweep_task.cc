@@ -81,6 +81,7 @@ Words train_words(const SweepRun& run, const Task& t) {
   set_options(options_of(*run.sweep, t.row), &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
   if (t.row.steps == 0 || run.steps) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
+  if (t.ranks == 1 && run.machine.gpus > 1) set_options({"--allow-single-rank"}, &words);
   set_options({"--log", file_of(run, t.number, ".jsonl")}, &words);
   return words;
 }

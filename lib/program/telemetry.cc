@@ -92,10 +92,11 @@ void check_log(const std::string& path) {
   if (::stat(path.c_str(), &s) != 0) return;
   REQUIRE_USER(S_ISREG(s.st_mode), "--log %s: not a regular file; choose another", path.c_str());
   if (s.st_size == 0) return;
-  // A header has some thousand bytes. What has more before its first line ends is not read to its end.
+  // A header has some thousand bytes, and a hundred for each rank. What has more before its first line ends is not read
+  // to its end.
   std::FILE* file = std::fopen(path.c_str(), "r");
   REQUIRE_USER(file, "--log %s cannot be read: %s", path.c_str(), std::strerror(errno));
-  std::string line(1 << 20, 0);
+  std::string line(16 << 20, 0);
   line.resize(std::fread(&line[0], 1, line.size(), file));
   std::fclose(file);
   line.resize(std::min(line.find('\n'), line.size()));
