@@ -317,6 +317,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   stream.wait(slot->released);
   const int64_t bytes = unit.padded * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
   const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
+  gather_channel_.set_unit(unit.name);
   auto unshard = [&](auto* to) {
     using E = std::remove_pointer_t<decltype(to)>;
     // My shard is cast straight to where the all_gather wants it: no copy in, no copy out.
@@ -472,6 +473,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
   const Dtype dtype = dtype_of<E>;
   const int64_t bytes = flat.shard * size_of(dtype);
   E* mine = gradient + shard_rank(u) * flat.shard;
+  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit(unit.name);
   if (unit.replicated) reduce_channel_.all_reduce(gradient, flat.shard, dtype);
   else reduce_channel_.reduce_scatter(gradient, flat.shard, dtype);
   replica_channel_.all_reduce(mine, flat.shard, dtype);
@@ -524,6 +526,7 @@ void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
   };
   constexpr int64_t all = sizeof(StepScalars) / sizeof(double);
   const bool groups = replica_world_.size > 1;
+  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit("norm and loss");
   if (shard_world_.size > 1 || !groups) {
     if (options_.norm == ops::GradNorm::inf) {
       sum(reduce_channel_, shard_world_, &scalars_->norm2, 1, Channel::max);

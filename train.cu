@@ -8,6 +8,8 @@
 
 #include "nlohmann/json.hpp"
 
+#include "lib/comm/flight.h"
+#include "lib/comm/watchdog.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/export.h"
@@ -104,6 +106,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   StepInFlight& now = t.slot(t.issued = step);
   Stream& s = t.dev.compute();
   synchronize(now.done);  // two steps ago: the host stays one step ahead of the device
+  flight::begin_step(step);
   fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
@@ -308,16 +311,19 @@ int main(int argc, char** argv) {
     }
   }
   World world;
+  std::unique_ptr<Watchdog> watchdog;
   int status = 0;
   try {
     world = init_mpi(&argc, &argv);
     error = agree(error);
     if (!error.empty()) throw UsageError(error);
+    watchdog = std::make_unique<Watchdog>(world, WatchdogOptions{o.timeout, "."});
     run(o, world, strf("mpirun -np %d ", world.size) + command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
     status = exit_status(e);
     if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
   } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
+  watchdog.reset();
   finish_mpi();
   return status;
 }

@@ -149,6 +149,7 @@ const std::vector<Spec> specs = flat({
   {"graph", "0|1", &Options::graph, from(0, 1), "1: from the third step on, run each step as one CUDA graph, collectives included"},
   {"fuse", "0|1", &Options::fuse, from(0, 1), "1: biases, residuals, GELU and the sums at norms are part of the kernel beside them; 0: each is a kernel of its own (to see what that costs)"},
   {"tune-matmul", "0|1", &Options::tune_matmul, from(0, 1), "on a GPU, 1: before step 1, time cuBLASLt's algorithms for each product and keep the fastest; 0: take its first choice, and leave GELU apart"},
+  {"timeout", "SECONDS", &Options::timeout, from(0, 86400), "end the run when a rank does not answer for so long, or when all wait for each other; 0: never"},
   {"device", "NAME", &Options::device, one_of({"auto", "cpu", "gpu"}), "what the ranks compute on"},
 }},
 {"Output", {

@@ -74,6 +74,7 @@ struct Options {
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
   int64_t graph = 0, fuse = 1, tune_matmul = 1;
+  double timeout = 60;  // seconds; 0: none
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events
