@@ -432,6 +432,7 @@ void set_records_dir(const std::string& dir) { records_dir = dir; }
 
 std::string write_records(const std::string& reason) {
   if (records_dir.empty()) return "";
+  ::mkdir(records_dir.c_str(), 0777);  // if it was not made yet; if it cannot be, the files tell
   std::string error;
   for (int i = 0; i < records(); i++) {
     const Record& r = record(i);

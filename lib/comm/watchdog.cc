@@ -72,7 +72,6 @@ struct Watchdog::Impl {
   std::mutex mutex;
   std::condition_variable stopped;
   bool stop = false;
-  std::function<void()> each_tick;
   std::thread thread;
 
   // The thread's. Its clock counts a tick as half a second at most.
@@ -235,12 +234,7 @@ void Watchdog::Impl::tick() {
   flight::poll();
   look_at_mates();
   look_at_errors();
-  std::function<void()> f;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    f = each_tick;
-  }
-  if (f) f();
+  if (options.each_tick) options.each_tick();
   if (world.size == 1) return;
   if (world.rank == 0) collect();
   else report();
@@ -282,9 +276,4 @@ Watchdog::~Watchdog() {
   flight::set_polled(false);
   impl_->end();
   flight::set_records_dir("");
-}
-
-void Watchdog::set_each_tick(std::function<void()> f) {
-  std::lock_guard<std::mutex> lock(impl_->mutex);
-  impl_->each_tick = std::move(f);
 }

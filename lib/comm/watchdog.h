@@ -33,7 +33,8 @@
 
 struct WatchdogOptions {
   double timeout_s = 60;    // 0: nobody is missed and nothing is too long; what is certain still ends the run
-  std::string records_dir;  // where flight records go; all ranks of a host must be able to write there
+  std::string records_dir;  // where flight records go; made if it is not there
+  std::function<void()> each_tick = {};  // what else the thread is to do, ten times a second; may be empty
 };
 
 class Watchdog {
@@ -43,9 +44,6 @@ class Watchdog {
   // Collective: waits for the other ranks, and is the last to look while it does.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
-
-  // Called by the thread, ten times a second, from here on; replaces what was called before.
-  void set_each_tick(std::function<void()> f);
 
  private:
   struct Impl;
