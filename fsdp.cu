@@ -510,8 +510,8 @@ void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
     const int64_t from = range.first, n = range.second - from, at = shard_rank(u) * unit.with_gradient.shard + from;
     const int64_t decayed = std::min(std::max<int64_t>(unit.decayed - at, 0), n);
     auto step = [&](auto* m, auto* v) {
-      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, norm2, clip, adamw_, n,
-                 decayed, options_.seed, uint32_t(u), at);
+      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, norm2, clip, adamw_, n, decayed,
+                 options_.seed, uint32_t(u), at);
     };
     if (options_.moment_dtype == Dtype::bf16) step(static_cast<bf16*>(state.m), static_cast<bf16*>(state.v));
     else step(static_cast<float*>(state.m), static_cast<float*>(state.v));

@@ -169,8 +169,8 @@ class Fsdp {
   void reduce(int u);
 
   // Global gradient norm, clip, AdamW, which changes nothing if that norm is not finite. With update_in_backward it has
-  // run by then, and nothing is left to hold back. Mean-gradient scaling is the caller's: gradients arrive as sums over ranks and
-  // micro-batches. scalars() then holds the step's, whose loss the caller has put there before.
+  // run by then, and nothing is left to hold back. Mean-gradient scaling is the caller's: gradients arrive as sums over
+  // ranks and micro-batches. scalars() then holds the step's, whose loss the caller has put there before.
   void end_step();
   // Sums the loss in scalars() over the ranks without a step (validation).
   void sum_scalars();

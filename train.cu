@@ -68,7 +68,7 @@ void fill_batches(const Run& r, const World& world, const Sampler& sampler, int6
 struct StepInFlight {
   Device& dev;
   const Run& r;
-  HostBuffer<double> unit_sums;  // Fsdp's
+  HostBuffer<double> unit_sums;                                                   // Fsdp's
   HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};  // micro-batches, one behind the other
   HostBuffer<ops::AdamW> adamw{dev, 1};
   HostBuffer<StepScalars> trained{dev, 1}, validated{dev, 1};
@@ -261,6 +261,7 @@ std::string train(const Job& job) {
   dev.mem.rewind();
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
+  flight::set_phase("the start, timing products and making weights");
   const bool first = true;
   Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, Links::open);
   Training<T, G> t{job, model};
@@ -273,6 +274,7 @@ std::string train(const Job& job) {
 
   const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_of(model.fsdp, true);
   auto note = [&](const std::string& line) { job.telemetry->note(line); };
+  flight::set_phase("the start, reading and opening checkpoints");
   try {
     if (!job.saved.state.is_null()) {
       load_checkpoint(job.saved.step_dir, r.o.save, dev, job.world, parts, note);
@@ -285,12 +287,14 @@ std::string train(const Job& job) {
   if (t.speaks() && r.backend == Backend::gpu && t.peak == 0)
     note(strf("unknown chip %s: MFU is not shown", dev.name.c_str()));
 
+  flight::set_phase("");
   halt::finish_steps();
   // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.
   std::string wrong;
   or_abort([&] {
     wrong = loop(t);
     if (!wrong.empty() || r.o.export_to.empty()) return;
+    flight::set_phase("exporting the model");
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {
       export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
@@ -314,7 +318,7 @@ WatchdogOptions watchdog_options(const Options& o, const World& world) {
   WatchdogOptions w;
   w.timeout_s = o.timeout;
   w.records_dir = o.save.empty() ? "." : o.save;
-  if (world.rank == 0 && !o.save.empty()) w.each_tick = [dir = o.save] { halt::look_for_file(dir); };
+  w.each_tick = [dir = world.rank == 0 ? o.save : ""] { halt::look(dir); };
   return w;
 }
 

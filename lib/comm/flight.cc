@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cinttypes>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <fstream>
@@ -148,6 +149,27 @@ void move_to(Record* to) {
   mine = to;
 }
 
+struct TestFault {
+  int rank = -1, signal = 0;
+  ll step = 0;
+  std::string text;
+} test_fault;
+
+void read_test_fault() {
+  const char* text = std::getenv("FSDP_TEST_FAULT");
+  int used = 0;
+  if (!text) return;
+  if (std::sscanf(text, "%d,%lld,%d,%n", &test_fault.rank, &test_fault.step, &test_fault.signal, &used) != 3 || !used)
+    throw UsageError(strf("FSDP_TEST_FAULT=%s: give RANK,STEP,SIGNAL,TEXT", text));
+  test_fault.text = text + used;
+}
+void test_fault_at(const Entry& e) {
+  if (test_fault.rank != mine->rank || test_fault.step != e.step) return;
+  if (strf("%s %s of '%s'", e.lane, e.what, e.unit).find(test_fault.text) == std::string::npos) return;
+  test_fault.rank = -1;
+  raise(test_fault.signal);
+}
+
 Record& record(int i) { return shared.empty() ? *mine : *shared[size_t(i)]; }
 
 void start_locked(int lane, int64_t ns) {
@@ -161,6 +183,7 @@ void start_locked(int lane, int64_t ns) {
   change(&mine->ring[l.at % kept], [&](Entry* to) { *to = e; });
   change(&state.now, [&](Entry* to) { *to = e; });
   mine->written++, state.started++, mine->progress++;
+  if (!l.marks) test_fault_at(e);
 }
 
 void finish_locked(int lane, int64_t ns) {
@@ -181,12 +204,14 @@ void issue_locked(int lane, const char* what, const std::string& unit, int64_t b
   set_text(e.what, what);
   set_text(e.unit, unit);
   lanes[lane].issued.push_back(e);
+  if (lanes[lane].marks) test_fault_at(e);
 }
 
 }  // namespace
 
 void share_with_host(int rank, int ranks) {
   name_record(mine, rank);
+  read_test_fault();
   if (ranks == 1) return;
   MPI_Comm mates;
   MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &mates));
@@ -331,11 +356,11 @@ Sight see(int i) {
     if (l.started == l.finished && e.finished_ns > last.finished_ns) last = e;
   }
   s.waits = waits.started_ns != 0;
-  auto name = [](const Entry& e) {
-    return std::string(e.what) + (*e.unit ? strf(" of '%s'", e.unit) : std::string());
-  };
+  auto name = [](const Entry& e) { return std::string(e.what) + (*e.unit ? strf(" of '%s'", e.unit) : std::string()); };
   const std::string phase = r.phase_text;
-  s.text = !phase.empty() ? phase : s.step > 0 ? strf("step %lld", ll(s.waits && waits.step ? waits.step : s.step)) : "the start";
+  s.text = !phase.empty() ? phase
+           : s.step > 0   ? strf("step %lld", ll(s.waits && waits.step ? waits.step : s.step))
+                          : "the start";
   if (s.waits) s.text += ", " + name(waits);
   else if (last.finished_ns && phase.empty()) s.text += ", after " + name(last);
   return s;
@@ -403,9 +428,15 @@ std::string text_of(const Record& r, const Sight& s, const std::string& reason) 
   for (uint64_t i = from; i < end; i++) {
     Entry e;
     if (!read(r.ring[i % kept], &e)) continue;
-    json j = {{"type", "collective"}, {"step", e.step},   {"channel", e.lane},
-              {"number", e.number},   {"what", e.what},   {"unit", e.unit},
-              {"bytes", e.bytes},     {"issued", iso8601(e.issued_ns)}, {"started", iso8601(e.started_ns)}};
+    json j = {{"type", "collective"},
+              {"step", e.step},
+              {"channel", e.lane},
+              {"number", e.number},
+              {"what", e.what},
+              {"unit", e.unit},
+              {"bytes", e.bytes},
+              {"issued", iso8601(e.issued_ns)},
+              {"started", iso8601(e.started_ns)}};
     if (e.finished_ns) j["finished"] = iso8601(e.finished_ns);
     else j["finished"] = nullptr;
     text += line(j);

@@ -1,5 +1,6 @@
-// The flight record: what each rank's last thousand collectives were, when they were issued, begun and done, and so what
-// a rank waits in now. It is for the end of a run that goes wrong, and costs a fraction of a microsecond a collective.
+// The flight record: what each rank's last thousand collectives were, when they were issued, begun and done, and so
+// what a rank waits in now. It is for the end of a run that goes wrong, and costs a fraction of a microsecond a
+// collective.
 //
 // It lies in memory that the ranks of a host share, so that a rank that lives can tell of one that was killed or
 // stopped. Nothing of it is a file before it is written, and nothing stays behind.
@@ -11,8 +12,12 @@
 //   flight::finish(lane);
 //   flight::see(rank).text;                               // "step 12, all_gather of 'block 3'"
 //
-// A lane is a queue in which one collective runs at a time, in the order of issue: a channel's, or the host's own. All of
-// it may be called from any thread.
+// For tests, FSDP_TEST_FAULT=RANK,STEP,SIGNAL,TEXT in the environment makes that rank send itself the signal in the
+// step's first collective, "gather all_gather of 'block 3'", that has TEXT in it: where it starts, or on a GPU is
+// issued.
+//
+// A lane is a queue in which one collective runs at a time, in the order of issue: a channel's, or the host's own. All
+// of it may be called from any thread.
 #pragma once
 
 #include <atomic>
@@ -50,10 +55,12 @@ struct Marks {
     volatile int64_t ns[kept];  // of number n at n % kept
   } started, finished;
 };
-void follow(int lane, const Marks* marks, int64_t behind_ns);  // this host's clock minus theirs; until the lane is closed
+void follow(int lane, const Marks* marks,
+            int64_t behind_ns);  // this host's clock minus theirs; until the lane is closed
 void poll();
 
-// Collectives of the host itself, started as they are issued. One in another (agree calls broadcast_text) is part of it.
+// Collectives of the host itself, started as they are issued. One in another (agree calls broadcast_text) is part of
+// it.
 class OnHost {
  public:
   explicit OnHost(const char* what);

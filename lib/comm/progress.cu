@@ -25,9 +25,8 @@ Progress::Progress(Device& dev, Stream& stream, int lane) : stream_(stream), lan
   clear<<<1, 1, 0, stream.cuda()>>>(lane);
   starts();
   CUDA_CHECK(cudaStreamSynchronize(stream.cuda()));
-  const int64_t host_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                              std::chrono::system_clock::now().time_since_epoch())
-                              .count();
+  const int64_t host_ns =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   const int64_t behind = host_ns - marks_[0].started.ns[1];
   clear<<<1, 1, 0, stream.cuda()>>>(lane);
   CUDA_CHECK_LAUNCH();

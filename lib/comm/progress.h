@@ -1,6 +1,6 @@
-// How far a GPU's stream is in a channel's collectives, known without asking it: a kernel of one thread before and behind
-// each writes to host memory. In a CUDA graph as well, since what it writes is a count of its own and no argument. About
-// two microseconds each, on the channel's stream.
+// How far a GPU's stream is in a channel's collectives, known without asking it: a kernel of one thread before and
+// behind each writes to host memory. In a CUDA graph as well, since what it writes is a count of its own and no
+// argument. About two microseconds each, on the channel's stream.
 //
 //   Progress progress(dev, stream, lane);
 //   flight::issue(lane, "all_gather", "block 3", bytes);

@@ -77,10 +77,10 @@ struct Watchdog::Impl {
   // The thread's. Its clock counts a tick as half a second at most.
   double clock = 0, told = -exchange_s, moved = 0;
   uint64_t progress = 0;
-  State mine, answer;                                 // other ranks: what is sent, what rank 0 said last
-  std::vector<State> board, incoming, outgoing;       // rank 0: what the ranks said last; what is on its way
-  std::vector<double> heard;                          // when; of rank 0 alone where this is another
-  std::vector<MPI_Request> receiving, sending;        // rank 0: of each rank; else one
+  State mine, answer;                            // other ranks: what is sent, what rank 0 said last
+  std::vector<State> board, incoming, outgoing;  // rank 0: what the ranks said last; what is on its way
+  std::vector<double> heard;                     // when; of rank 0 alone where this is another
+  std::vector<MPI_Request> receiving, sending;   // rank 0: of each rank; else one
   bool in_exchange = false;
 
   double limit() const { return std::max(options.timeout_s / 2, options.timeout_s - 2); }

@@ -177,9 +177,9 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
 // w, m, v, grad (n): elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the
 // rest not. a (1) and sumsq (1), the square of the gradient's norm, are on the device: no number of a step is an
 // argument, so that a CUDA graph of it can be replayed. Gradients are multiplied by min(1, clip / sqrt(*sumsq)) first
-// if clip > 0. Where *sumsq is not finite nothing changes; without a sumsq (null, and clip 0) nobody looks. Moments in M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean
-// right: Gupta et al. 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a
-// moment change.
+// if clip > 0. Where *sumsq is not finite nothing changes; without a sumsq (null, and clip 0) nobody looks. Moments in
+// M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean right: Gupta et al.
+// 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a moment change.
 template <class M>
 void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
            int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);

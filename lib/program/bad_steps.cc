@@ -33,11 +33,11 @@ std::string BadSteps::take(int64_t step, const StepScalars& of, const std::vecto
   }
   in_a_row_++;
   const int64_t first = (step - 1) * r_.global_batch;
-  const std::string what =
-      strf("step %lld: the loss is %g, the gradient norm %g: %s; its batch is sequences %lld to %lld in the order of the "
-           "data",
-           ll(step), of.loss / double(r_.tokens_per_step()), std::sqrt(of.norm2),
-           whose(units, first_bad_unit(units, sums)).c_str(), ll(first), ll(first + r_.global_batch - 1));
+  const std::string what = strf(
+      "step %lld: the loss is %g, the gradient norm %g: %s; its batch is sequences %lld to %lld in the order of the "
+      "data",
+      ll(step), of.loss / double(r_.tokens_per_step()), std::sqrt(of.norm2),
+      whose(units, first_bad_unit(units, sums)).c_str(), ll(first), ll(first + r_.global_batch - 1));
   if (in_a_row_ <= r_.nan_skips) {
     skipped_++;
     if (this_rank() == 0)

@@ -1,5 +1,5 @@
-// Steps whose loss or gradient norm is not finite, which AdamW leaves out on all ranks (ops.h): what is said of one, and
-// whether the run goes on (--on-nan).
+// Steps whose loss or gradient norm is not finite, which AdamW leaves out on all ranks (ops.h): what is said of one,
+// and whether the run goes on (--on-nan).
 //
 //   BadSteps bad(run);
 //   std::string end = bad.take(step, scalars, fsdp.units(), sums, note);  // collective

@@ -6,6 +6,7 @@
 
 #include "cblas.h"
 
+#include "lib/comm/flight.h"
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/outputs.h"
@@ -125,8 +126,11 @@ Job start(const Options& o, const World& world, const std::string& command) {
   Job job{world};
   job.command = command;
   const int gpus = gpu_count();
+  flight::set_phase("the start, reading options and data");
   agree_on_run(o, gpus, &job);
+  flight::set_phase("the start, planning the memory");
   open_device(&job);
+  flight::set_phase("the start, taking the memory");
   begin(command, &job);
   return job;
 }
