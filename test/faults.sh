@@ -13,6 +13,7 @@ trap 'rm -rf "$dir"' EXIT
 passed=0
 failed=0
 timeout=6 # seconds, the runs' own
+records=. # where flight records are
 KILL=9 ABRT=6 STOP=19
 export OMPI_MCA_odls_base_sigkill_timeout=1
 device=(--device cpu --preset tiny --seq 64 --batch 1)
@@ -37,8 +38,8 @@ begin() {
 }
 # The process of a rank, once it is there.
 rank() {
-  local p i
-  for i in $(seq 100); do
+  local p _
+  for _ in $(seq 100); do
     for p in $(pgrep -P $mpirun); do
       if [ "$(tr '\0' '\n' 2>/dev/null <"/proc/$p/environ" | sed -n 's/^OMPI_COMM_WORLD_RANK=//p')" = "$1" ] &&
         [ "$(cat "/proc/$p/comm" 2>/dev/null)" = train ]; then
@@ -51,12 +52,12 @@ rank() {
 }
 processes() {
   local r
-  pids=
+  pids=''
   for r in $(seq 0 $((ranks - 1))); do pids="$pids $(rank "$r")"; done
 }
 steps() { # waits until so many are done
-  local i
-  for i in $(seq 600); do
+  local _
+  for _ in $(seq 600); do
     [ "$(grep -ac '^step ' "$dir/run/out")" -ge "$1" ] && return
     kill -0 $mpirun 2>/dev/null || return
     sleep 0.05
@@ -65,9 +66,9 @@ steps() { # waits until so many are done
 # Waits until no rank is there; $lived: seconds since $1; ends what is there after $2 seconds and says so in $orphans.
 ranks_end() {
   local p left
-  orphans=
+  orphans=''
   while :; do
-    left=
+    left=''
     for p in $pids; do [ -z "$(state "$p")" ] || left="$left $p"; done
     [ -n "$left" ] || break
     if ! less "$(since "$1")" "$2"; then
@@ -102,7 +103,7 @@ row() {
 
 # The verdict on a run that met a fault: non-zero, one line with these words, records of all ranks, nobody left.
 judge_fault() { # NAME LIMIT WORD...
-  local name=$1 limit=$2 wrong= lines word r record
+  local name=$1 limit=$2 wrong='' lines word r record
   shift 2
   lines=$(tr -d '\r' <"$dir/run/out" | grep -a '^error: ')
   [ "$status" != 0 ] || wrong="exit status 0"
@@ -111,7 +112,7 @@ judge_fault() { # NAME LIMIT WORD...
   [ "$(printf '%s' "$lines" | grep -c '')" = 1 ] || wrong="$wrong; not one line begins with 'error: '"
   for word in "$@"; do [[ $lines == *"$word"* ]] || wrong="$wrong; the line does not have '$word'"; done
   for r in $(seq 0 $((ranks - 1))); do
-    record=$dir/run/flight_rank$r.jsonl
+    record=$dir/run/$records/flight_rank$r.jsonl
     head -n 1 "$record" 2>/dev/null | grep -q '"type":"flight_record"' || wrong="$wrong; no record of rank $r"
     [ -z "$needs_collectives" ] || grep -q '"type":"collective"' "$record" || wrong="$wrong; rank $r's record is empty"
   done
@@ -141,7 +142,7 @@ fault() {
   fi
   [ "$step" = 0 ] || words+=("step $step")
   needs_collectives=$step
-  [ "$step" != 0 ] || needs_collectives=
+  [ "$step" != 0 ] || needs_collectives=''
   ranks_end "$t" 30
   judge_fault "$name, rank $victim of $n" $limit "${words[@]}" ${expect:+"$expect"}
 }
@@ -149,7 +150,7 @@ fault() {
 # asked NAME RANKS HOW OPTION...: HOW is a signal and a rank, "TERM 1"; a signal and "mpirun"; or "file". The run ends with
 # status 0 (mpirun gives its own when it is the one that is signalled), its last step is saved, and goes on from there.
 asked() {
-  local name=$1 n=$2 how=$3 t wrong= last
+  local name=$1 n=$2 how=$3 t wrong='' last
   shift 3
   begin "$n" --save save "$@"
   processes
@@ -177,9 +178,8 @@ asked() {
 }
 
 second_signal() {
-  local t wrong= p
-  # A save that takes a while would be waited for by one signal.
-  begin 2 --save save --steps 100000
+  local t wrong='' p
+  begin 2 --save save
   processes
   steps 5
   p=$(rank 1)
@@ -196,7 +196,7 @@ second_signal() {
 }
 
 deadlock() { # RANKS
-  local t wrong=
+  local t wrong=''
   ranks=$1
   rm -rf "$dir/run" && mkdir "$dir/run" && cd "$dir/run" || exit
   t=$(now)
@@ -205,13 +205,13 @@ deadlock() { # RANKS
   status=$?
   cd "$top" || exit
   lived=$(since "$t")
-  orphans=
+  orphans=''
   needs_collectives=1
   judge_fault "a collective that one never comes to, $1 ranks" 20 "all ranks wait" "barrier" "agreement"
 }
 
 not_finite() { # NAME OPTIONS: what is said has the words
-  local name=$1 t wrong=
+  local name=$1 t wrong=''
   shift
   begin 2 --lr 10 --clip 0 --weight-decay 10 --warmup 0 "$@"
   processes
@@ -227,8 +227,8 @@ not_finite() { # NAME OPTIONS: what is said has the words
 short() {
   expect="all_gather of 'block.1'" fault "killed in a gather" 2 1 5 $KILL "gather all_gather of 'block.1'"
   expect="reduce_scatter of 'block.0'" fault "stopped in a reduction" 3 0 5 $STOP "reduce reduce_scatter of 'block.0'"
-  expect= asked "SIGTERM" 2 "TERM 1"
-  expect= asked ".HALT" 3 file
+  expect='' asked "SIGTERM" 2 "TERM 1"
+  expect='' asked ".HALT" 3 file
   expect="did not apply it" not_finite "a step that is not finite"
 }
 
@@ -244,17 +244,17 @@ full() {
       expect="all_gather of 'block.1'" fault "$name in a gather" $n $((n - 1)) 5 "$signal" "gather all_gather of 'block.1'"
       expect="reduce_scatter of 'block.0'" fault "$name in a reduction" $n 0 5 "$signal" "reduce reduce_scatter of 'block.0'"
       expect="of 'norm and loss'" fault "$name at the optimizer" $n $((n - 1)) 5 "$signal" "all_reduce of 'norm and loss'"
-      expect= fault "$name in a save" $n $((n - 1)) 6 "$signal" "texts gather" --save save --save-every 6
-      expect= fault "$name in the start" $n 0 0 "$signal" "host comparison"
+      records=save expect='' fault "$name in a save" $n $((n - 1)) 6 "$signal" "texts gather" --save save --save-every 6
+      expect='' fault "$name in the start" $n 0 0 "$signal" "host comparison"
     done
   done
-  for n in 2 3 4; do expect= deadlock $n; done
+  for n in 2 3 4; do expect='' deadlock $n; done
   for n in 2 4; do
-    expect= asked "SIGTERM at the last rank" $n "TERM $((n - 1))"
-    expect= asked "SIGINT at rank 0" $n "INT 0"
-    expect= asked "SIGTERM at mpirun" $n "TERM mpirun"
-    expect= asked "SIGUSR1 at mpirun" $n "USR1 mpirun"
-    expect= asked ".HALT" $n file
+    expect='' asked "SIGTERM at the last rank" $n "TERM $((n - 1))"
+    expect='' asked "SIGINT at rank 0" $n "INT 0"
+    expect='' asked "SIGTERM at mpirun" $n "TERM mpirun"
+    expect='' asked "SIGUSR1 at mpirun" $n "USR1 mpirun"
+    expect='' asked ".HALT" $n file
   done
   second_signal
   expect="did not apply it" not_finite "a step that is not finite, --on-nan stop"
@@ -269,15 +269,15 @@ gpus() {
   for graph in 0 1; do
     for how in nccl copy-engine; do
       for kind in $KILL $STOP; do
-        expect= fault "signal $kind in a gather, $how, --graph $graph" 2 1 8 "$kind" "gather all_gather of 'block.1'" \
+        expect='' fault "signal $kind in a gather, $how, --graph $graph" 2 1 8 "$kind" "gather all_gather of 'block.1'" \
           --gather $how --graph $graph
       done
     done
     for kind in $KILL $STOP; do
-      expect= fault "signal $kind in a reduction, --graph $graph" 2 0 8 "$kind" "reduce reduce_scatter of 'block.0'" \
+      expect='' fault "signal $kind in a reduction, --graph $graph" 2 0 8 "$kind" "reduce reduce_scatter of 'block.0'" \
         --graph $graph
     done
-    expect= asked "SIGTERM, --graph $graph" 2 "TERM 1" --graph $graph
+    expect='' asked "SIGTERM, --graph $graph" 2 "TERM 1" --graph $graph
   done
   expect="did not apply it" not_finite "a step that is not finite"
 }

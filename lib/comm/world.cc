@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -117,6 +118,7 @@ bool on_one_host(const World& world, int ranks) {
 }
 
 void abort_all_ranks(const std::string& text, int status, Cause cause) {
+  std::signal(SIGTERM, SIG_DFL);  // with which launchers end ranks
   // Whatever holds this up, the library or a full pipe, holds it up for so long.
   std::thread([status] {
     std::this_thread::sleep_for(std::chrono::seconds(3));
@@ -251,7 +253,7 @@ std::vector<std::string> TextChannel::gather(const std::string& text) {
   // All know all sizes, so that all refuse together what MPI's ints cannot count.
   MPI_Request request;
   MPI_CHECK(MPI_Iallgather(&i.n, 1, MPI_INT64_T, i.sizes.data(), 1, MPI_INT64_T, i.mpi, &request));
-  i.wait("gather", &request, abandoned_);
+  i.wait("gather of texts", &request, abandoned_);
   int64_t total = 0;
   for (size_t r = 0; r < ranks; r++) {
     i.counts[r] = int(i.sizes[r]), i.at[r] = int(total);
@@ -261,7 +263,7 @@ std::vector<std::string> TextChannel::gather(const std::string& text) {
   i.all.resize(world_.rank == 0 ? size_t(total) : 0);
   MPI_CHECK(MPI_Igatherv(i.mine.data(), i.counts[size_t(world_.rank)], MPI_CHAR, &i.all[0], i.counts.data(),
                          i.at.data(), MPI_CHAR, 0, i.mpi, &request));
-  i.wait("gather", &request, abandoned_);
+  i.wait("gather of texts", &request, abandoned_);
   std::vector<std::string> texts;
   for (size_t r = 0; world_.rank == 0 && r < ranks; r++)
     texts.push_back(i.all.substr(size_t(i.at[r]), size_t(i.counts[r])));
@@ -274,11 +276,11 @@ std::string TextChannel::broadcast(const std::string& text) {
   i.all = text, i.n = int64_t(text.size());
   MPI_Request request;
   MPI_CHECK(MPI_Ibcast(&i.n, 1, MPI_INT64_T, 0, i.mpi, &request));
-  i.wait("broadcast", &request, abandoned_);
+  i.wait("broadcast of texts", &request, abandoned_);
   if (i.n > INT_MAX) throw MpiError("a text is more than 2 GiB");
   i.all.resize(size_t(i.n));
   MPI_CHECK(MPI_Ibcast(&i.all[0], int(i.n), MPI_CHAR, 0, i.mpi, &request));
-  i.wait("broadcast", &request, abandoned_);
+  i.wait("broadcast of texts", &request, abandoned_);
   return i.all;
 }
 

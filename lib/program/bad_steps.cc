@@ -13,6 +13,8 @@ int first_bad_unit(const std::vector<Unit>& units, const double* sums) {
 }
 
 namespace {
+double number(double x) { return std::isnan(x) ? std::fabs(x) : x; }  // without a NaN's sign
+
 // Over all ranks, each of which sees its own shards alone.
 std::string whose(const std::vector<Unit>& units, int own) {
   int worst = -1, rank = 0;
@@ -36,7 +38,7 @@ std::string BadSteps::take(int64_t step, const StepScalars& of, const std::vecto
   const std::string what = strf(
       "step %lld: the loss is %g, the gradient norm %g: %s; its batch is sequences %lld to %lld in the order of the "
       "data",
-      ll(step), of.loss / double(r_.tokens_per_step()), std::sqrt(of.norm2),
+      ll(step), number(of.loss / double(r_.tokens_per_step())), number(std::sqrt(of.norm2)),
       whose(units, first_bad_unit(units, sums)).c_str(), ll(first), ll(first + r_.global_batch - 1));
   if (in_a_row_ <= r_.nan_skips) {
     skipped_++;
