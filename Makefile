@@ -15,7 +15,7 @@ CPU_ARCH ?= native
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run start test tests tables notes syntax clean format help force
+.PHONY: all run start test tests faults tables notes syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -35,6 +35,7 @@ help:
 	  '                 (RANKS=2 decides; ARGS="--dim 256 ..." goes to ./train)' \
 	  'make test        install what is missing, build, run every test' \
 	  'make tests       build the tests: build/test_unit, build/test_ranks' \
+	  'make faults      kill, stop and signal runs, and see how they end: a table (a short form is part of make test)' \
 	  'make tables      make results/ anew, with PyTorch beside, and from it the pictures and the tables of the texts' \
 	  '                 (GPUS=2: with so many; ONLY=depth,seq: those sweeps; CONTINUE=1: go on where it stopped)' \
 	  'make notes       pictures and tables from results/ as it is' \
@@ -162,7 +163,7 @@ ifeq ($(CUDA)$(filter 0,$(CUPTI)),1)
 endif
 override CUPTI := $(if $(cupti_include),1,0)
 
-wants_tests := $(filter tests build/test_%,$(MAKECMDGOALS))
+wants_tests := $(filter tests faults build/test_%,$(MAKECMDGOALS))
 missing := $(strip $(found_missing) $(if $(wants_tests),$(found_missing_tests)))
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -215,7 +216,7 @@ link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) 
 # ------------------------------------------------------------------------------------------------------------- build
 objects := $(addprefix build/,$(addsuffix .o,$(basename $(sources))))
 parts := $(filter-out build/train.o build/bench.o,$(objects))
-rank_tests := test/test_comm.cc test/test_fsdp.cc test/test_checkpoint.cc
+rank_tests := test/test_comm.cc test/test_faults.cc test/test_fsdp.cc test/test_checkpoint.cc
 unit_objects := $(patsubst %,build/%.o,$(basename $(filter-out test/main.cc $(rank_tests),$(test_sources))))
 rank_objects := $(patsubst %,build/%.o,$(basename $(filter $(rank_tests),$(test_sources))))
 
@@ -246,11 +247,15 @@ build/%.o: %.cu build/flags | build/version.h
 # The second half of `make run`: trains, and says what was done and what to type next.
 start: train
 	@ranks=$$(./setup.sh ranks $(CUDA)) && . ./setup.sh env $$ranks && \
+	  export OMPI_MCA_odls_base_sigkill_timeout=$${OMPI_MCA_odls_base_sigkill_timeout-10} && \
 	  run="mpirun $${MPIRUN_FLAGS:+$$MPIRUN_FLAGS }-np $$ranks ./train" && \
 	  (set -x; $$run --seq 4096 $(ARGS)) && printf '%s\n' '' \
 	  "done: built ./train and trained with $$ranks rank$$([ $$ranks = 1 ] || echo s) on $(if $(nvcc),$(or $(found_gpu_name),the CPU (no GPU here)),the CPU)" \
 	  'next: make run RANKS=2 ARGS="--dim 256 --steps 50"   other ranks, a wider model; ./train --help lists every option' \
 	  "      $$run   the same by hand; make test runs every test"
+
+faults: train tests
+	@test/faults.sh
 
 # Everything under results/ is made here, and the texts' tables and pictures from that. PyTorch stands beside where it
 # is installed; the plan's trace, which needs no GPU, is the one that the pictures of slots and memory are drawn from.

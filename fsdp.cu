@@ -121,6 +121,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   keep_gradient_slots();
   scalars_ = dev.mem.keep<StepScalars>(1, "scalars", Purpose::workspace);
   partials_ = dev.mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
+  unit_sums_ = dev.mem.keep<double>(int64_t(units_.size()), "sums of units", Purpose::workspace);
   adamw_ = dev.mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
 }
 
@@ -256,7 +257,7 @@ void Fsdp<T, G>::init_weights() {
 template <class T, class G>
 void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
   dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
-  dev_.compute().copy(&scalars_->steps, &adamw_->summand, sizeof(double));
+  dev_.compute().copy(&scalars_->steps, &adamw_->summand, 2 * sizeof(double));
   clip_ = clip;
   norm_begun_ = false;
   ASSERT(clip == 0 || !options_.update_in_backward);
@@ -317,6 +318,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   stream.wait(slot->released);
   const int64_t bytes = unit.padded * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
   const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
+  gather_channel_.set_unit(unit.name);
   auto unshard = [&](auto* to) {
     using E = std::remove_pointer_t<decltype(to)>;
     // My shard is cast straight to where the all_gather wants it: no copy in, no copy out.
@@ -472,6 +474,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
   const Dtype dtype = dtype_of<E>;
   const int64_t bytes = flat.shard * size_of(dtype);
   E* mine = gradient + shard_rank(u) * flat.shard;
+  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit(unit.name);
   if (unit.replicated) reduce_channel_.all_reduce(gradient, flat.shard, dtype);
   else reduce_channel_.reduce_scatter(gradient, flat.shard, dtype);
   replica_channel_.all_reduce(mine, flat.shard, dtype);
@@ -492,8 +495,9 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
 template <class T, class G>
 void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
   const Unit& unit = units_[size_t(u)];
-  if (unit.replicated && shard_world_.rank > 0) return;  // counted once
-  ops::sum_powers(s, options_.norm, &scalars_->norm2, gradient, partials_, unit.with_gradient.shard, norm_begun_);
+  if (unit.replicated && shard_world_.rank > 0) return s.zero(unit_sums_ + u, sizeof(double));  // counted once
+  ops::sum_powers(s, options_.norm, &scalars_->norm2, gradient, partials_, unit.with_gradient.shard, norm_begun_,
+                  unit_sums_ + u);
   norm_begun_ = true;
 }
 
@@ -501,12 +505,13 @@ template <class T, class G>
 void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
   State& state = state_[size_t(u)];
   const Unit& unit = units_[size_t(u)];
+  const double* norm2 = options_.update_in_backward ? nullptr : &scalars_->norm2;  // not known before the step's end
   for (const auto& range : state.trained) {
     const int64_t from = range.first, n = range.second - from, at = shard_rank(u) * unit.with_gradient.shard + from;
     const int64_t decayed = std::min(std::max<int64_t>(unit.decayed - at, 0), n);
     auto step = [&](auto* m, auto* v) {
-      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, &scalars_->norm2, clip, adamw_, n,
-                 decayed, options_.seed, uint32_t(u), at);
+      ops::adamw(s, state.master + from, m + from, v + from, gradient + from, norm2, clip, adamw_, n, decayed,
+                 options_.seed, uint32_t(u), at);
     };
     if (options_.moment_dtype == Dtype::bf16) step(static_cast<bf16*>(state.m), static_cast<bf16*>(state.v));
     else step(static_cast<float*>(state.m), static_cast<float*>(state.v));
@@ -524,6 +529,7 @@ void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
   };
   constexpr int64_t all = sizeof(StepScalars) / sizeof(double);
   const bool groups = replica_world_.size > 1;
+  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit("norm and loss");
   if (shard_world_.size > 1 || !groups) {
     if (options_.norm == ops::GradNorm::inf) {
       sum(reduce_channel_, shard_world_, &scalars_->norm2, 1, Channel::max);
@@ -536,7 +542,7 @@ void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
     if (replica_world_.rank > 0) s.zero(&scalars_->norm2, sizeof(double));
     sum(replica_channel_, replica_world_, &scalars_->norm2, all);
   }
-  ops::squared_norm(s, options_.norm, &scalars_->norm2);
+  ops::squared_norm(s, options_.norm, &scalars_->norm2, &scalars_->loss);
 }
 
 template <class T, class G>

@@ -136,9 +136,10 @@ const char* stream_of(const Issued& i);  // gather, reduce or compute
 
 // What a step leaves on the device for the host to read, and a validation (its loss alone). Sums over all ranks.
 struct StepScalars {
-  double norm2;  // the square of the global gradient norm
+  double norm2;  // the square of the global gradient norm; not finite if the loss is not: the step was then left out
   double loss;   // the sum of losses, as the model leaves it
   double steps;  // every rank's AdamW step: world size times the step, unless a rank has skipped or repeated one
+  double halts;  // of the ranks' AdamW::halt: they are asked to stop
 };
 
 template <class T, class G>
@@ -167,8 +168,9 @@ class Fsdp {
   G* gradient(int u);  // (padded of with_gradient); holds what the last unit left there, but for zeros in the padding
   void reduce(int u);
 
-  // Global gradient norm, clip, AdamW. Mean-gradient scaling is the caller's: gradients arrive as sums over ranks and
-  // micro-batches. scalars() then holds the step's, whose loss the caller has put there before.
+  // Global gradient norm, clip, AdamW, which changes nothing if that norm is not finite. With update_in_backward it has
+  // run by then, and nothing is left to hold back. Mean-gradient scaling is the caller's: gradients arrive as sums over
+  // ranks and micro-batches. scalars() then holds the step's, whose loss the caller has put there before.
   void end_step();
   // Sums the loss in scalars() over the ranks without a step (validation).
   void sum_scalars();
@@ -176,6 +178,9 @@ class Fsdp {
   // was issued before: weights that are new, and a step that is recorded once and replayed often.
   void empty_slots();
   StepScalars* scalars() const { return scalars_; }  // on the device
+  // Of the latest step, on the device: each unit's share of the norm as this rank's shard has it (units; what is not
+  // trained has none). One that is not finite tells in whose gradient something went wrong.
+  const double* unit_sums() const { return unit_sums_; }
 
   const std::vector<Unit>& units() const { return units_; }
   // This rank's shard of a unit: its index, whether this is the first rank that holds it; weights (shard), and AdamW's
@@ -290,7 +295,7 @@ class Fsdp {
   float clip_ = 0;
   bool last_micro_batch_ = true, norm_begun_ = false;
   StepScalars* scalars_;
-  double* partials_;
+  double *partials_, *unit_sums_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   Event scalars_ready_, scalars_summed_, wanted_;
   double optimizer_delay_ms_ = 0;

@@ -8,9 +8,13 @@
 
 #include "nlohmann/json.hpp"
 
+#include "lib/comm/flight.h"
+#include "lib/program/bad_steps.h"
+#include "lib/comm/watchdog.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/export.h"
+#include "lib/program/halt.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
@@ -64,6 +68,7 @@ void fill_batches(const Run& r, const World& world, const Sampler& sampler, int6
 struct StepInFlight {
   Device& dev;
   const Run& r;
+  HostBuffer<double> unit_sums;                                                   // Fsdp's
   HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};  // micro-batches, one behind the other
   HostBuffer<ops::AdamW> adamw{dev, 1};
   HostBuffer<StepScalars> trained{dev, 1}, validated{dev, 1};
@@ -80,7 +85,8 @@ struct Training {
   Model<T, G>& model;
   const Run& r = job.r;
   Device& dev = *job.dev;
-  StepInFlight slots[2] = {{dev, r}, {dev, r}};
+  const int64_t units = int64_t(model.fsdp.units().size());
+  StepInFlight slots[2] = {{dev, r, {dev, units}}, {dev, r, {dev, units}}};
   HostBuffer<int32_t> val_batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};
   Event val_copied{dev};
   Sampler sampler{job.data.get(), r.model.seq, r.o.seed};
@@ -88,6 +94,8 @@ struct Training {
   // Of a validation, all ranks together: counted in global batches, so that they are the same at any number of ranks.
   int64_t val_rows = job.val_data ? std::min(r.o.val_batches * r.global_batch, val_sampler.windows()) : 0;
   const double flops = flops_per_token(r.model), peak = 1e12 * peak_bf16_tflops(dev.name) * job.gpus_used;  // for MFU
+  BadSteps bad{r};
+  std::string stop = {};              // why to stop behind the step that is running: the same on all ranks
   int64_t first = 1, issued = 0;      // steps: the first of this run, the latest that the device was given
   std::string first_ended = {};       // when the device was through with the first
   StepProfiler profiler{job};         // with --profile and --trace
@@ -104,9 +112,11 @@ void issue_step(Training<T, G>& t, int64_t step) {
   StepInFlight& now = t.slot(t.issued = step);
   Stream& s = t.dev.compute();
   synchronize(now.done);  // two steps ago: the host stays one step ahead of the device
+  flight::begin_step(step);
   fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
+  now.adamw[0].halt = halt::summand();
   t.profiler.begin(step, t.first);
   s.record(now.started);
   t.dev.mark("tokens");
@@ -123,6 +133,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
     now.graph.launch();
   }
   s.copy(now.trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
+  s.copy(now.unit_sums.get(), t.model.fsdp.unit_sums(), t.units * int64_t(sizeof(double)));
   if (t.model.stats()) s.copy(now.stats.get(), t.model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
   now.kernels = t.model.kernels();
   if (step == t.first) s.host([&t] { t.first_ended = now_iso8601(); });
@@ -177,20 +188,32 @@ std::string report_step(Training<T, G>& t, int64_t step) {
     s.peak_mib = mib(t.dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
     if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+    if (t.bad.skipped() > 0) s.more["skipped"] = t.bad.skipped();
     if (t.model.stats()) s.more = stats_json(was.stats.get(), was.kernels);
     t.job.telemetry->step(s);
   }
-  // All ranks have the same norm. What is not finite makes weights that are not, for ever.
-  if (std::isfinite(of.norm2)) return "";
+  // From here on what this step told is the same on all ranks.
+  if (const std::string stop = halt::reason(of.halts, r.o.save); !stop.empty()) t.stop = stop;
+  const auto note = [&](const std::string& line) { t.job.telemetry->note(line); };
+  const std::string wrong = t.bad.take(step, of, t.model.fsdp.units(), was.unit_sums.get(), note);
+  if (wrong.empty()) return "";
   t.dev.compute().synchronize();  // with a step that is still running
-  return strf(
-      "step %lld: the gradient norm is %g: the run has diverged, and is not saved from here on; try a lower --lr, a "
-      "longer --warmup or --clip%s",
-      ll(step), std::sqrt(of.norm2),
-      t.saver ? ("; --resume " + r.o.save + " resumes from its latest step").c_str() : "");
+  return wrong + (t.saver ? "; --resume " + r.o.save + " resumes from its latest step" : "");
 }
 
 // --------------------------------------------------------------------------------------------------------- the loop
+
+// Says why the run stopped early and how it goes on. Everything is saved by now.
+template <class T, class G>
+void note_stop(Training<T, G>& t, int64_t last) {
+  const std::string dir = t.r.o.save;
+  const std::string next = dir.empty() ? "nothing is saved without --save"
+                                       : "saved to " + dir + "; the same command with --resume latest goes on";
+  if (last < t.r.last_step)
+    t.job.telemetry->note(strf("stopped after step %lld: %s; %s", ll(last), t.stop.c_str(), next.c_str()));
+  const std::string wrong = dir.empty() ? "" : halt::remove_file(dir);
+  if (!wrong.empty()) t.job.telemetry->note(wrong);
+}
 
 // Returns what ended the run before its last step, the same on all ranks, or nothing.
 template <class T, class G>
@@ -204,6 +227,7 @@ std::string loop(Training<T, G>& t) {
     if (step > t.first) {
       const std::string wrong = report_step(t, step - 1);
       if (!wrong.empty()) return wrong;
+      if (!t.stop.empty()) break;
     }
     if (t.saver) {
       t.saver->check();
@@ -212,18 +236,18 @@ std::string loop(Training<T, G>& t) {
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
-      if (broadcast_text(minutes >= r.o.minutes ? "stop" : "go on") == "stop") break;
+      t.stop = broadcast_text(minutes >= r.o.minutes ? "--minutes reached" : "");
+      if (!t.stop.empty()) break;
     }
   }
   const int64_t last = std::min(step, r.last_step);
   if (last >= t.first) {
     const std::string wrong = report_step(t, last);
     if (!wrong.empty()) return wrong;
-    if (t.speaks() && last < r.last_step)
-      t.job.telemetry->note(strf("stopped after step %lld: --minutes reached", ll(last)));
     if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
   }
   if (t.saver) t.saver->finish();
+  if (t.speaks() && !t.stop.empty()) note_stop(t, last);
   t.dev.compute().synchronize();
   return "";
 }
@@ -237,6 +261,7 @@ std::string train(const Job& job) {
   dev.mem.rewind();
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
+  flight::set_phase("the start, timing products and making weights");
   const bool first = true;
   Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, Links::open);
   Training<T, G> t{job, model};
@@ -249,6 +274,7 @@ std::string train(const Job& job) {
 
   const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_of(model.fsdp, true);
   auto note = [&](const std::string& line) { job.telemetry->note(line); };
+  flight::set_phase("the start, reading and opening checkpoints");
   try {
     if (!job.saved.state.is_null()) {
       load_checkpoint(job.saved.step_dir, r.o.save, dev, job.world, parts, note);
@@ -261,11 +287,14 @@ std::string train(const Job& job) {
   if (t.speaks() && r.backend == Backend::gpu && t.peak == 0)
     note(strf("unknown chip %s: MFU is not shown", dev.name.c_str()));
 
+  flight::set_phase("");
+  halt::finish_steps();
   // What one rank throws ends all of them here: who unwound would take the model from under a step that still runs.
   std::string wrong;
   or_abort([&] {
     wrong = loop(t);
     if (!wrong.empty() || r.o.export_to.empty()) return;
+    flight::set_phase("exporting the model");
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {
       export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
@@ -283,6 +312,14 @@ void run(const Options& o, const World& world, const std::string& command) {
   std::string error;
   or_abort([&] { with_types(job.r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(job); }); });
   if (!error.empty()) throw UsageError(error);
+}
+
+WatchdogOptions watchdog_options(const Options& o, const World& world) {
+  WatchdogOptions w;
+  w.timeout_s = o.timeout;
+  w.records_dir = o.save.empty() ? "." : o.save;
+  w.each_tick = [dir = world.rank == 0 ? o.save : ""] { halt::look(dir); };
+  return w;
 }
 
 int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }
@@ -308,16 +345,20 @@ int main(int argc, char** argv) {
     }
   }
   World world;
+  std::unique_ptr<Watchdog> watchdog;
   int status = 0;
   try {
     world = init_mpi(&argc, &argv);
     error = agree(error);
     if (!error.empty()) throw UsageError(error);
+    watchdog = std::make_unique<Watchdog>(world, watchdog_options(o, world));
+    halt::catch_signals();
     run(o, world, command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
     status = exit_status(e);
     if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
   } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
+  watchdog.reset();
   finish_mpi();
   return status;
 }

@@ -409,23 +409,27 @@ void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate
   else
     for (int64_t i = 0; i < n; ++i) shard[i] = float(grad[i]);
 }
-inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate) {
+inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate,
+                       double* own = nullptr) {
   double total = 0;
   if (p == GradNorm::inf) {
     for (int64_t i = 0; i < n; ++i) total = std::max(total, x[i] == x[i] ? std::fabs(double(x[i])) : double(INFINITY));
+    if (own) *own = total;
     if (accumulate) total = std::max(total, *out);
   } else {
     total = sum_of<double>(n, [=](int64_t i) {
       const double a = std::fabs(double(x[i]));
       return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
     });
+    if (own) *own = total;
     if (accumulate) total += *out;
   }
   *out = total;
 }
-inline void squared_norm(GradNorm p, double* out) {
+inline void squared_norm(GradNorm p, double* out, const double* loss = nullptr) {
   if (p == GradNorm::inf) *out *= *out;
   else if (p != GradNorm::two) *out = std::pow(*out, 2.0 / double(int(p)));
+  if (loss && !std::isfinite(*loss)) *out = std::nan("");
 }
 
 // Element i of a tensor takes its two random halves from word i % 4 of the draw for i / 4.
@@ -436,6 +440,7 @@ inline Philox4 rounding_bits(uint64_t seed, uint32_t tensor, uint32_t step, int6
 template <class M>
 void adamw(float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
            int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  if (sumsq && !std::isfinite(*sumsq)) return;
   const AdamW a = *now;
   const float factor = clip > 0 ? std::min(1.0f, clip / float(std::sqrt(*sumsq))) : 1.0f;
   const auto update = [=](int64_t begin, int64_t end, float weight_decay) {

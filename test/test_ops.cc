@@ -411,6 +411,11 @@ TEST_CASE("AdamW follows the paper, with clipping", "[ops]") {
     auto w = w0, m = m0, v = v0;
     cpu::adamw(w.data(), m.data(), v.data(), g.data(), &sumsq, clip, &a, n, decayed, 0, 0, 0);
     const double factor = clip > 0 ? std::min(1.0, double(clip) / std::sqrt(exact)) : 1;
+    auto kept = w0, kept_m = m0, kept_v = v0;
+    for (const double bad : {double(NAN), double(INFINITY)}) {
+      cpu::adamw(kept.data(), kept_m.data(), kept_v.data(), g.data(), &bad, clip, &a, n, decayed, 0, 0, 0);
+      CHECK((kept == w0 && kept_m == m0 && kept_v == v0));
+    }
     for (int64_t i = 0; i < n; ++i) {
       const double b1 = a.beta1, b2 = a.beta2, gi = g[i] * factor;
       const double mi = b1 * m0[i] + (1 - b1) * gi, vi = b2 * v0[i] + (1 - b2) * gi * gi;
@@ -436,8 +441,17 @@ TEST_CASE("norms of a gradient", "[ops]") {
     if (p != ops::GradNorm::inf) want = std::pow(want, 1.0 / int(p));
     cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
     cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
-    cpu::squared_norm(p, &got);
+    double own = 0, alone = 0;
+    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true, &own);
+    cpu::sum_powers(p, &alone, g.data() + 20, nullptr, n - 20, false);
+    CHECK(own == alone);
+    cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
+    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
+    const double loss = 1, no_loss = INFINITY;
+    cpu::squared_norm(p, &got, &loss);
     CHECK(std::sqrt(got) == Approx(want).epsilon(1e-12));
+    cpu::squared_norm(p, &got, &no_loss);
+    CHECK(std::isnan(got));
     auto broken = g;
     broken[7] = NAN;
     cpu::sum_powers(p, &got, broken.data(), nullptr, 20, false);
@@ -960,8 +974,8 @@ TEST_CASE("GPU: sums", "[ops][gpu]") {
               auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
               const float* x = a.in<float>(n + shift) + shift;
               ops::sum_powers(a.s, p, total, x, partials, n, false);
-              ops::sum_powers(a.s, p, total, x, partials, n, true);
-              ops::squared_norm(a.s, p, total);
+              ops::sum_powers(a.s, p, total, x, partials, n, true, a.out<double>(1));
+              ops::squared_norm(a.s, p, total, a.in(std::vector<double>{2.0}));
             },
             1e6);
     }
@@ -982,6 +996,8 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
         const ops::AdamW* now = a.in(std::vector<ops::AdamW>{adamw});
         ops::adamw(a.s, w, m, v, g, sumsq, 1.0f, now, n, n / 2, 1, 2, 0);
         ops::adamw(a.s, w, m, v, g, sumsq, 0.0f, now, n, n, 1, 2, 0);
+        auto* bad = a.in(std::vector<double>{double(INFINITY)});
+        ops::adamw(a.s, w, m, v, g, bad, 1.0f, now, n, n / 2, 1, 2, 0);
       });
       // The same random bits. A moment next to a boundary may fall to the other side by the arithmetic's last bit.
       for (int64_t first : {0, 64, 6})

@@ -4,7 +4,10 @@
 #include <cstring>
 #include <utility>
 
+#include "lib/comm/flight.h"
 #include "lib/comm/mpi_calls.h"
+#include "lib/comm/progress.h"
+#include "lib/comm/watchdog.h"
 
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
@@ -125,6 +128,9 @@ struct Channel::Impl {
   MPI_Comm mpi = MPI_COMM_NULL;
   char* staging = nullptr;                        // CPU: planned; receives the parts that reduce_scatter sums
   std::unique_ptr<HostBuffer<char>> host, host2;  // GPU over MPI: the whole buffer, and the received parts
+  int lane = -1;                                  // in the flight record; -1: none
+  int watched = -1;                               // by a watchdog, for NCCL's errors
+  std::unique_ptr<Progress> progress;             // NCCL's
 #if FSDP_NCCL
   ncclComm_t nccl = nullptr;
 #endif
@@ -193,9 +199,59 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     impl_->host = std::make_unique<HostBuffer<char>>(dev, max_bytes);
     impl_->host2 = std::make_unique<HostBuffer<char>>(dev, max_bytes);
   }
+  watch(name);
+}
+
+// The flight record of a channel over NCCL is made on the device, for a watchdog, and there is none without one.
+void Channel::watch(const std::string& name) {
+  if (transport_ == Transport::nccl && !flight::is_polled()) return;
+  impl_->lane = flight::open_lane(name.c_str());
+#if FSDP_NCCL
+  if (transport_ != Transport::nccl) return;
+  impl_->progress = std::make_unique<Progress>(dev_, stream_, impl_->lane);
+  dev_.on_graph_launch = flight::launch_graph;
+  impl_->watched = watch_errors([comm = impl_->nccl, name]() -> std::string {
+    ncclResult_t code = ncclSuccess;
+    if (ncclCommGetAsyncError(comm, &code) != ncclSuccess || code == ncclSuccess || code == ncclInProgress) return "";
+    const char* last = ncclGetLastError(comm);
+    return strf("NCCL: asynchronous error on the %s channel: %s: %s", name.c_str(), ncclGetErrorString(code),
+                last ? last : "");
+  });
+#endif
+}
+
+// Around what a channel gives NCCL.
+class Channel::Recorded {
+ public:
+  Recorded(Channel& c, const char* what, int64_t bytes) : progress_(c.impl_->progress.get()) {
+    if (!progress_) return;
+    if (c.dev_.in_graph) flight::issue_in_graph(c.dev_.in_graph, c.impl_->lane, what, c.unit_, bytes);
+    else flight::issue(c.impl_->lane, what, c.unit_, bytes);
+    progress_->starts();
+  }
+  ~Recorded() noexcept(false) {
+    if (progress_) progress_->finishes();
+  }
+  Recorded(const Recorded&) = delete;
+
+ private:
+  Progress* progress_;
+};
+
+// A collective's work on the host, in the stream's order. bytes: of all parts.
+void Channel::over_mpi(const char* what, int64_t bytes, std::function<void()> work) {
+  const int lane = impl_->lane;
+  flight::issue(lane, what, unit_, bytes);
+  stream_.host([lane, work = std::move(work)] {
+    flight::start(lane);
+    work();
+    flight::finish(lane);
+  });
 }
 
 Channel::~Channel() {
+  if (impl_->watched >= 0) unwatch_errors(impl_->watched);
+  if (impl_->lane >= 0) flight::close_lane(impl_->lane);
 #if FSDP_NCCL
 #if COPY_ENGINES
   if (impl_->window) ncclCommWindowDeregister(impl_->nccl, impl_->window);
@@ -226,6 +282,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
+    const Recorded recorded(*this, "all_gather", part * world_.size);
     NCCL_CHECK(ncclAllGather(static_cast<char*>(buf) + world_.rank * part, buf, size_t(count), nccl_type(t),
                              impl_->nccl, stream_.cuda()),
                impl_->nccl);
@@ -235,7 +292,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
   char* mine = static_cast<char*>(buf) + world_.rank * part;
   if (impl_->host) stream_.copy(host + world_.rank * part, mine, part);
-  stream_.host([host, part, mpi = impl_->mpi] {
+  over_mpi("all_gather", part * world_.size, [host, part, mpi = impl_->mpi] {
     Part p(part);
     MPI_Request request;
     MPI_CHECK(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, host, p.count, p.type, mpi, &request));
@@ -254,6 +311,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   char* mine = static_cast<char*>(buf) + world_.rank * part;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
+    const Recorded recorded(*this, "reduce_scatter", part * world_.size);
     NCCL_CHECK(ncclReduceScatter(buf, mine, size_t(count), nccl_type(t), ncclSum, impl_->nccl, stream_.cuda()),
                impl_->nccl);
     return;
@@ -264,7 +322,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   char* parts = staged ? impl_->host2->get() : impl_->staging;
   if (staged) stream_.copy(send, buf, part * world_.size);
   char* out = send + world_.rank * part;
-  stream_.host([=, ranks = world_.size, mpi = impl_->mpi] {
+  over_mpi("reduce_scatter", part * world_.size, [=, ranks = world_.size, mpi = impl_->mpi] {
     Part p(part);
     MPI_Request request;
     MPI_CHECK(MPI_Ialltoall(send, p.count, p.type, parts, p.count, p.type, mpi, &request));
@@ -282,6 +340,7 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
+    const Recorded recorded(*this, "all_reduce", count * size_of(t));
     NCCL_CHECK(ncclAllReduce(buf, buf, size_t(count), nccl_type(t), how == sum ? ncclSum : ncclMax, impl_->nccl,
                              stream_.cuda()),
                impl_->nccl);
@@ -297,7 +356,7 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
     char* at = static_cast<char*>(buf) + from * size_of(t);
     char* host = staged ? impl_->host->get() : at;
     if (staged) stream_.copy(host, at, bytes);
-    stream_.host([=, ranks = world_.size, mpi = impl_->mpi] {
+    over_mpi("all_reduce", bytes, [=, ranks = world_.size, mpi = impl_->mpi] {
       Part p(bytes);
       MPI_Request request;
       MPI_CHECK(MPI_Iallgather(host, p.count, p.type, parts, p.count, p.type, mpi, &request));
@@ -321,6 +380,7 @@ void Channel::broadcast(void* buf, int64_t bytes, int root) {
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
+    const Recorded recorded(*this, "broadcast", bytes);
     NCCL_CHECK(ncclBroadcast(buf, buf, size_t(bytes), ncclInt8, root, impl_->nccl, stream_.cuda()), impl_->nccl);
     return;
   }
@@ -328,7 +388,7 @@ void Channel::broadcast(void* buf, int64_t bytes, int root) {
   ASSERT(!impl_->host || bytes <= max_bytes_);
   char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
   if (impl_->host) stream_.copy(host, buf, bytes);
-  stream_.host([host, bytes, root, mpi = impl_->mpi] {
+  over_mpi("broadcast", bytes, [host, bytes, root, mpi = impl_->mpi] {
     Part p(bytes);
     MPI_Request request;
     MPI_CHECK(MPI_Ibcast(host, p.count, p.type, root, mpi, &request));

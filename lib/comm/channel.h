@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -68,15 +69,21 @@ class Channel {
   void broadcast(void* buf, int64_t bytes, int root);
 
   Stream& stream() { return stream_; }
+  // Whose the collectives are from here on, for the flight record: a unit's name.
+  void set_unit(const std::string& unit) { unit_ = unit; }
   double delay_ms = 0;  // for tests: sleeps before each collective
 
  private:
   struct Impl;
+  class Recorded;
+  void over_mpi(const char* what, int64_t bytes, std::function<void()> work);
+  void watch(const std::string& name);
   Device& dev_;
   Stream& stream_;
   World world_;
   Transport transport_;
   int64_t max_bytes_;
+  std::string unit_;
   Via gathers_;
   std::unique_ptr<Impl> impl_;
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -12,6 +13,7 @@
 #include <sstream>
 #include <thread>
 
+#include "lib/comm/flight.h"
 #include "lib/comm/mpi_calls.h"
 
 namespace {
@@ -57,7 +59,9 @@ World init_mpi(int* argc, char*** argv) {
   MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &mates));
   MPI_CHECK(MPI_Allreduce(&rank, &host, 1, MPI_INT, MPI_MIN, mates));
   MPI_CHECK(MPI_Comm_free(&mates));
-  return number_by_host(host);
+  const World world = number_by_host(host);
+  flight::share_with_host(world.rank, world.size);
+  return world;
 }
 
 std::vector<int> by_host(const std::vector<int>& hosts) {
@@ -91,6 +95,7 @@ World number_by_host(int host) {
 }
 
 void finish_mpi() {
+  flight::unshare();
   if (numbered != MPI_COMM_NULL) MPI_Comm_free(&numbered);
   MPI_Finalize();
 }
@@ -114,14 +119,35 @@ bool on_one_host(const World& world, int ranks) {
   return group >= host && group + ranks <= host + world.local_size;
 }
 
-void abort_all_ranks(const std::string& text, int status) {
-  std::fprintf(stderr, "error: %s\n", text.c_str());
+void abort_all_ranks(const std::string& text, int status, Cause cause) {
+  std::signal(SIGTERM, SIG_DFL);  // with which launchers end ranks
+  // Whatever holds this up, the library or a full pipe, holds it up for so long.
+  std::thread([status] {
+    std::this_thread::sleep_for(std::chrono::seconds(3));
+    _exit(status);
+  }).detach();
+  if (!flight::speaks_first()) {
+    for (int i = 0; i < 20 && !flight::is_done_speaking(); i++)
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // who spoke ends all, in the launcher's own way
+    _exit(status);
+  }
+  const std::string records = cause == Cause::fault ? flight::write_records(text) : "";
+  std::fprintf(stderr, "error: %s%s\n", text.c_str(), records.c_str());
   std::fflush(stderr);
+  flight::done_speaking();
   int started = 0;
   MPI_Initialized(&started);
   if (started) MPI_Abort(MPI_COMM_WORLD, status);
   _exit(status);
 }
+
+namespace {
+bool is_fault(const std::exception& e) {
+  return dynamic_cast<const CudaError*>(&e) || dynamic_cast<const CublasError*>(&e) ||
+         dynamic_cast<const NcclError*>(&e) || dynamic_cast<const MpiError*>(&e);
+}
+}  // namespace
 
 void or_abort(const std::function<void()>& f) {
   try {
@@ -131,17 +157,19 @@ void or_abort(const std::function<void()>& f) {
     const bool says_rank = what.find(rank) != std::string::npos;
     // What all ranks run into, a file that was cut, is said by the lowest, which ends the others meanwhile.
     std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::clamp(this_rank(), 0, 20));
-    abort_all_ranks(says_rank ? what : rank + ": " + what, 1);
+    abort_all_ranks(says_rank ? what : rank + ": " + what, 1, is_fault(e) ? Cause::fault : Cause::error);
   }
 }
 
 void barrier() {
+  const flight::OnHost recorded("barrier");
   MPI_Request request;
   MPI_CHECK(MPI_Ibarrier(all_ranks(), &request));
   finish(&request);
 }
 
 std::string broadcast_text(const std::string& text, int root) {
+  const flight::OnHost recorded("broadcast");
   int64_t n = int64_t(text.size());
   MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, all_ranks()));
   std::string out = text;
@@ -151,6 +179,7 @@ std::string broadcast_text(const std::string& text, int root) {
 }
 
 std::vector<std::string> gather_texts(const std::string& text) {
+  const flight::OnHost recorded("gather");
   int ranks = 0, mine = int(text.size());
   MPI_CHECK(MPI_Comm_size(all_ranks(), &ranks));
   std::vector<int> sizes(size_t(ranks), 0), at(size_t(ranks), 0);
@@ -164,6 +193,7 @@ std::vector<std::string> gather_texts(const std::string& text) {
 }
 
 std::string agree(const std::string& error) {
+  const flight::OnHost recorded("agreement");
   int rank, size;
   MPI_CHECK(MPI_Comm_rank(all_ranks(), &rank));
   MPI_CHECK(MPI_Comm_size(all_ranks(), &size));
@@ -184,6 +214,7 @@ static std::string lines_apart(const std::string& text, const std::string& other
 }
 
 void require_same(const std::string& text, const std::string& what) {
+  const flight::OnHost recorded("comparison");
   std::string first = broadcast_text(text);
   std::string error;
   if (text != first)
@@ -197,19 +228,22 @@ void require_same(const std::string& text, const std::string& what) {
 
 struct TextChannel::Impl {
   MPI_Comm mpi = MPI_COMM_NULL;
+  int lane = -1;
   // What MPI reads and writes stands here, since a collective that was abandoned still may.
   int64_t n = 0;
   std::vector<int64_t> sizes;
   std::vector<int> counts, at;
   std::string mine, all;
 
-  void wait(MPI_Request* request, const std::atomic<bool>& abandoned) {
-    for (int done = 0;;) {
+  void wait(const char* what, MPI_Request* request, const std::atomic<bool>& abandoned) {
+    flight::issue(lane, what, "", 0);
+    flight::start(lane);
+    for (int done = 0; !done;) {
       if (abandoned) throw Abandoned();
       MPI_CHECK(MPI_Test(request, &done, MPI_STATUS_IGNORE));
-      if (done) return;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      if (!done) std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
+    flight::finish(lane);
   }
 };
 
@@ -217,8 +251,10 @@ TextChannel::TextChannel(const World& world) : world_(world), impl_(std::make_un
   if (world.size == 1) return;
   MPI_CHECK(MPI_Comm_dup(all_ranks(), &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
+  impl_->lane = flight::open_lane("texts");
 }
 TextChannel::~TextChannel() {
+  if (impl_->lane >= 0) flight::close_lane(impl_->lane);
   if (abandoned_) (void)impl_.release();
   else if (impl_->mpi != MPI_COMM_NULL) MPI_Comm_free(&impl_->mpi);
 }
@@ -232,7 +268,7 @@ std::vector<std::string> TextChannel::gather(const std::string& text) {
   // All know all sizes, so that all refuse together what MPI's ints cannot count.
   MPI_Request request;
   MPI_CHECK(MPI_Iallgather(&i.n, 1, MPI_INT64_T, i.sizes.data(), 1, MPI_INT64_T, i.mpi, &request));
-  i.wait(&request, abandoned_);
+  i.wait("gather of texts", &request, abandoned_);
   int64_t total = 0;
   for (size_t r = 0; r < ranks; r++) {
     i.counts[r] = int(i.sizes[r]), i.at[r] = int(total);
@@ -242,7 +278,7 @@ std::vector<std::string> TextChannel::gather(const std::string& text) {
   i.all.resize(world_.rank == 0 ? size_t(total) : 0);
   MPI_CHECK(MPI_Igatherv(i.mine.data(), i.counts[size_t(world_.rank)], MPI_CHAR, &i.all[0], i.counts.data(),
                          i.at.data(), MPI_CHAR, 0, i.mpi, &request));
-  i.wait(&request, abandoned_);
+  i.wait("gather of texts", &request, abandoned_);
   std::vector<std::string> texts;
   for (size_t r = 0; world_.rank == 0 && r < ranks; r++)
     texts.push_back(i.all.substr(size_t(i.at[r]), size_t(i.counts[r])));
@@ -255,11 +291,11 @@ std::string TextChannel::broadcast(const std::string& text) {
   i.all = text, i.n = int64_t(text.size());
   MPI_Request request;
   MPI_CHECK(MPI_Ibcast(&i.n, 1, MPI_INT64_T, 0, i.mpi, &request));
-  i.wait(&request, abandoned_);
+  i.wait("broadcast of texts", &request, abandoned_);
   if (i.n > INT_MAX) throw MpiError("a text is more than 2 GiB");
   i.all.resize(size_t(i.n));
   MPI_CHECK(MPI_Ibcast(&i.all[0], int(i.n), MPI_CHAR, 0, i.mpi, &request));
-  i.wait(&request, abandoned_);
+  i.wait("broadcast of texts", &request, abandoned_);
   return i.all;
 }
 

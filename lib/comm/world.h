@@ -47,10 +47,14 @@ std::vector<int> by_host(const std::vector<int>& hosts);
 // which play hosts. Collective, outside everything that is open.
 World number_by_host(int host);
 void finish_mpi();
-// Kills all ranks, with `text` as the one line said. For errors that other ranks cannot know of.
-[[noreturn]] void abort_all_ranks(const std::string& text, int status);
+// Kills all ranks, with `text` as the one line said. For errors that other ranks cannot know of. Of several that come
+// to this on a host the first is heard. fault: what the ranks were doing tells something, and flight records are
+// written where there is a place for them (flight.h).
+enum class Cause { error, fault };
+[[noreturn]] void abort_all_ranks(const std::string& text, int status, Cause cause = Cause::error);
 
-// Runs f. What it throws, other ranks cannot know of and may be waiting for in a collective: it ends them all.
+// Runs f. What it throws, other ranks cannot know of and may be waiting for in a collective: it ends them all. Errors
+// of CUDA, NCCL and MPI are faults.
 void or_abort(const std::function<void()>& f);
 
 // Host-side collectives on all ranks, for set-up and between steps; never inside one.

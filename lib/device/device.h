@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -81,8 +82,9 @@ struct Device {
 
   Backend backend;
   int ordinal, sharers;
-  uint64_t graphs = 0, in_graph = 0;   // made so far; the number of the one that is being made, or 0
-  std::unique_ptr<Event> after_graph;  // the latest launch
+  uint64_t graphs = 0, in_graph = 0;                    // made so far; the number of the one that is being made, or 0
+  std::unique_ptr<Event> after_graph;                   // the latest launch
+  std::function<void(uint64_t graph)> on_graph_launch;  // told of each, by the graph's number; may be empty
   Mode mode = Mode::plan;
   std::string name;                         // "NVIDIA H200", or the CPU's model
   int64_t total_bytes = 0, free_bytes = 0;  // free when the device was opened

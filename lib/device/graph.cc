@@ -66,7 +66,7 @@ void Graph::make(const std::function<void()>& work) {
   for (size_t i = 0; i < others.size(); i++) joins.emplace_back(dev_);
   const cudaStream_t compute = dev_.compute().cuda();
   CUDA_CHECK(cudaStreamBeginCapture(compute, cudaStreamCaptureModeThreadLocal));
-  dev_.in_graph = ++dev_.graphs;
+  dev_.in_graph = number_ = ++dev_.graphs;
   cudaGraph_t graph = nullptr;
   try {
     dev_.compute().record(fork);
@@ -95,6 +95,7 @@ void Graph::launch() {
   ASSERT(exec_);
 #if FSDP_CUDA
   dev_.mark("one CUDA graph");
+  if (dev_.on_graph_launch) dev_.on_graph_launch(number_);
   CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(exec_), dev_.compute().cuda()));
   dev_.compute().record(*dev_.after_graph);
 #endif

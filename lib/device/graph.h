@@ -9,6 +9,7 @@
 // launch. The pointers that it was made with must stay.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 struct Device;
@@ -17,7 +18,7 @@ class Graph {
  public:
   explicit Graph(Device& dev) : dev_(dev) {}
   ~Graph();
-  Graph(Graph&& o) noexcept : dev_(o.dev_), nodes_(o.nodes_), exec_(o.exec_) { o.exec_ = nullptr; }
+  Graph(Graph&& o) noexcept : dev_(o.dev_), nodes_(o.nodes_), number_(o.number_), exec_(o.exec_) { o.exec_ = nullptr; }
   bool made() const { return exec_ != nullptr; }
   void make(const std::function<void()>& work);  // runs nothing
   void launch();                                 // on the compute stream
@@ -30,5 +31,6 @@ class Graph {
  private:
   Device& dev_;
   Nodes nodes_;
+  uint64_t number_ = 0;  // as the device counts them
   void* exec_ = nullptr;
 };

@@ -419,7 +419,7 @@ struct AdamWUpdate {
   float* w;               // (n)
   M *m, *v;               // (n)
   const float* grad;      // (n)
-  const double* sumsq;    // (1)
+  const double* sumsq;    // (1) or none
   const ops::AdamW* now;  // (1)
   float clip;
   int64_t decayed, first;
@@ -427,6 +427,7 @@ struct AdamWUpdate {
   uint32_t tensor;
   template <int N>
   __device__ void at(int64_t i) const {
+    if (sumsq && !isfinite(*sumsq)) return;
     const ops::AdamW a = *now;
     const float factor = clip > 0 ? fminf(1.0f, clip / float(sqrt(*sumsq))) : 1.0f;
     float p[N], mi[N], vi[N], g[N];

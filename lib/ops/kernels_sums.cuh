@@ -281,24 +281,27 @@ __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, const flo
   total = block_total<term>(total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
-// out (1) from partials (blocks).
+// out (1), and own if there is one, from partials (blocks).
 template <class A, Term term>
 __global__ void __launch_bounds__(sum_threads)
-    sum_finish_kernel(A* out, const A* partials, int blocks, bool accumulate) {
+    sum_finish_kernel(A* out, const A* partials, int blocks, bool accumulate, A* own) {
   A total = 0;
   for (int i = threadIdx.x; i < blocks; i += blockDim.x) total = both<term>(total, partials[i]);
   total = block_total<term>(total);
-  if (threadIdx.x == 0) *out = both<term>(accumulate ? *out : A(0), total);
+  if (threadIdx.x != 0) return;
+  if (own) *own = total;
+  *out = both<term>(accumulate ? *out : A(0), total);
 }
 template <Term term, class A>
-void sum_by_blocks(cudaStream_t stream, A* out, const float* x, A* partials, int64_t n, bool accumulate) {
+void sum_by_blocks(cudaStream_t stream, A* out, const float* x, A* partials, int64_t n, bool accumulate,
+                   A* own = nullptr) {
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
   if (blocks > 0) {
     if (aligned(x)) sum_kernel<A, term, 4><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
     else sum_kernel<A, term, 1><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
     CUDA_CHECK_LAUNCH();
   }
-  sum_finish_kernel<A, term><<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate);
+  sum_finish_kernel<A, term><<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate, own);
   CUDA_CHECK_LAUNCH();
 }
 template <class A>
@@ -306,18 +309,21 @@ void sum(cudaStream_t stream, A* out, const A* x, A* partials, int64_t n, bool a
   sum_by_blocks<Term::itself>(stream, out, x, partials, n, accumulate);
 }
 inline void sum_powers(cudaStream_t stream, ops::GradNorm p, double* out, const float* x, double* partials, int64_t n,
-                       bool accumulate) {
+                       bool accumulate, double* own) {
   const auto by = p == ops::GradNorm::one     ? sum_by_blocks<Term::absolute, double>
                   : p == ops::GradNorm::two   ? sum_by_blocks<Term::square, double>
                   : p == ops::GradNorm::three ? sum_by_blocks<Term::cube, double>
                                               : sum_by_blocks<Term::largest, double>;
-  by(stream, out, x, partials, n, accumulate);
+  by(stream, out, x, partials, n, accumulate, own);
 }
-// x (1).
-static __global__ void power_kernel(double* x, double exponent) { *x = pow(*x, exponent); }
-inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out) {
-  if (p == ops::GradNorm::two) return;
-  power_kernel<<<1, 1, 0, stream>>>(out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p));
+// x (1), loss (1) or none.
+static __global__ void power_kernel(double* x, double exponent, const double* loss) {
+  if (exponent != 1) *x = pow(*x, exponent);
+  if (loss && !isfinite(*loss)) *x = NAN;
+}
+inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out, const double* loss) {
+  if (p == ops::GradNorm::two && !loss) return;
+  power_kernel<<<1, 1, 0, stream>>>(out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p), loss);
   CUDA_CHECK_LAUNCH();
 }
 

@@ -187,11 +187,12 @@ void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool
   RUN(is_double<G>, moves<char>(n * (sizeof(G) + (accumulate ? 8 : 4))), accumulate_gradient, shard, grad, n,
       accumulate);
 }
-void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate) {
-  RUN(false, moves<float>(n, 2, Work::optimizer), sum_powers, p, out, x, partials, n, accumulate);
+void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
+                double* own) {
+  RUN(false, moves<float>(n, 2, Work::optimizer), sum_powers, p, out, x, partials, n, accumulate, own);
 }
-void squared_norm(Stream& s, GradNorm p, double* out) {
-  RUN(false, moves<double>(1, 1, Work::optimizer), squared_norm, p, out);
+void squared_norm(Stream& s, GradNorm p, double* out, const double* loss) {
+  RUN(false, moves<double>(1, 1, Work::optimizer), squared_norm, p, out, loss);
 }
 
 AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step)

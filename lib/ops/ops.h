@@ -157,25 +157,29 @@ void cast(Stream& s, To* to, const From* from, int64_t n);
 template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
 // The p-norm of a gradient x (n), in pieces: out (1) = sum of |x|^p in a fixed order (the largest |x| where p is
-// infinity), of what it was before too if accumulate; and out = the square of the norm, from that. partials:
-// sum_partials() doubles.
+// infinity), of what it was before too if accumulate; own (1), where there is one: of this piece alone; and out = the
+// square of the norm, from that. partials: sum_partials() doubles. loss (1), where there is one: the norm is not finite
+// if that is not, so that adamw leaves the step out.
 enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
-void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate);
-void squared_norm(Stream& s, GradNorm p, double* out);
+void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
+                double* own = nullptr);
+void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullptr);
 
 struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW() = default;
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1
   float lr = 0, beta1 = 0, beta2 = 0, eps = 1, weight_decay = 0, c1 = 1, c2 = 1;           // c: 1 / (1 - beta^step)
   uint32_t step = 1;
-  double summand = 1;  // the step again, which all ranks' are summed of
+  // What is summed over all ranks, one behind the other as in StepScalars: the step again, and whether this rank is
+  // asked to stop.
+  double summand = 1, halt = 0;
 };
 // w, m, v, grad (n): elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the
 // rest not. a (1) and sumsq (1), the square of the gradient's norm, are on the device: no number of a step is an
 // argument, so that a CUDA graph of it can be replayed. Gradients are multiplied by min(1, clip / sqrt(*sumsq)) first
-// if clip > 0. Moments in M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean
-// right: Gupta et al. 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a
-// moment change.
+// if clip > 0. Where *sumsq is not finite nothing changes; without a sumsq (null, and clip 0) nobody looks. Moments in
+// M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean right: Gupta et al.
+// 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a moment change.
 template <class M>
 void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
            int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);

@@ -94,6 +94,7 @@ const std::vector<Spec> specs = flat({
   {"min-lr-ratio", "X", &Options::min_lr_ratio, from(0, 1), "the cosine schedule ends at this fraction of the peak"},
   {"warmup", "STEPS", &Options::warmup, at_least(0), "linear warm-up", "a tenth of the steps, at most 100"},
   {"clip-norm", "P", &Options::clip_norm, one_of({"1", "2", "3", "inf"}), "the norm that --clip bounds and the log shows"},
+  {"on-nan", "WHAT", &Options::on_nan, any, "at a loss or gradient norm that is not finite: stop; or skip[:K], leave the step out, at most K in a row (10)"},
   {"beta1", "X", &Options::beta1, from_to_below(0, 1), "AdamW's beta1"},
   {"beta2", "X", &Options::beta2, from_to_below(0, 1), "AdamW's beta2"},
   {"eps", "X", &Options::eps, above(0, 1), "AdamW's epsilon"},
@@ -154,6 +155,7 @@ const std::vector<Spec> specs = flat({
   {"fuse", "0|1", &Options::fuse, from(0, 1), "1: biases, residuals, GELU and the sums at norms are part of the kernel beside them; 0: each is a kernel of its own (to see what that costs)"},
   {"tune-matmul", "0|1", &Options::tune_matmul, from(0, 1), "on a GPU, 1: before step 1, time cuBLASLt's algorithms for each product and keep the fastest; 0: take its first choice, and leave GELU apart"},
   {"allow-single-rank", "", &Options::allow_single_rank, flag, "train with one rank where several GPUs are visible, or where a launcher started several processes that MPI does not join"},
+  {"timeout", "SECONDS", &Options::timeout, from(0, 86400), "end the run when a rank does not answer for so long, or when all wait for each other; 0: never"},
   {"device", "NAME", &Options::device, one_of({"auto", "cpu", "gpu"}), "what the ranks compute on"},
 }},
 {"Output", {

@@ -32,6 +32,7 @@ struct Options {
   // Optimizer and schedule.
   double lr = 3e-4, min_lr_ratio = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1, clip = 1.0;
   std::string clip_norm = "2";
+  std::string on_nan = "stop";  // or skip, skip:K
   int64_t warmup = -1;      // steps; -1: a tenth of the steps, 100 at most
   int64_t steps = 0;        // the schedule's length; 0: chosen by the machine
   int64_t stop_after = -1;  // end after this many steps without changing the schedule; -1: at its end
@@ -76,6 +77,7 @@ struct Options {
   std::string device = "auto";  // auto, cpu, gpu
   bool allow_single_rank = false;
   int64_t graph = 0, fuse = 1, tune_matmul = 1;
+  double timeout = 60;  // seconds; 0: none
   // Output.
   std::string log;           // JSON lines
   bool comm_timing = false;  // measure exposed communication with events

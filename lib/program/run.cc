@@ -184,6 +184,19 @@ void resolve_schedule(const Options& o, int64_t limit, Run* r) {
   r->warmup = o.warmup >= 0 ? o.warmup : std::min<int64_t>(100, r->steps / 10);
 }
 
+// Steps in a row that may be skipped; 0: stop at the first.
+int64_t nan_skips(const Options& o) {
+  const std::string skip = "skip:";
+  if (o.on_nan == "stop") return 0;
+  const int64_t k = o.on_nan == "skip" ? 10 : o.on_nan.rfind(skip, 0) == 0 ? small_number(o.on_nan.substr(5), 6) : 0;
+  REQUIRE_USER(k > 0, "--on-nan %s: choose stop, skip, or skip:K for at most K steps in a row", o.on_nan.c_str());
+  REQUIRE_USER(o.optimizer_in_backward == 0,
+               "--on-nan %s: with --optimizer-in-backward 1 a step is applied before its norm is known; use --on-nan "
+               "stop",
+               o.on_nan.c_str());
+  return k;
+}
+
 }  // namespace
 
 Run resolve(const Options& o, int world_size, int gpus) {
@@ -207,6 +220,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
   r.reduce_dtype = or_else(o.reduce_dtype, autocast ? Dtype::f32 : r.dtype);
   shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
   resolve_batch(o, p, world_size, &r);
+  r.nan_skips = nan_skips(o);
   check_config(r.model, r.batch, r.backend, r.dtype);
   check_frozen(r.model, o.freeze);
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",

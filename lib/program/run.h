@@ -23,6 +23,7 @@ struct Run {
   int64_t batch = 0, grad_accum = 1,
           global_batch = 0;                      // sequences a rank's micro-batch; micro-batches; sequences a step
   int64_t steps = 0, last_step = 0, warmup = 0;  // length of the schedule; where this run ends
+  int64_t nan_skips = 0;                         // bad steps in a row that --on-nan skips; 0: it stops
   std::vector<std::string> notices;              // what was chosen that a user may not expect
   int64_t tokens_per_step() const { return global_batch * model.seq; }
 };

@@ -6,6 +6,7 @@
 
 #include "cblas.h"
 
+#include "lib/comm/flight.h"
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/outputs.h"
@@ -156,9 +157,12 @@ Job start(const Options& o, const World& world, const std::string& typed) {
   Job job{world};
   job.command = strf("mpirun -np %d %s", world.size, typed.c_str());
   const int gpus = gpu_count();
+  flight::set_phase("the start, reading options and data");
   const std::vector<std::string> notices = check_launch(o, typed, gpus, &job);
   agree_on_run(o, notices, gpus, &job);
+  flight::set_phase("the start, planning the memory");
   open_device(&job);
+  flight::set_phase("the start, taking the memory");
   begin(&job);
   return job;
 }

@@ -1,0 +1,55 @@
+#include "lib/program/bad_steps.h"
+
+#include <cstdlib>
+
+#include "lib/comm/world.h"
+
+using ll = long long;
+
+int first_bad_unit(const std::vector<Unit>& units, const double* sums) {
+  for (int u = int(units.size()) - 1; u >= 0; u--)
+    if (units[size_t(u)].trained() && !std::isfinite(sums[u])) return u;
+  return -1;
+}
+
+namespace {
+double number(double x) { return std::isnan(x) ? std::fabs(x) : x; }  // without a NaN's sign
+
+// Over all ranks, each of which sees its own shards alone.
+std::string whose(const std::vector<Unit>& units, int own) {
+  int worst = -1, rank = 0;
+  const std::vector<std::string> all = gather_texts(std::to_string(own));
+  for (size_t r = 0; r < all.size(); r++)
+    if (const int u = std::atoi(all[r].c_str()); u > worst) worst = u, rank = int(r);
+  if (worst < 0) return "every unit's gradient is finite by itself";
+  return strf("the first in the backward pass is the gradient of unit '%s', in the shard of rank %d",
+              units[size_t(worst)].name.c_str(), rank);
+}
+}  // namespace
+
+std::string BadSteps::take(int64_t step, const StepScalars& of, const std::vector<Unit>& units, const double* sums,
+                           const std::function<void(const std::string&)>& note) {
+  if (std::isfinite(of.norm2)) {
+    in_a_row_ = 0;
+    return "";
+  }
+  in_a_row_++;
+  const int64_t first = (step - 1) * r_.global_batch;
+  const std::string what = strf(
+      "step %lld: the loss is %g, the gradient norm %g: %s; its batch is sequences %lld to %lld in the order of the "
+      "data",
+      ll(step), number(of.loss / double(r_.tokens_per_step())), number(std::sqrt(of.norm2)),
+      whose(units, first_bad_unit(units, sums)).c_str(), ll(first), ll(first + r_.global_batch - 1));
+  if (in_a_row_ <= r_.nan_skips) {
+    skipped_++;
+    if (this_rank() == 0)
+      note(strf("%s; skipped (%lld in a row of at most %lld, %lld in all)", what.c_str(), ll(in_a_row_),
+                ll(r_.nan_skips), ll(skipped_)));
+    return "";
+  }
+  std::string end = what + ": the run has diverged";
+  if (r_.nan_skips > 0) end += strf(", and --on-nan skips at most %lld in a row", ll(r_.nan_skips));
+  else if (r_.fsdp.update_in_backward) end += ", and the weights in memory are lost (--optimizer-in-backward)";
+  else end += "; the optimizer did not apply it";
+  return end + "; nothing is saved from here on; try a lower --lr, a longer --warmup or --clip";
+}

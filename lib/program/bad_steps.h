@@ -1,0 +1,34 @@
+// Steps whose loss or gradient norm is not finite, which AdamW leaves out on all ranks (ops.h): what is said of one,
+// and whether the run goes on (--on-nan).
+//
+//   BadSteps bad(run);
+//   std::string end = bad.take(step, scalars, fsdp.units(), sums, note);  // collective
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "fsdp.h"
+#include "lib/program/run.h"
+
+// Of this rank's shards: the unit whose gradient is the first in the backward pass that is not finite; -1: none.
+// sums (units): Fsdp::unit_sums.
+int first_bad_unit(const std::vector<Unit>& units, const double* sums);
+
+class BadSteps {
+ public:
+  explicit BadSteps(const Run& r) : r_(r) {}
+  // For every step, in order, on all ranks. Collective where the step is bad, which it is on all ranks or none. Returns
+  // what ends the run, the same on all ranks, or nothing: then `note` has been told on rank 0 if the step was left out.
+  std::string take(int64_t step, const StepScalars& of, const std::vector<Unit>& units, const double* sums,
+                   const std::function<void(const std::string&)>& note);
+  int64_t skipped() const { return skipped_; }  // of this run
+  bool latest_was_bad() const { return in_a_row_ > 0; }
+
+ private:
+  const Run& r_;
+  int64_t in_a_row_ = 0, skipped_ = 0;
+};

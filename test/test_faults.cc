@@ -1,0 +1,298 @@
+// What stands behind the end of a run that goes wrong: the flight record, what is said of a fault, and steps whose
+// gradient is not finite. How whole runs end is in test/faults.sh.
+#include "test/catch.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+#include "fsdp.h"
+#include "lib/comm/flight.h"
+#include "lib/comm/watchdog.h"
+#include "lib/program/bad_steps.h"
+
+using nlohmann::json;
+
+namespace {
+
+flight::Sight own() { return flight::see(flight::own()); }
+
+// Three units of one matrix each, of which every rank makes a gradient of ones; a step of the three verbs that it
+// takes.
+struct Rig {
+  const World world = test_world();
+  const Transport transport = world.size > 1 ? Transport::mpi : Transport::none;
+  Device dev{Backend::cpu, 0, world.size};
+  HostBuffer<ops::AdamW> adamw{dev, 1};
+  FsdpOptions options;
+  std::vector<Unit> units;
+  std::unique_ptr<Fsdp<float, float>> fsdp;
+  double halt = 0;  // this rank's
+
+  explicit Rig(ops::GradNorm norm) {
+    options.norm = norm;
+    for (uint32_t i = 0; i < 3; i++) {
+      Unit u;
+      u.name = "unit " + std::to_string(i);
+      Param p = {};
+      p.name = u.name + ".weight", p.shape = {8, 40 + i * 8}, p.std = 1, p.decay = true, p.id = i;
+      p.numel = 8 * (40 + i * 8);
+      u.params.push_back(p);
+      units.push_back(u);
+    }
+    lay_out(&units, world.size);
+    open(Links::planned);
+    run(-1, 0);
+    dev.mem.commit();
+    dev.mem.rewind();
+    dev.mode = Mode::run;
+    open(Links::open);
+    fsdp->init_weights();
+  }
+  void open(Links links) { fsdp = std::make_unique<Fsdp<float, float>>(dev, world, transport, units, options, links); }
+  // bad: a unit in whose gradient the last rank has a NaN, or -1; loss: this rank's.
+  void run(int bad, double loss) {
+    adamw[0] = ops::AdamW(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1);
+    adamw[0].halt = halt;
+    dev.mem.begin("step");
+    fsdp->begin_step(adamw.get(), 1.0f);
+    for (int u = 2; u >= 0; u--) {
+      fsdp->gather(u);
+      fsdp->use(u);
+      float* g = fsdp->gradient(u);
+      const Unit& unit = fsdp->units()[size_t(u)];
+      const bool broken = u == bad && world.rank == world.size - 1;
+      dev.compute().enqueue([=, n = unit.with_gradient.numel] {
+        for (int64_t i = 0; i < n; i++) g[i] = 1;
+        if (broken) g[0] = std::nanf("");
+      });
+      fsdp->release(u);
+      fsdp->reduce(u);
+    }
+    StepScalars* scalars = fsdp->scalars();
+    dev.compute().enqueue([=] { scalars->loss = loss; });
+    fsdp->end_step();
+    dev.mem.end();
+    dev.compute().synchronize();
+  }
+  std::vector<float> state() const {
+    std::vector<float> all;
+    for (size_t u = 0; u < fsdp->units().size(); u++)
+      for (const void* p :
+           std::vector<const void*>{fsdp->master(int(u)), fsdp->first_moment(int(u)), fsdp->second_moment(int(u))})
+        all.insert(all.end(), static_cast<const float*>(p), static_cast<const float*>(p) + fsdp->units()[u].shard);
+    return all;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("AdamW leaves out a step that is not finite on all ranks, and the unit is known", "[faults]") {
+  for (ops::GradNorm norm : {ops::GradNorm::two, ops::GradNorm::one, ops::GradNorm::inf}) {
+    INFO("norm " << int(norm));
+    Rig rig(norm);
+    rig.run(-1, 1);
+    const std::vector<float> before = rig.state();
+    CHECK(std::isfinite(rig.fsdp->scalars()->norm2));
+    CHECK(first_bad_unit(rig.fsdp->units(), rig.fsdp->unit_sums()) == -1);
+    for (int bad : {0, 1, 2}) {
+      rig.run(bad, 1);
+      CHECK(!std::isfinite(rig.fsdp->scalars()->norm2));
+      CHECK((rig.state() == before));
+      const int mine = first_bad_unit(rig.fsdp->units(), rig.fsdp->unit_sums());
+      int found = -1;
+      for (const std::string& of : gather_texts(std::to_string(mine))) found = std::max(found, std::atoi(of.c_str()));
+      CHECK(found == bad);
+    }
+    // A loss alone, of one rank.
+    rig.run(-1, rig.world.rank == 0 ? INFINITY : 1);
+    CHECK(!std::isfinite(rig.fsdp->scalars()->norm2));
+    CHECK((rig.state() == before));
+    // And the next one counts again.
+    rig.run(-1, 1);
+    CHECK(std::isfinite(rig.fsdp->scalars()->norm2));
+    CHECK_FALSE((rig.state() == before));
+  }
+}
+
+TEST_CASE("all ranks learn with a step's scalars that one is asked to stop", "[faults]") {
+  Rig rig(ops::GradNorm::two);
+  rig.run(-1, 1);
+  CHECK(rig.fsdp->scalars()->halts == 0);
+  CHECK(rig.fsdp->scalars()->steps == rig.world.size);
+  rig.halt = rig.world.rank == rig.world.size - 1;
+  rig.run(-1, 1);
+  CHECK(rig.fsdp->scalars()->halts == 1);
+  rig.halt = 1;
+  rig.run(-1, 1);
+  CHECK(rig.fsdp->scalars()->halts == rig.world.size);
+}
+
+TEST_CASE("bad steps are skipped as far as --on-nan says", "[faults]") {
+  Run r;
+  r.global_batch = 8, r.model.seq = 4;
+  const std::vector<Unit> units;
+  std::vector<std::string> notes;
+  auto note = [&](const std::string& line) { notes.push_back(line); };
+  const StepScalars good = {1, 1, 1, 0}, bad = {NAN, 1, 1, 0};
+  BadSteps stops(r);
+  CHECK(stops.take(1, good, units, nullptr, note).empty());
+  const std::string end = stops.take(2, bad, units, nullptr, note);
+  INFO(end);
+  CHECK(end.find("sequences 8 to 15") != std::string::npos);
+  CHECK(end.find("did not apply it") != std::string::npos);
+  CHECK(notes.empty());
+  r.nan_skips = 2;
+  BadSteps skips(r);
+  for (int64_t step : {1, 2}) CHECK(skips.take(step, bad, units, nullptr, note).empty());
+  CHECK(skips.take(3, good, units, nullptr, note).empty());
+  for (int64_t step : {4, 5}) CHECK(skips.take(step, bad, units, nullptr, note).empty());
+  CHECK(skips.skipped() == 4);
+  CHECK(notes.size() == (test_world().rank == 0 ? 4 : 0));
+  CHECK(skips.take(6, bad, units, nullptr, note).find("at most 2 in a row") != std::string::npos);
+}
+
+TEST_CASE("a rank is seen where it waits, by itself and by the ranks of its host", "[faults][comm]") {
+  const World& w = test_world();
+  flight::begin_step(12);
+  const int lane = flight::open_lane("test");
+  flight::issue(lane, "all_gather", "block 3", 64);
+  flight::issue(lane, "all_gather", "block 4", 64);
+  flight::start(lane);
+  const flight::Sight waits = own();
+  CHECK(waits.waits);
+  CHECK(waits.text == "step 12, all_gather of 'block 3'");
+  barrier();
+  CHECK(flight::records() == w.local_size);
+  for (int i = 0; i < flight::records(); i++) {
+    CHECK(flight::process_of(i) == flight::Process::lives);
+    CHECK(flight::see(i).text == "step 12, all_gather of 'block 3'");
+    CHECK(flight::see(i).pid > 0);
+  }
+  barrier();
+  flight::finish(lane);
+  const flight::Sight works = own();
+  CHECK_FALSE(works.waits);
+  CHECK(works.text == "step 12, after all_gather of 'block 3'");
+  CHECK(works.progress > waits.progress);
+  flight::start(lane);
+  CHECK(own().text == "step 12, all_gather of 'block 4'");
+  flight::finish(lane);
+  flight::close_lane(lane);
+  flight::begin_step(0);
+  barrier();
+}
+
+TEST_CASE("a flight record has the last thousand collectives, and those of all ranks of the host", "[faults][comm]") {
+  namespace fs = std::filesystem;
+  const World& w = test_world();
+  std::string dir;
+  if (w.rank == 0) {
+    std::string name = (fs::temp_directory_path() / "flight-XXXXXX").string();
+    REQUIRE(mkdtemp(&name[0]) != nullptr);
+    dir = name;
+  }
+  dir = broadcast_text(dir);
+  const int lane = flight::open_lane("test");
+  flight::begin_step(7);
+  for (int i = 0; i < 1500; i++) {
+    flight::issue(lane, "reduce_scatter", "unit " + std::to_string(i), i);
+    flight::start(lane);
+    if (i + 1 < 1500) flight::finish(lane);
+  }
+  flight::issue(lane, "reduce_scatter", "not begun", 1);
+  barrier();
+  if (w.rank == 0) {
+    flight::set_records_dir(dir);
+    CHECK(flight::write_records("because") == "; flight records in " + dir);
+    flight::set_records_dir("");
+    for (int r = 0; r < w.local_size; r++) {
+      INFO("rank " << r);
+      std::ifstream in(dir + "/flight_rank" + std::to_string(r) + ".jsonl");
+      std::vector<json> collectives;
+      json head, channel;
+      for (std::string line; std::getline(in, line);) {
+        const json j = json::parse(line);
+        if (j["type"] == "flight_record") head = j;
+        if (j["type"] == "channel" && j["channel"] == "test") channel = j;
+        if (j["type"] == "collective" && j["channel"] == "test") collectives.push_back(j);
+      }
+      CHECK(head["rank"] == r);
+      CHECK(head["reason"] == "because");
+      CHECK(head["seen_in"] == "step 7, reduce_scatter of 'unit 1499'");
+      CHECK(channel["issued"] == 1501);
+      CHECK(channel["started"] == 1500);
+      CHECK(channel["finished"] == 1499);
+      // The barrier is in the ring too.
+      CHECK(collectives.size() >= 998);
+      CHECK(collectives.size() <= 1000);
+      for (size_t i = 0; i < collectives.size(); i++) {
+        const json& c = collectives[collectives.size() - 1 - i];
+        if (c["unit"] != "unit " + std::to_string(1499 - i) || c["bytes"] != 1499 - int64_t(i) ||
+            c["finished"].is_null() != (i == 0))
+          FAIL("collective " << c);
+      }
+    }
+    fs::remove_all(dir);
+  }
+  barrier();
+  flight::close_lane(lane);
+  flight::begin_step(0);
+}
+
+TEST_CASE("a flight record that cannot be written is said to be none", "[faults][comm]") {
+  flight::set_records_dir("/proc/none");
+  const std::string said = flight::write_records("because");
+  flight::set_records_dir("");
+  CHECK(said.find("; no flight records: /proc/none/flight_rank") == 0);
+  CHECK(flight::write_records("because").empty());
+}
+
+TEST_CASE("collectives of a channel and of the host are recorded", "[faults][comm]") {
+  const World& w = test_world();
+  if (w.size == 1) SKIP_TEST("one rank has no collectives");
+  Device dev(Backend::cpu, 0, w.size);
+  std::vector<float> data(size_t(64 * w.size));
+  flight::begin_step(3);
+  std::unique_ptr<Channel> channel;
+  { Channel planned(dev, dev.gather(), w, Transport::mpi, "gather", int64_t(data.size() * 4), Links::planned); }
+  dev.mem.commit();
+  dev.mem.rewind();
+  dev.mode = Mode::run;
+  channel =
+      std::make_unique<Channel>(dev, dev.gather(), w, Transport::mpi, "gather", int64_t(data.size() * 4), Links::open);
+  channel->set_unit("block 3");
+  channel->all_gather(data.data(), 64, Dtype::f32);
+  dev.gather().synchronize();
+  CHECK(own().text == "step 3, after all_gather of 'block 3'");
+  const uint64_t progress = own().progress;
+  barrier();
+  CHECK(own().text == "step 3, after barrier");
+  CHECK(own().progress > progress);
+  agree("");
+  CHECK(own().text == "step 3, after agreement");  // and not what it is made of
+  channel.reset();
+  flight::begin_step(0);
+}
+
+TEST_CASE("what is said of a fault", "[faults][comm]") {
+  const RankSeen a = {0, "here, pid 7", "step 12, all_gather of 'b'", true}, b = {2, "here, pid 9", "a save", false};
+  CHECK(fault_text("rank 1 is gone", {a, b}) ==
+        "rank 1 is gone; rank 0 waits in step 12, all_gather of 'b', rank 2 is in a save");
+  CHECK(fault_text("x", {a, a, a, a, a, a}).find("and 2 more ranks") != std::string::npos);
+}
+
+// Hidden, because it ends the program: test/faults.sh runs it and looks at what is left.
+TEST_CASE("ranks wait for each other in different collectives", "[.deadlock]") {
+  const World& w = test_world();
+  Watchdog watchdog(w, {4, "."});
+  flight::begin_step(1);
+  barrier();
+  if (w.rank == 0) agree("");
+  else barrier();
+}
