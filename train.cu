@@ -67,7 +67,8 @@ struct StepInFlight {
   HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};  // micro-batches, one behind the other
   HostBuffer<ops::AdamW> adamw{dev, 1};
   HostBuffer<StepScalars> trained{dev, 1}, validated{dev, 1};
-  HostBuffer<NsaStats> stats{dev, r.o.nsa_stats ? r.model.depth : 1};  // of each block
+  HostBuffer<NsaSums> nsa_sums{dev, r.model.diagnostics ? r.model.depth : 1};  // of each block
+  HostBuffer<NsaMaxima> nsa_maxima{dev, r.model.diagnostics ? r.model.depth : 1};
   std::vector<NsaKernels> kernels = {};
   Graph graph{dev};   // of this step and every second one after it: it holds addresses of this struct
   Event copied{dev};  // the device has read the micro-batches
@@ -123,7 +124,10 @@ void issue_step(Training<T, G>& t, int64_t step) {
     now.graph.launch();
   }
   s.copy(now.trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
-  if (t.model.stats()) s.copy(now.stats.get(), t.model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
+  if (t.model.nsa_sums()) {
+    s.copy(now.nsa_sums.get(), t.model.nsa_sums(), r.model.depth * int64_t(sizeof(NsaSums)));
+    s.copy(now.nsa_maxima.get(), t.model.nsa_maxima(), r.model.depth * int64_t(sizeof(NsaMaxima)));
+  }
   now.kernels = t.model.kernels();
   if (step == t.first) s.host([&t] { t.first_ended = now_iso8601(); });
   s.record(now.done);
@@ -177,7 +181,7 @@ std::string report_step(Training<T, G>& t, int64_t step) {
     s.peak_mib = mib(t.dev.mem.device_reported_bytes());
     s.exposed_gather_ms = s.exposed_reduce_ms = -1;
     if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
-    if (t.model.stats()) s.more = stats_json(was.stats.get(), was.kernels);
+    if (t.model.nsa_sums()) s.more = stats_json(was.nsa_sums.get(), was.nsa_maxima.get(), was.kernels);
     t.job.telemetry->step(s);
   }
   // All ranks have the same norm. What is not finite makes weights that are not, for ever.

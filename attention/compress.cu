@@ -69,20 +69,22 @@ int64_t nsa_stats_partials(const NsaShape& a) {
   return (a.B * a.T + stats_rows - 1) / stats_rows * int64_t(sizeof(StatsSum) / sizeof(double));
 }
 template <class T>
-void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a) {
+void nsa_stats(Stream& s, NsaSums* sums, NsaMaxima* maxima, const T* x, const int32_t* indices, const int32_t* targets,
+               double* partials, const NsaShape& a) {
   if (s.off()) return s.spend(moves<int32_t>(a.B * a.HKV * a.T * a.selected, 2));
-  RUN_ON_GPU(T, nsa_stats, out, x, indices, partials, a)
-  s.enqueue([=] { cpu::nsa_stats(out, x, indices, partials, a); });
+  RUN_ON_GPU(T, nsa_stats, sums, maxima, x, indices, targets, partials, a)
+  s.enqueue([=] { cpu::nsa_stats(sums, maxima, x, indices, targets, partials, a); });
 }
 
-#define INSTANTIATE(T)                                                                             \
-  template Kernel nsa_mean(Stream&, T*, const T*, const NsaShape&);                                \
-  template Kernel nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                       \
-  template Kernel nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                    \
-  template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);      \
-  template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                \
-  template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);               \
-  template void nsa_stats(Stream&, NsaStats*, const T*, const int32_t*, double*, const NsaShape&); \
+#define INSTANTIATE(T)                                                                                      \
+  template Kernel nsa_mean(Stream&, T*, const T*, const NsaShape&);                                         \
+  template Kernel nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                                \
+  template Kernel nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                             \
+  template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);               \
+  template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                         \
+  template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);                        \
+  template void nsa_stats(Stream&, NsaSums*, NsaMaxima*, const T*, const int32_t*, const int32_t*, double*, \
+                          const NsaShape&);                                                                 \
   template Kernel nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
 INSTANTIATE(float)
 INSTANTIATE(double)

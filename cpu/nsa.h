@@ -330,11 +330,12 @@ void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, 
 }
 
 template <class T>
-void nsa_stats(NsaStats* out, const T* x, const int32_t* indices, double* /*partials*/, const NsaShape& a) {
+void nsa_stats(NsaSums* sums, NsaMaxima* maxima, const T* x, const int32_t* indices, const int32_t* targets,
+               double* /*partials*/, const NsaShape& a) {
   StatsSum sum;
   for (int64_t i = 0; i < a.B * a.T; ++i)
-    for (int h = 0; h < a.H; ++h) sum.add_row(i, h, x, indices, a);
-  *out = sum.result();
+    for (int h = 0; h < a.H; ++h) sum.add_row(i, h, x, indices, targets, a);
+  sum.add_to(sums, maxima);
 }
 
 }  // namespace cpu

@@ -155,7 +155,7 @@ const std::vector<Spec> specs = flat({
   {"log", "FILE", &Options::log, any, "write JSON lines: a header, then an object per step; --resume appends", "no file"},
   {"log-every", "STEPS", &Options::log_every, at_least(1), "print and log every so many steps"},
   {"comm-timing", "", &Options::comm_timing, flag, "measure the communication that computation does not hide"},
-  {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block, on rank 0's sequences, and which kernels ran; needs --log"},
+  {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block over all ranks' sequences, and which kernels ran on rank 0; needs --log"},
   {"profile", "", &Options::profile, flag, "print and log where the time of the last step went; with CUPTI also its kernels by name and NCCL's share"},
   {"trace", "FILE", &Options::trace, any, "write rank 0's last step, or the planned one with --plan, as a trace for ui.perfetto.dev: streams, units, with CUPTI every kernel", "no file"},
 }},
