@@ -70,8 +70,9 @@ struct StepInFlight {
   HostBuffer<NsaSums> nsa_sums{dev, r.model.diagnostics ? r.model.depth : 1};  // of each block
   HostBuffer<NsaMaxima> nsa_maxima{dev, r.model.diagnostics ? r.model.depth : 1};
   std::vector<NsaKernels> kernels = {};
-  Graph graph{dev};   // of this step and every second one after it: it holds addresses of this struct
-  Event copied{dev};  // the device has read the micro-batches
+  double fetch_seconds = 0;  // the host's, to make the micro-batches
+  Graph graph{dev};          // of this step and every second one after it: it holds addresses of this struct
+  Event copied{dev};         // the device has read the micro-batches
   Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
 };
 
@@ -105,7 +106,9 @@ void issue_step(Training<T, G>& t, int64_t step) {
   StepInFlight& now = t.slot(t.issued = step);
   Stream& s = t.dev.compute();
   synchronize(now.done);  // two steps ago: the host stays one step ahead of the device
+  const auto fetch = Clock::now();
   fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
+  now.fetch_seconds = std::chrono::duration<double>(Clock::now() - fetch).count();
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
   t.profiler.begin(step, t.first);
@@ -152,6 +155,27 @@ void issue_validation(Training<T, G>& t, int64_t step) {
   t.dev.compute().record(now.validation_done);
 }
 
+// Of a step that the device is through with, on any rank.
+template <class T, class G>
+StepRecord step_record(Training<T, G>& t, int64_t step) {
+  const Run& r = t.r;
+  StepInFlight& was = t.slot(step);
+  StepRecord s = {};
+  s.step = step;
+  s.grad_norm = std::sqrt(was.trained[0].norm2);
+  s.loss = was.trained[0].loss / double(r.tokens_per_step());
+  s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
+  s.lr = learning_rate(r, step);
+  s.step_ms = elapsed_ms(was.started, was.done);
+  if (step == t.first) s.ended = t.first_ended;
+  s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
+  s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
+  s.peak_mib = mib(t.dev.mem.device_reported_bytes());
+  s.exposed_gather_ms = s.exposed_reduce_ms = -1;
+  if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+  return s;
+}
+
 // Waits for a step and says what came of it. Returns what ends the run, the same on all ranks, or nothing.
 template <class T, class G>
 std::string report_step(Training<T, G>& t, int64_t step) {
@@ -167,23 +191,15 @@ std::string report_step(Training<T, G>& t, int64_t step) {
              "repeated a step, and weights belong to several; --resume from a step before this one",
              ll(step), of.steps, at_one),
         1);
+  StepRecord s = step_record(t, step);
   if (t.speaks()) {
-    StepRecord s = {};
-    s.step = step;
-    s.grad_norm = std::sqrt(of.norm2);
-    s.loss = of.loss / double(r.tokens_per_step());
-    s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
-    s.lr = learning_rate(r, step);
-    s.step_ms = elapsed_ms(was.started, was.done);
-    if (step == t.first) s.ended = t.first_ended;
-    s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
-    s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
-    s.peak_mib = mib(t.dev.mem.device_reported_bytes());
-    s.exposed_gather_ms = s.exposed_reduce_ms = -1;
-    if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
-    if (t.model.nsa_sums()) s.more = stats_json(was.nsa_sums.get(), was.nsa_maxima.get(), was.kernels);
+    if (r.o.nsa_stats) s.more = stats_json(was.nsa_sums.get(), was.nsa_maxima.get(), was.kernels);
     t.job.telemetry->step(s);
   }
+  if (step == t.first) t.job.diagnostics->count_fallbacks(was.kernels);
+  const bool counts = t.model.nsa_sums() != nullptr;
+  t.job.diagnostics->step(
+      s, {counts ? was.nsa_sums.get() : nullptr, counts ? was.nsa_maxima.get() : nullptr, was.fetch_seconds});
   // All ranks have the same norm. What is not finite makes weights that are not, for ever.
   if (std::isfinite(of.norm2)) return "";
   t.dev.compute().synchronize();  // with a step that is still running
@@ -202,6 +218,7 @@ std::string loop(Training<T, G>& t) {
   const Run& r = t.r;
   const auto begin = Clock::now();
   int64_t step = t.first, saved = 0;
+  t.job.diagnostics->begin(t.first);
   for (; step <= r.last_step; step++) {
     issue_step(t, step);
     if (t.validates(step)) issue_validation(t, step);
@@ -227,6 +244,7 @@ std::string loop(Training<T, G>& t) {
       t.job.telemetry->note(strf("stopped after step %lld: --minutes reached", ll(last)));
     if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
   }
+  t.job.diagnostics->end();
   if (t.saver) t.saver->finish();
   t.dev.compute().synchronize();
   return "";

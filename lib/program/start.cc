@@ -18,6 +18,7 @@
 #define FSDP_NCCL 0
 #endif
 
+using nlohmann::json;
 using ll = long long;
 
 namespace {
@@ -110,11 +111,14 @@ void begin(const std::string& command, Job* job) {
   try {
     if (r.fsdp.gather_by_copy_engine && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport));
-    if (job->world.rank == 0)
-      job->telemetry =
-          std::make_unique<Telemetry>(r.o.log, !r.o.resume.empty(),
-                                      header(r, dev, job->world, job->transport, job->gpus_used, estimated_ms, command),
-                                      r.last_step, r.o.log_every);
+    json opening;
+    std::function<void(const std::string&)> note;
+    if (job->world.rank == 0) {
+      opening = header(r, dev, job->world, job->transport, job->gpus_used, estimated_ms, command);
+      job->telemetry = std::make_unique<Telemetry>(r.o.log, !r.o.resume.empty(), opening, r.last_step, r.o.log_every);
+      note = [telemetry = job->telemetry.get()](const std::string& line) { telemetry->note(line); };
+    }
+    job->diagnostics = std::make_unique<Diagnostics>(r, job->world, dev, opening, note);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<Error>(error);
 }

@@ -11,6 +11,7 @@
 #include "lib/comm/comm.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
+#include "lib/program/diagnostics.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 
@@ -24,7 +25,8 @@ struct Job {
   int gpus_used = 0;                          // by all ranks
   std::unique_ptr<Device> dev = {};           // its memory is planned and taken
   std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
-  std::string command = {};                   // as it was typed
+  std::unique_ptr<Diagnostics> diagnostics = {};
+  std::string command = {};  // as it was typed
 };
 
 // Collective. An error that all ranks can know of is agreed on and thrown on every rank, UsageError where the user
