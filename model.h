@@ -286,11 +286,13 @@ class Model {
   bool last_ = true;                          // the step's last micro-batch
   std::vector<const T*> weights_;             // by unit; null: not in use
   std::vector<G*> grads_;                     // by unit; null: not being written
-  G* discarded_ = nullptr;       // where gradients go that come with others and are not wanted; never read for anything
-  MicroBatch batch_;             // the device's
-  A* rope_table_;                // (T, D), cos and sin
-  A* loss_sum_;                  // (1)
-  NsaSums* nsa_sums_ = nullptr;  // (depth)
-  NsaMaxima* nsa_maxima_ = nullptr;  // (depth)
+  G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything
+  MicroBatch batch_;        // the device's
+  A* rope_table_;           // (T, D), cos and sin
+  A* loss_sum_;             // (1)
+  // Of each block, with ModelConfig::diagnostics.
+  double* nsa_partials_ = nullptr;
+  NsaSums* nsa_sums_ = nullptr;
+  NsaMaxima* nsa_maxima_ = nullptr;
   std::vector<NsaKernels> kernels_;
 };

@@ -101,12 +101,14 @@ struct NsaMaxima {
 // Of several, in an array, as of a model's layers: all together.
 NsaSums total(const NsaSums* sums, int64_t n);
 NsaMaxima total(const NsaMaxima* maxima, int64_t n);
-// Adds the queries' to what is there. Those with a target (B, T) below 0 are padding and are left out. partials:
-// nsa_stats_partials(a) doubles.
-int64_t nsa_stats_partials(const NsaShape& a);
+// Adds the queries to a layer's partial sums, which begin at zero. Those with a target (B, T) below 0 are padding and
+// are left out.
+int64_t nsa_stats_partials();  // doubles, of a layer
 template <class T>
-void nsa_stats(Stream& s, NsaSums* sums, NsaMaxima* maxima, const T* x, const int32_t* indices, const int32_t* targets,
-               double* partials, const NsaShape& a);
+void nsa_stats(Stream& s, double* partials, const T* x, const int32_t* indices, const int32_t* targets,
+               const NsaShape& a);
+// sums and maxima (layers) from partials (layers, nsa_stats_partials()).
+void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* partials, int64_t layers);
 
 // The same for people and programs; all zero of no query.
 struct NsaStats {

@@ -287,6 +287,7 @@ std::string train(const Job& job) {
   std::string wrong;
   or_abort([&] {
     wrong = loop(t);
+    if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty() || r.o.export_to.empty()) return;
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {

@@ -61,17 +61,10 @@ struct StatsSum {
     }
     if (h < a.HKV) add_query(i % a.T, indices + ((i / a.T * a.HKV + h) * a.T + i % a.T) * a.selected, a);
   }
-  // Behind what is there already.
-  HD void add_to(NsaSums* s, NsaMaxima* m) const {
-    StatsSum all;
-    all.sums = *s, all.maxima = *m;
-    all.merge(*this);
-    *s = all.sums, *m = all.maxima;
-  }
 
  private:
   static constexpr double ln_3 = 1.0986122886681098;
   HD static void raise(double& most, double x) { most = most > x ? most : x; }
 };
-// Queries whose sum is one partial.
-constexpr int64_t stats_rows = 64;
+// A layer's partial sums: one for each block of threads on a GPU.
+constexpr int64_t stats_partials = 256;

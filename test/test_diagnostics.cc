@@ -361,7 +361,8 @@ TEST_CASE("a stall and an anomaly are in the heartbeat", "[diagnostics]") {
   t.diagnostics->begin(1);
   t.step(1);
   for (int i = 0; i < 500 && messages(dir / "heartbeat_rank0.jsonl").back() != "stall"; i++) usleep(10000);
-  t.diagnostics->end();
+  t.diagnostics->end("too slow");
+  CHECK(lines_of(dir / "heartbeat_rank0.jsonl").back().at("text") == "too slow");
   const json j = lines_of(dir / "heartbeat_rank0.jsonl")[2];
   CHECK(j.at("msg") == "stall");
   CHECK(j.at("step") == 1);

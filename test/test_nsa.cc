@@ -1891,20 +1891,21 @@ NsaStats stats_of(Backend backend, const NsaShape& a, const std::vector<float>& 
   Device& dev = test_device(backend);
   Stream& s = dev.compute();
   HostBuffer<char> host(dev, a.B * a.T * a.ld * 4);
-  HostBuffer<NsaSums> sums(dev, 1);
-  HostBuffer<NsaMaxima> maxima(dev, 1);
+  HostBuffer<NsaSums> sums(dev, 2);
+  HostBuffer<NsaMaxima> maxima(dev, 2);
   HostBuffer<int32_t> chosen(dev, int64_t(indices.size())), targets(dev, a.B * a.T);
-  HostBuffer<double> partials(dev, nsa_stats_partials(a));
+  HostBuffer<double> partials(dev, 2 * nsa_stats_partials());  // of two layers, the first without a query
   auto* x = reinterpret_cast<float*>(host.get());
   for (int64_t i = 0; i < a.B * a.T; ++i)
     for (int64_t g = 0; g < 3 * a.H; ++g) x[i * a.ld + a.gate(0) + g] = gates[size_t(i * 3 * a.H + g)];
   std::copy(indices.begin(), indices.end(), chosen.get());
   for (int64_t i = 0; i < a.B * a.T; ++i) targets[i] = i < padding ? -1 : 0;
-  sums[0] = {}, maxima[0] = {};
   for (int i = 0; i < times; ++i)  // pinned memory: a GPU reads it too
-    nsa_stats<float>(s, sums.get(), maxima.get(), x, chosen.get(), targets.get(), partials.get(), a);
+    nsa_stats<float>(s, partials.get() + nsa_stats_partials(), x, chosen.get(), targets.get(), a);
+  nsa_stats_total(s, sums.get(), maxima.get(), partials.get(), 2);
   s.synchronize();
-  return summary(sums[0], maxima[0]);
+  CHECK(sums[0].rows == 0);
+  return summary(sums[1], maxima[1]);
 }
 
 void check_stats(Backend backend) {
@@ -2021,6 +2022,7 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
     CHECK(kernel_of(k, Stage::selection) == selection);
     CHECK(general_stages(k) == general);
     CHECK(k.general == int64_t(general.size()));
+    CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
     CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
     for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
       CHECK(kernel_of(k, s) == code);

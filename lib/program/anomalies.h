@@ -15,7 +15,7 @@ struct Anomaly {
   std::string text;  // with the figures, for people
 };
 
-// The thresholds are those of the report's watchdog (nsa-vibe), but for two that would cry wolf here. It waits for a
+// The thresholds are those of the report's watchdog, but for two that would cry wolf here. It waits for a
 // throughput of 0, which a run that stands still never reports: half of what was reached counts instead. And it takes
 // the largest gate of any query for a branch's share of all of them, where one decided query is no collapse.
 namespace thresholds {

@@ -199,9 +199,9 @@ void Diagnostics::begin(int64_t first_step) {
   watch_->step_ended(last_);
 }
 
-void Diagnostics::end() {
+void Diagnostics::end(const std::string& wrong) {
   watch_.reset();
-  if (!dir_.empty()) heartbeat(last_, "end", json::object());
+  if (!dir_.empty()) heartbeat(last_, "end", wrong.empty() ? json::object() : json{{"text", wrong}});
 }
 
 // On the watch's thread. Every rank says it: of one that is stopped only the others can tell.

@@ -1,12 +1,16 @@
-// --diagnostics DIR: what the third report's trainer (nsa-vibe) wrote beside its training, in the same files and
+// --diagnostics DIR: what the third report's trainer wrote beside its training, in the same files and
 // columns, so that what reads those reads these. Rank 0 writes all but the heartbeats.
 //
-//   training_fsdp.csv            step,loss,lr,toks_per_s; no header
-//   k_stats_fsdp.csv             step,k_mean,k_max,rows,pct_at_max: keys that queries see in their selected blocks
-//   fallback_counters_fsdp.csv   step,...,total_fallbacks: calls of general kernels since step 1; see
-//   nsa_fallback_names heartbeat_rank{r}.jsonl      each rank's own: msg is boot, progress, stall, throughput,
-//   gate_collapse or end mem_fsdp_boot, mem_fsdp_step1, every --mem-dump-every steps mem_fsdp_step{N}: .txt for people,
-//   .json opt_state_fsdp_mb.txt        MiB of AdamW's moments on rank 0 dtypes_report_fsdp.txt, env.json see audits.h
+//   training_fsdp.csv           step,loss,lr,toks_per_s; no header
+//   k_stats_fsdp.csv            step,k_mean,k_max,rows,pct_at_max: keys seen in the selected blocks
+//   fallback_counters_fsdp.csv  step,nsa_fallback_names...,total_fallbacks: calls since step 1
+//   heartbeat_rank{r}.jsonl     each rank's; msg: boot, progress, stall, throughput, gate_collapse, end
+//   mem_fsdp_{boot,step1}       .txt for people, .json; and every --mem-dump-every steps
+//   opt_state_fsdp_mb.txt       MiB of AdamW's moments on rank 0
+//   dtypes_report_fsdp.txt, env.json: see audits.h
+//
+// A heartbeat's gpu_mem_reserved is the arena, gpu_mem_alloc what of it lives between steps, gpu_mem_peak the most that
+// lives at one time; MiB.
 //
 // Statistics are over all layers, micro-batches and ranks. toks_per_s is all ranks' by the wall clock since the line
 // before, as the report counts it: whatever the device waits for shows; the log's is the device's own.
@@ -71,8 +75,8 @@ class Diagnostics {
   void count_fallbacks(const std::vector<NsaKernels>& layers);
   // After each step. What cannot be written is said once, and training goes on.
   void step(const StepRecord& s, const Step& of);
-  // No step is awaited any more.
-  void end();
+  // No step is awaited any more. wrong: what ended the run before its last step; empty: nothing did.
+  void end(const std::string& wrong = "");
 
  private:
   double seconds() const;  // since begin()
