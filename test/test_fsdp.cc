@@ -1245,6 +1245,13 @@ void check_statistics(Backend backend) {
       s.fsdp.shard_ranks = ranks;
       const Outcome all = train<float, float>(s, world);
       REQUIRE(all.nsa.size() == size_t(s.model.depth));
+      // Sums and maxima once a step, and gradients behind them: the backward hides them.
+      if (world.size > 1 && ranks == 0 && micro_batches == 1) {
+        const std::string trace = text_of(all.trace);
+        CHECK(trace.find("sum sum") < trace.find("reduce"));
+        CHECK(std::count_if(all.trace.begin(), all.trace.end(),
+                            [](const Issued& i) { return i.kind == Issued::all_reduce && i.unit < 0; }) == 3);
+      }
       for (size_t i = 0; i < all.nsa.size(); ++i) {
         const NsaStats& a = all.nsa[i];
         CHECK(a.rows == double(rows * s.model.seq * s.model.kv_heads));

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -102,6 +103,12 @@ LineFile::LineFile(const std::string& path) : file_(files::open_to_append(path))
   struct stat s;
   if (::fstat(file_->fd, &s) != 0) files::fail("fstat", path, errno);
   bytes_ = s.st_size;
+  constexpr int64_t longest = 1 << 16;  // line
+  std::ifstream in(path);
+  in.seekg(std::max<int64_t>(0, bytes_ - longest));
+  const std::string end{std::istreambuf_iterator<char>(in), {}};
+  const size_t newline = end.rfind('\n');
+  if (newline != std::string::npos && newline + 1 < end.size()) cut(bytes_ - int64_t(end.size() - newline - 1));
 }
 
 void LineFile::add(const std::string& line) {
@@ -156,15 +163,16 @@ void Diagnostics::start_files(const json& header) {
         const int64_t rank = number_in(name, heartbeat_start, heartbeat_end);
         if (rank < 0 || rank >= world_.size) files::remove(dir_ + "/" + name);
       }
-  write_file(dir_ + "/" + environment_name, environment_json(header, dev_).dump(2) + "\n");
+  write_file(dir_ + "/" + environment_name,
+             environment_json(header, dev_).dump(2, ' ', false, json::error_handler_t::replace) + "\n");
   write_file(dir_ + "/" + dtypes_name, dtypes_text(r_));
   write_file(dir_ + "/" + optimizer_name, strf("%.2f\n", mib(memory_.before_step[int(Purpose::moments)])));
   training_ = std::make_unique<LineFile>(dir_ + "/" + training_name);
   if (r_.model.sparse) {
     k_stats_ = std::make_unique<LineFile>(dir_ + "/" + k_stats_name);
-    if (k_stats_->empty()) k_stats_->add(k_stats_header);
+    if (k_stats_->bytes() == 0) k_stats_->add(k_stats_header);
     fallbacks_ = std::make_unique<LineFile>(dir_ + "/" + fallbacks_name);
-    if (fallbacks_->empty()) fallbacks_->add(fallbacks_header());
+    if (fallbacks_->bytes() == 0) fallbacks_->add(fallbacks_header());
   }
 }
 
@@ -189,9 +197,10 @@ void Diagnostics::begin(int64_t first_step) {
   anomalies_.judge(0, 0, nullptr);
   if (!dir_.empty()) {
     for (const auto& [file, name] : {std::pair(training_.get(), training_name), std::pair(k_stats_.get(), k_stats_name),
-                                     std::pair(fallbacks_.get(), fallbacks_name)})
-      if (file)
-        attempt([&, file = file, name = name] { file->cut(bytes_before(contents(dir_ + "/" + name), first_step)); });
+                                     std::pair(fallbacks_.get(), fallbacks_name)}) {
+      const std::string text = file ? contents(dir_ + "/" + name) : "";
+      if (!text.empty()) attempt([&, file = file] { file->cut(bytes_before(text, first_step)); });
+    }
     if (world_.rank == 0) dump_memory("boot");
     heartbeat(last_, "boot", {{"ranks", world_.size}, {"device", dev_.name}});
   }

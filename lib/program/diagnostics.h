@@ -40,13 +40,14 @@
 void check_diagnostics(const std::string& dir, bool appends);
 bool is_diagnostics_file(const std::string& name);  // one of the names above
 
-// A file of lines. What cannot be written whole is not written at all.
+// A file of lines. What cannot be written whole is not written at all; half a line that a killed program left is cut
+// off.
 class LineFile {
  public:
   explicit LineFile(const std::string& path);  // made if it is not there. Throws Error
   void add(const std::string& line);           // Throws Error
   void cut(int64_t bytes);                     // leaves so many; throws Error
-  bool empty() const { return bytes_ == 0; }
+  int64_t bytes() const { return bytes_; }
 
  private:
   std::unique_ptr<files::File> file_;
