@@ -64,9 +64,9 @@ class Diagnostics {
     const NsaMaxima* maxima;  // of each layer
     double fetch_seconds;     // the host's, to make the step's batches
   };
-  // dev: planned. header: of the log, rank 0's. note: tells people a line; on rank 0, empty on others. All must outlive
-  // this, but for the header. Makes the directory and what is known before the first step; without --resume removes
-  // what an earlier run left there. Throws UsageError.
+  // dev: planned. header: of the log, rank 0's. note: tells people a line; on rank 0, empty on others. world and dev
+  // must outlive this. Makes the directory and what is known before the first step; without --resume removes what an
+  // earlier run left there. Throws UsageError.
   Diagnostics(const Run& r, const World& world, const Device& dev, const nlohmann::json& header,
               std::function<void(const std::string&)> note);
 
@@ -90,7 +90,7 @@ class Diagnostics {
   template <class F>
   void attempt(F f);  // to write
 
-  const Run& r_;
+  const Run r_;
   const World& world_;
   const Device& dev_;
   const std::function<void(const std::string&)> note_;

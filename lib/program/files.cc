@@ -69,8 +69,8 @@ std::unique_ptr<File> create_unique(const std::string& start) {
 }
 
 std::unique_ptr<File> open_to_append(const std::string& path) {
-  constexpr int flags =
-      O_CREAT | O_APPEND | O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;  // waits for no FIFO's reader
+  // Without O_NONBLOCK a FIFO would be waited for until somebody reads it.
+  constexpr int flags = O_CREAT | O_APPEND | O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
   auto file =
       std::make_unique<File>(int(change("open", path, [&] { return ::open(path.c_str(), flags, 0666); })), path);
   struct stat s;
