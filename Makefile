@@ -216,7 +216,7 @@ link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) 
 # ------------------------------------------------------------------------------------------------------------- build
 objects := $(addprefix build/,$(addsuffix .o,$(basename $(sources))))
 parts := $(filter-out build/train.o build/bench.o,$(objects))
-rank_tests := test/test_comm.cc test/test_faults.cc test/test_fsdp.cc test/test_checkpoint.cc
+rank_tests := $(foreach name,comm faults fsdp checkpoint diagnostics,test/test_$(name).cc)
 unit_objects := $(patsubst %,build/%.o,$(basename $(filter-out test/main.cc $(rank_tests),$(test_sources))))
 rank_objects := $(patsubst %,build/%.o,$(basename $(filter $(rank_tests),$(test_sources))))
 

@@ -115,6 +115,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
                        largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), links),
       scalars_ready_(dev),
       scalars_summed_(dev),
+      counted_(dev),
       wanted_(dev) {
   keep_state();
   keep_gather_slots();
@@ -543,6 +544,19 @@ void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
     sum(replica_channel_, replica_world_, &scalars_->norm2, all);
   }
   ops::squared_norm(s, options_.norm, &scalars_->norm2, &scalars_->loss);
+}
+
+template <class T, class G>
+void Fsdp<T, G>::all_reduce(double* x, int64_t n, Channel::Reduction how) {
+  Stream& stream = reduce_channel_.stream();
+  dev_.compute().record(counted_);
+  stream.wait(counted_);
+  const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "diagnostics", n * int64_t(sizeof(double)));
+  for (auto [channel, among] : {std::pair(&reduce_channel_, &shard_world_), {&replica_channel_, &replica_world_}}) {
+    if (among->size == 1) continue;
+    channel->all_reduce(x, n, Dtype::f64, how);
+    note(Issued::all_reduce, -1, n * 8, Dtype::f64, among->size);
+  }
 }
 
 template <class T, class G>

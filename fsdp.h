@@ -174,6 +174,9 @@ class Fsdp {
   void end_step();
   // Sums the loss in scalars() over the ranks without a step (validation).
   void sum_scalars();
+  // For what a model counts beside its loss: n doubles, summed over all ranks, or the largest of each, in place. On the
+  // reduce stream, behind what the compute stream was given so far; the compute stream sees it behind end_step().
+  void all_reduce(double* x, int64_t n, Channel::Reduction how);
   // No unit is resident from here on. At the end of each step, and wherever what is issued next must not depend on what
   // was issued before: weights that are new, and a step that is recorded once and replayed often.
   void empty_slots();
@@ -297,7 +300,7 @@ class Fsdp {
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
-  Event scalars_ready_, scalars_summed_, wanted_;
+  Event scalars_ready_, scalars_summed_, counted_, wanted_;
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;
   std::vector<Issued> trace_;

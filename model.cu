@@ -391,7 +391,12 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 
   batch_ = micro_batch_at(dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace), M_);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
-  stats_ = c_.sparse && c_.diagnostics ? dev.mem.keep<NsaStats>(c_.depth, "diagnostics", Purpose::workspace) : nullptr;
+  if (c_.sparse && c_.diagnostics) {
+    nsa_partials_ =
+        dev.mem.keep<double>(c_.depth * nsa_stats_partials(), "diagnostics, partial sums", Purpose::workspace);
+    nsa_sums_ = dev.mem.keep<NsaSums>(c_.depth, "diagnostics, sums", Purpose::workspace);
+    nsa_maxima_ = dev.mem.keep<NsaMaxima>(c_.depth, "diagnostics, maxima", Purpose::workspace);
+  }
   const bool rotates = c_.arch == Arch::rope || c_.arch == Arch::llama;
   rope_table_ = rotates ? dev.mem.keep<A>(c_.seq * c_.head_dim(), "rotary table", Purpose::workspace) : nullptr;
 }
@@ -457,6 +462,24 @@ void Model<T, G>::load(const int32_t* host, Event& copied) {
   dev_.compute().record(copied);
 }
 
+// ----------------------------------------------------------------------------------------------------- diagnostics
+
+template <class T, class G>
+void Model<T, G>::begin_diagnostics() {
+  kernels_.assign(size_t(c_.depth), {});
+  dev_.compute().zero(nsa_partials_, c_.depth * nsa_stats_partials() * int64_t(sizeof(double)));
+}
+
+// Behind the last forward, so that the backward hides it.
+template <class T, class G>
+void Model<T, G>::sum_diagnostics() {
+  nsa_stats_total(dev_.compute(), nsa_sums_, nsa_maxima_, nsa_partials_, c_.depth);
+  fsdp.all_reduce(reinterpret_cast<double*>(nsa_sums_), c_.depth * int64_t(sizeof(NsaSums) / sizeof(double)),
+                  Channel::sum);
+  fsdp.all_reduce(reinterpret_cast<double*>(nsa_maxima_), c_.depth * int64_t(sizeof(NsaMaxima) / sizeof(double)),
+                  Channel::max);
+}
+
 // ------------------------------------------------------------------------------------------------------- the step
 
 // Read from top to bottom this is the step: what a block saves is handed from its forward to its backward and dies
@@ -465,13 +488,14 @@ template <class T, class G>
 void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied) {
   std::vector<Saved> saved(static_cast<size_t>(c_.depth));
   auto goes_back = [&](int64_t block) { return c_.mlp_module(block) >= last_of_backward_; };
-  if (first && stats_) kernels_.assign(size_t(c_.depth), {});
+  if (first && nsa_partials_) begin_diagnostics();
 
   dev_.mem.phase("forward");
   begin_micro_batch(training_, last);
   load(host, copied);
   Buffer<T> x = embed();
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), goes_back(i));
+  if (last && nsa_partials_) sum_diagnostics();
 
   dev_.mem.phase("head");
   begin_backward();
@@ -784,11 +808,9 @@ void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
   gather(t), use(t);
   queries(block, v, life(c_.keeps_queries()));
   Buffer<T> o = attend(block, v, life(c_.keeps_attention()), trains ? kernels_of(block) : nullptr);
-  if (trains && stats_) {
-    const NsaShape a = c_.nsa_shape(M_ / c_.seq);
-    Buffer<double> partials = dev_.mem.take<double>(nsa_stats_partials(a), "partial sums");
-    nsa_stats<T>(dev_.compute(), stats_ + block, v->qkv, v->nsa.indices, partials, a);
-  }
+  if (trains && nsa_partials_)
+    nsa_stats<T>(dev_.compute(), nsa_partials_ + block * nsa_stats_partials(), v->qkv, v->nsa.indices, batch_.targets,
+                 c_.nsa_shape(M_ / c_.seq));
   if (!keep || !c_.keeps_queries()) v->qkv.reset(), v->gate_h.reset();
   if (!keep || !c_.keeps_attention()) {
     v->lse.reset();

@@ -65,7 +65,7 @@ struct ModelConfig {
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
   bool keep_attention = false;                // with attn, both, block: only q, k and v are recomputed
-  bool diagnostics = false;                   // NsaStats of every block, of the latest micro-batch; and NsaKernels
+  bool diagnostics = false;                   // count what every block's gates and selection do; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_
   Wrap wrap = Wrap::block;
@@ -166,8 +166,10 @@ class Model {
   // Ends a validation: fsdp.scalars()->loss then holds the sum of losses.
   void finish_evaluation();
 
-  // On the device, one for each block; null without ModelConfig::diagnostics.
-  const NsaStats* stats() const { return stats_; }
+  // On the device, one for each block, of the latest step's micro-batches on all ranks; null without
+  // ModelConfig::diagnostics.
+  const NsaSums* nsa_sums() const { return nsa_sums_; }
+  const NsaMaxima* nsa_maxima() const { return nsa_maxima_; }
   // For each block, the kernels of the latest step's micro-batches as they were issued; empty without diagnostics.
   const std::vector<NsaKernels>& kernels() const { return kernels_; }
 
@@ -229,6 +231,8 @@ class Model {
   int unit_behind(const Turn& t) const;  // the one that is gathered next, in this micro-batch or the next; -1: none
 
   void load(const int32_t* host, Event& copied);
+  void begin_diagnostics();
+  void sum_diagnostics();
   Buffer<T> embed();
   // A block's parts, for the forward pass and to recompute them.
   void queries(int64_t block, Saved* v, Purpose life);
@@ -286,6 +290,9 @@ class Model {
   MicroBatch batch_;        // the device's
   A* rope_table_;           // (T, D), cos and sin
   A* loss_sum_;             // (1)
-  NsaStats* stats_;         // (depth)
+  // Of each block, with ModelConfig::diagnostics.
+  double* nsa_partials_ = nullptr;
+  NsaSums* nsa_sums_ = nullptr;
+  NsaMaxima* nsa_maxima_ = nullptr;
   std::vector<NsaKernels> kernels_;
 };

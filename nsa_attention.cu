@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention/stages.h"
+#include "attention/stats.h"
 #include "lib/ops/ops.h"
 
 void check_nsa(const NsaShape& a) {
@@ -35,6 +36,60 @@ const char* name_of(Stage s) {
       "compression", "compressed",      "selection",           "selected",          "window",
       "gates",       "window_backward", "compressed_backward", "selected_backward", "compression_backward"};
   return names[int(s)];
+}
+
+const char* const nsa_fallback_names[nsa_fallbacks] = {"compression_single_numbers", "gates_single_numbers",
+                                                       "selection_any_heads", "selection_not_pooled",
+                                                       "selected_in_pieces"};
+
+int nsa_fallback(Stage s, const Kernel& k) {
+  const std::string variant = k.variant;
+  switch (s) {
+    case Stage::compression:
+    case Stage::compression_backward:
+      return variant == "single numbers" ? 0 : -1;
+    case Stage::gates:
+      return variant == "single numbers" ? 1 : -1;
+    case Stage::selection:
+      return variant == "pooled, any heads" ? 2 : variant == "not pooled" ? 3 : -1;
+    case Stage::selected:
+    case Stage::selected_backward:
+      return variant == "blocks in pieces" ? 4 : -1;
+    default:
+      return -1;
+  }
+}
+
+NsaSums total(const NsaSums* sums, int64_t n) {
+  StatsSum all;
+  for (int64_t i = 0; i < n; ++i) {
+    StatsSum one;
+    one.sums = sums[i];
+    all.merge(one);
+  }
+  return all.sums;
+}
+
+NsaMaxima total(const NsaMaxima* maxima, int64_t n) {
+  StatsSum all;
+  for (int64_t i = 0; i < n; ++i) {
+    StatsSum one;
+    one.maxima = maxima[i];
+    all.merge(one);
+  }
+  return all.maxima;
+}
+
+NsaStats summary(const NsaSums& sums, const NsaMaxima& maxima) {
+  NsaStats s = {};
+  if (sums.gates == 0 || sums.rows == 0) return s;
+  s.entropy_mean = sums.entropy / sums.gates, s.entropy_min = std::log(3.0) - maxima.entropy_lack;
+  s.gate_max = maxima.gate, s.share_max = maxima.share, s.share_max_mean = sums.largest_share / sums.gates;
+  for (int i = 0; i < 3; ++i) s.share[i] = sums.share[i] / sums.gates;
+  s.collapsed = sums.collapsed / sums.gates;
+  s.keys_mean = sums.keys / sums.rows, s.keys_max = maxima.keys, s.rows = sums.rows;
+  s.at_max = sums.at_max / sums.rows;
+  return s;
 }
 
 namespace {

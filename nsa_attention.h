@@ -86,19 +86,39 @@ Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, cons
 // ------------------------------------------------------------------------------------------------------ diagnostics
 // What a layer's gates and selection do, from x's gates and the indices (B, HKV, T, n); and which kernels ran.
 
-struct NsaStats {
-  // Over all queries and heads. A branch's share is its gate over the sum of the three.
-  float entropy_mean, entropy_min;  // of the shares, in nats: ln 3 where the gates are equal, 0 where one has all
-  float gate_max;
-  float share[3];   // means: compressed, selected, window
-  float collapsed;  // part with entropy below 0.1 and a share above 0.95
-  // Over all queries and KV heads: keys that the query sees in its selected blocks.
-  float keys_mean, keys_max, rows, at_max;  // rows: how many; at_max: the part of them with keys_max keys
+// Of a layer over any number of queries: of several micro-batches and ranks, sums add up and the largest of the maxima
+// counts. All zero: of no query. A branch's share is its gate over the sum of the three; the entropy is the shares', in
+// nats: ln 3 where the gates are equal, 0 where one has all.
+struct NsaSums {
+  double gates = 0, entropy = 0, largest_share = 0, share[3] = {0, 0, 0};  // over queries and heads; gates: how many
+  double collapsed = 0;                   // of them with entropy below 0.1 and a share above 0.95
+  double rows = 0, keys = 0, at_max = 0;  // over queries and KV heads; rows: how many; keys that the query sees in its
+                                          // selected blocks; those rows that see as many as any can, min(n l', T)
 };
-// partials: nsa_stats_partials(a) doubles.
-int64_t nsa_stats_partials(const NsaShape& a);
+struct NsaMaxima {
+  double entropy_lack = 0, gate = 0, share = 0, keys = 0;  // entropy_lack: ln 3 less the entropy
+};
+// Of several, in an array, as of a model's layers: all together.
+NsaSums total(const NsaSums* sums, int64_t n);
+NsaMaxima total(const NsaMaxima* maxima, int64_t n);
+// Adds the queries to a layer's partial sums, which begin at zero. Those with a target (B, T) below 0 are padding and
+// are left out.
+int64_t nsa_stats_partials();  // doubles, of a layer
 template <class T>
-void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a);
+void nsa_stats(Stream& s, double* partials, const T* x, const int32_t* indices, const int32_t* targets,
+               const NsaShape& a);
+// sums and maxima (layers) from partials (layers, nsa_stats_partials()).
+void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* partials, int64_t layers);
+
+// The same for people and programs; all zero of no query.
+struct NsaStats {
+  double entropy_mean, entropy_min;
+  double gate_max, share_max, share_max_mean;  // the last: of the largest share of each query and head
+  double share[3];                             // means: compressed, selected, window
+  double collapsed;                            // a part, as at_max
+  double keys_mean, keys_max, rows, at_max;
+};
+NsaStats summary(const NsaSums& sums, const NsaMaxima& maxima);
 
 enum class Stage {
   compression,
@@ -115,13 +135,20 @@ enum class Stage {
 constexpr int nsa_stages = 10;
 const char* name_of(Stage s);
 
+// What a general kernel is general in: a stage, forward and backward, and the variant that stands in for special ones.
+constexpr int nsa_fallbacks = 5;
+extern const char* const nsa_fallback_names[nsa_fallbacks];  // "selection_any_heads": stage_variant
+int nsa_fallback(Stage s, const Kernel& k);                  // an index there; -1: k has no name of its own
+
 // Of a layer's calls: each stage's latest kernel, and how many calls there were, those of a fallback among them. Phi's
 // products are cuBLASLt's and not counted.
 struct NsaKernels {
   Kernel latest[nsa_stages];
   int64_t calls = 0, general = 0;
+  int64_t fallbacks[nsa_fallbacks] = {};  // the general ones by name
   void add(Stage s, const Kernel& k) {
     if (!k.code) return;  // planning
     latest[int(s)] = k, ++calls, general += k.general;
+    if (const int f = k.general ? nsa_fallback(s, k) : -1; f >= 0) ++fallbacks[f];
   }
 };

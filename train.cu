@@ -72,10 +72,12 @@ struct StepInFlight {
   HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};  // micro-batches, one behind the other
   HostBuffer<ops::AdamW> adamw{dev, 1};
   HostBuffer<StepScalars> trained{dev, 1}, validated{dev, 1};
-  HostBuffer<NsaStats> stats{dev, r.o.nsa_stats ? r.model.depth : 1};  // of each block
+  HostBuffer<NsaSums> nsa_sums{dev, r.model.diagnostics ? r.model.depth : 1};  // of each block
+  HostBuffer<NsaMaxima> nsa_maxima{dev, r.model.diagnostics ? r.model.depth : 1};
   std::vector<NsaKernels> kernels = {};
-  Graph graph{dev};   // of this step and every second one after it: it holds addresses of this struct
-  Event copied{dev};  // the device has read the micro-batches
+  double fetch_seconds = 0;  // the host's, to make the micro-batches
+  Graph graph{dev};          // of this step and every second one after it: it holds addresses of this struct
+  Event copied{dev};         // the device has read the micro-batches
   Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
 };
 
@@ -113,7 +115,9 @@ void issue_step(Training<T, G>& t, int64_t step) {
   Stream& s = t.dev.compute();
   synchronize(now.done);  // two steps ago: the host stays one step ahead of the device
   flight::begin_step(step);
+  const auto fetch = Clock::now();
   fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
+  now.fetch_seconds = std::chrono::duration<double>(Clock::now() - fetch).count();
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
   now.adamw[0].halt = halt::summand();
@@ -134,7 +138,10 @@ void issue_step(Training<T, G>& t, int64_t step) {
   }
   s.copy(now.trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
   s.copy(now.unit_sums.get(), t.model.fsdp.unit_sums(), t.units * int64_t(sizeof(double)));
-  if (t.model.stats()) s.copy(now.stats.get(), t.model.stats(), r.model.depth * int64_t(sizeof(NsaStats)));
+  if (t.model.nsa_sums()) {
+    s.copy(now.nsa_sums.get(), t.model.nsa_sums(), r.model.depth * int64_t(sizeof(NsaSums)));
+    s.copy(now.nsa_maxima.get(), t.model.nsa_maxima(), r.model.depth * int64_t(sizeof(NsaMaxima)));
+  }
   now.kernels = t.model.kernels();
   if (step == t.first) s.host([&t] { t.first_ended = now_iso8601(); });
   s.record(now.done);
@@ -159,6 +166,27 @@ void issue_validation(Training<T, G>& t, int64_t step) {
   t.dev.compute().record(now.validation_done);
 }
 
+// Of a step that the device is through with, on any rank.
+template <class T, class G>
+StepRecord step_record(Training<T, G>& t, int64_t step) {
+  const Run& r = t.r;
+  StepInFlight& was = t.slot(step);
+  StepRecord s = {};
+  s.step = step;
+  s.grad_norm = std::sqrt(was.trained[0].norm2);
+  s.loss = was.trained[0].loss / double(r.tokens_per_step());
+  s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
+  s.lr = learning_rate(r, step);
+  s.step_ms = elapsed_ms(was.started, was.done);
+  if (step == t.first) s.ended = t.first_ended;
+  s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
+  s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
+  s.peak_mib = mib(t.dev.mem.device_reported_bytes());
+  s.exposed_gather_ms = s.exposed_reduce_ms = -1;
+  if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+  return s;
+}
+
 // Waits for a step and says what came of it. Returns what ends the run, the same on all ranks, or nothing.
 template <class T, class G>
 std::string report_step(Training<T, G>& t, int64_t step) {
@@ -174,24 +202,16 @@ std::string report_step(Training<T, G>& t, int64_t step) {
              "repeated a step, and weights belong to several; --resume from a step before this one",
              ll(step), of.steps, at_one),
         1);
+  StepRecord s = step_record(t, step);
   if (t.speaks()) {
-    StepRecord s = {};
-    s.step = step;
-    s.grad_norm = std::sqrt(of.norm2);
-    s.loss = of.loss / double(r.tokens_per_step());
-    s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
-    s.lr = learning_rate(r, step);
-    s.step_ms = elapsed_ms(was.started, was.done);
-    if (step == t.first) s.ended = t.first_ended;
-    s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
-    s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
-    s.peak_mib = mib(t.dev.mem.device_reported_bytes());
-    s.exposed_gather_ms = s.exposed_reduce_ms = -1;
-    if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
     if (t.bad.skipped() > 0) s.more["skipped"] = t.bad.skipped();
-    if (t.model.stats()) s.more = stats_json(was.stats.get(), was.kernels);
+    if (r.o.nsa_stats) s.more.update(stats_json(was.nsa_sums.get(), was.nsa_maxima.get(), was.kernels));
     t.job.telemetry->step(s);
   }
+  if (step == t.first) t.job.diagnostics->count_fallbacks(was.kernels);
+  const bool counts = t.model.nsa_sums() != nullptr;
+  t.job.diagnostics->step(
+      s, {counts ? was.nsa_sums.get() : nullptr, counts ? was.nsa_maxima.get() : nullptr, was.fetch_seconds});
   // From here on what this step told is the same on all ranks.
   if (const std::string stop = halt::reason(of.halts, r.o.save); !stop.empty()) t.stop = stop;
   const auto note = [&](const std::string& line) { t.job.telemetry->note(line); };
@@ -221,6 +241,7 @@ std::string loop(Training<T, G>& t) {
   const Run& r = t.r;
   const auto begin = Clock::now();
   int64_t step = t.first, saved = 0;
+  t.job.diagnostics->begin(t.first);
   for (; step <= r.last_step; step++) {
     issue_step(t, step);
     if (t.validates(step)) issue_validation(t, step);
@@ -246,6 +267,7 @@ std::string loop(Training<T, G>& t) {
     if (!wrong.empty()) return wrong;
     if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
   }
+  t.job.diagnostics->end();
   if (t.saver) t.saver->finish();
   if (t.speaks() && !t.stop.empty()) note_stop(t, last);
   t.dev.compute().synchronize();
@@ -293,6 +315,7 @@ std::string train(const Job& job) {
   std::string wrong;
   or_abort([&] {
     wrong = loop(t);
+    if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty() || r.o.export_to.empty()) return;
     flight::set_phase("exporting the model");
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;

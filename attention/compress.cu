@@ -65,24 +65,28 @@ Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, cons
   RUN(T, moves<T>(4 * a.B * a.T * a.H * a.D), nsa_combine, o, compressed, selected, window, x, a);
 }
 
-int64_t nsa_stats_partials(const NsaShape& a) {
-  return (a.B * a.T + stats_rows - 1) / stats_rows * int64_t(sizeof(StatsSum) / sizeof(double));
-}
+int64_t nsa_stats_partials() { return stats_partials * int64_t(sizeof(StatsSum) / sizeof(double)); }
 template <class T>
-void nsa_stats(Stream& s, NsaStats* out, const T* x, const int32_t* indices, double* partials, const NsaShape& a) {
+void nsa_stats(Stream& s, double* partials, const T* x, const int32_t* indices, const int32_t* targets,
+               const NsaShape& a) {
   if (s.off()) return s.spend(moves<int32_t>(a.B * a.HKV * a.T * a.selected, 2));
-  RUN_ON_GPU(T, nsa_stats, out, x, indices, partials, a)
-  s.enqueue([=] { cpu::nsa_stats(out, x, indices, partials, a); });
+  RUN_ON_GPU(T, nsa_stats, partials, x, indices, targets, a)
+  s.enqueue([=] { cpu::nsa_stats(partials, x, indices, targets, a); });
+}
+void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* partials, int64_t layers) {
+  if (s.off()) return s.spend(moves<double>(layers * nsa_stats_partials()));
+  RUN_ON_GPU(float, nsa_stats_total, sums, maxima, partials, layers)
+  s.enqueue([=] { cpu::nsa_stats_total(sums, maxima, partials, layers); });
 }
 
-#define INSTANTIATE(T)                                                                             \
-  template Kernel nsa_mean(Stream&, T*, const T*, const NsaShape&);                                \
-  template Kernel nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                       \
-  template Kernel nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                    \
-  template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);      \
-  template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                \
-  template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);               \
-  template void nsa_stats(Stream&, NsaStats*, const T*, const int32_t*, double*, const NsaShape&); \
+#define INSTANTIATE(T)                                                                                  \
+  template Kernel nsa_mean(Stream&, T*, const T*, const NsaShape&);                                     \
+  template Kernel nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                            \
+  template Kernel nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                         \
+  template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);           \
+  template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                     \
+  template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);                    \
+  template void nsa_stats(Stream&, double*, const T*, const int32_t*, const int32_t*, const NsaShape&); \
   template Kernel nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
 INSTANTIATE(float)
 INSTANTIATE(double)

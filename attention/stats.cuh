@@ -1,16 +1,21 @@
-// Diagnostics on a GPU. A block owns 64 queries, a thread every 256th (query, head) of them; the blocks' sums go to
-// memory and one block merges them, in order. Reads the gates' columns and the indices, nothing else of a row.
+// Diagnostics on a GPU. One launch a layer: thread by thread the (query, head)s are dealt out to at most 256 blocks,
+// each of which adds its sum to its own partial, so that nobody waits for another. A block a layer merges the partials,
+// once a step, in order. Reads the gates' columns and the indices, nothing else of a row.
 #pragma once
+
+#include <algorithm>
 
 #include "attention/stats.h"
 
 namespace gpu {
 
+constexpr int stats_threads = 128;
+
 // All threads' sums into the first's, in a fixed tree.
 inline __device__ void merge_block(StatsSum& sum) {
-  __shared__ alignas(16) unsigned char raw[128 * sizeof(StatsSum)];
+  __shared__ alignas(16) unsigned char raw[stats_threads / 2 * sizeof(StatsSum)];
   auto* all = reinterpret_cast<StatsSum*>(raw);
-  for (int half = 128; half; half /= 2) {
+  for (int half = stats_threads / 2; half; half /= 2) {
     if (int(threadIdx.x) >= half && int(threadIdx.x) < 2 * half) all[threadIdx.x - half] = sum;
     __syncthreads();
     if (int(threadIdx.x) < half) sum.merge(all[threadIdx.x]);
@@ -18,31 +23,39 @@ inline __device__ void merge_block(StatsSum& sum) {
   }
 }
 
-// x (B*T, ld), indices (B,HKV,T,n), partials (gridDim.x).
+// x (B*T, ld), indices (B,HKV,T,n), targets (B*T), partials (gridDim.x).
 template <class T>
-__global__ void __launch_bounds__(256)
-    stats_kernel(StatsSum* partials, const T* x, const int32_t* indices, NsaShape a) {
+__global__ void __launch_bounds__(stats_threads)
+    stats_kernel(StatsSum* partials, const T* x, const int32_t* indices, const int32_t* targets, NsaShape a) {
   StatsSum sum;
-  const int64_t first = blockIdx.x * stats_rows, rows = a.B * a.T - first < stats_rows ? a.B * a.T - first : stats_rows;
-  for (int64_t i = threadIdx.x; i < rows * a.H; i += 256) sum.add_row(first + i / a.H, int(i % a.H), x, indices, a);
+  for (int64_t i = blockIdx.x * int64_t(stats_threads) + threadIdx.x; i < a.B * a.T * a.H;
+       i += gridDim.x * int64_t(stats_threads))
+    sum.add_row(i / a.H, int(i % a.H), x, indices, targets, a);
   merge_block(sum);
-  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+  if (threadIdx.x == 0) partials[blockIdx.x].merge(sum);
 }
-__global__ void __launch_bounds__(256) stats_result_kernel(NsaStats* out, const StatsSum* partials, int64_t n) {
+// sums, maxima (gridDim.x), partials (gridDim.x, stats_partials).
+__global__ void __launch_bounds__(stats_threads)
+    stats_total_kernel(NsaSums* sums, NsaMaxima* maxima, const StatsSum* partials) {
   StatsSum sum;
-  for (int64_t i = threadIdx.x; i < n; i += 256) sum.merge(partials[i]);
+  for (int64_t i = threadIdx.x; i < stats_partials; i += stats_threads)
+    sum.merge(partials[blockIdx.x * stats_partials + i]);
   merge_block(sum);
-  if (threadIdx.x == 0) *out = sum.result();
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum.sums, maxima[blockIdx.x] = sum.maxima;
 }
 
 template <class T>
-void nsa_stats(cudaStream_t stream, NsaStats* out, const T* x, const int32_t* indices, double* partials,
+void nsa_stats(cudaStream_t stream, double* partials, const T* x, const int32_t* indices, const int32_t* targets,
                const NsaShape& a) {
-  const int64_t n = (a.B * a.T + stats_rows - 1) / stats_rows;
-  auto* sums = reinterpret_cast<StatsSum*>(partials);
-  stats_kernel<<<unsigned(n), 256, 0, stream>>>(sums, x, indices, a);
+  const int64_t blocks = std::min(stats_partials, (a.B * a.T * a.H + stats_threads - 1) / stats_threads);
+  stats_kernel<<<unsigned(blocks), stats_threads, 0, stream>>>(reinterpret_cast<StatsSum*>(partials), x, indices,
+                                                               targets, a);
   CUDA_CHECK_LAUNCH();
-  stats_result_kernel<<<1, 256, 0, stream>>>(out, sums, n);
+}
+inline void nsa_stats_total(cudaStream_t stream, NsaSums* sums, NsaMaxima* maxima, const double* partials,
+                            int64_t layers) {
+  stats_total_kernel<<<unsigned(layers), stats_threads, 0, stream>>>(sums, maxima,
+                                                                     reinterpret_cast<const StatsSum*>(partials));
   CUDA_CHECK_LAUNCH();
 }
 

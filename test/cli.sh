@@ -374,6 +374,48 @@ for count in '"kernel_calls":26' '"general":0' '"sel_k_mean":32.5'; do
 done
 cp "$dir/stats.jsonl" "$dir/out"
 verdict "the log of a run's diagnostics" "${wrong#; }"
+# What the files hold does not depend on the number of ranks, but for the speed; a batch of 5 leaves padding.
+d="$dir/diagnostics"
+wrong=""
+for n in 1 2 3 4; do
+  mpi -np "$n" ./train --device cpu --preset tiny --seq 64 --global-batch 5 --steps 4 --diagnostics "$d/$n" --nsa-stats --log "$d$n.jsonl"
+  [ "$status" = 0 ] || wrong="$wrong; exit status $status with $n ranks"
+  [ "$(cat "$d/$n"/heartbeat_rank*.jsonl | grep -c '"msg":"progress"')" = $((4 * n)) ] || wrong="$wrong; not 4 heartbeats of each of $n ranks"
+  for file in k_stats_fsdp.csv fallback_counters_fsdp.csv; do cmp -s "$d/1/$file" "$d/$n/$file" || wrong="$wrong; $file with $n ranks"; done
+  [ "$(tail -n 1 "$d$n.jsonl" | grep -o '"sel_rows":320.0\b' | wc -l)" = 2 ] || wrong="$wrong; not all rows in the log with $n ranks"
+done
+{ head -n 1 "$d/2/k_stats_fsdp.csv" | grep -qx 'step,k_mean,k_max,rows,pct_at_max'; } || wrong="$wrong; the columns of k_stats"
+[ "$(tail -n 1 "$d/2/k_stats_fsdp.csv")" = '4,32.5000,64,640,0.0156' ] || wrong="$wrong; the last row of k_stats"
+verdict "the files of --diagnostics at 1 to 4 ranks" "${wrong#; }"
+# Killed behind a checkpoint and resumed by another number of ranks: the rows are those of a run that was not.
+run=(--device cpu --preset tiny --seq 64 --global-batch 4 --steps 9)
+mpi -np 2 ./train "${run[@]}" --diagnostics "$d/whole"
+mpi -np 2 ./train "${run[@]}" --diagnostics "$d/parts" --save "$dir/parts" --stop-after 5
+printf '6,1.0,1.0,1\n7,1' >>"$d/parts/training_fsdp.csv"
+mpi -np 3 ./train "${run[@]}" --diagnostics "$d/parts" --save "$dir/parts" --resume latest
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+cmp -s "$d/whole/k_stats_fsdp.csv" "$d/parts/k_stats_fsdp.csv" || wrong="$wrong; k_stats differ"
+for part in whole parts; do cut -d, -f1,3 "$d/$part/training_fsdp.csv" >"$d/$part.steps"; done
+cmp -s "$d/whole.steps" "$d/parts.steps" || wrong="$wrong; steps or learning rates differ"
+verdict "the files of --diagnostics of a run that is resumed" "${wrong#; }"
+bad "a directory of diagnostics that is a file" "--diagnostics $dir/stats.jsonl|not a directory" --diagnostics "$dir/stats.jsonl"
+bad "diagnostics that cannot be written" "--diagnostics|/proc/none" --diagnostics /proc/none
+bad "diagnostics where checkpoints are" "--diagnostics $dir/parts|where checkpoints are" --diagnostics "$dir/parts" --save "$dir/parts" --resume latest
+bad "memory written nowhere" "--mem-dump-every|--diagnostics" --mem-dump-every 5
+# A rank that stands still: the others say so.
+# shellcheck disable=SC2086
+timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train "${small[@]:0:6}" --steps 100000 --stall 0.5 --diagnostics "$d/stall" >"$dir/out" 2>&1 </dev/null &
+for ((i = 0; i < 100; i++)); do grep -qs progress "$d/stall/heartbeat_rank1.jsonl" && break || sleep 0.1; done
+pid=$(sed -n '1s/.*"pid":\([0-9]*\).*/\1/p' "$d/stall/heartbeat_rank1.jsonl")
+kill -STOP "$pid"
+for ((i = 0; i < 100; i++)); do grep -qs stall "$d/stall/heartbeat_rank0.jsonl" && break || sleep 0.1; done
+wrong=""
+[ "$(grep -c '"msg":"stall"' "$d/stall/heartbeat_rank0.jsonl")" = 1 ] || wrong="rank 0's heartbeat does not say so once"
+kill -KILL "$pid"
+wait $! 2>/dev/null
+grep -q "warning: rank 0: no step has ended for 0.5.* s: step .* is awaited" "$dir/out" || wrong="$wrong; the terminal does not say so"
+verdict "a stall" "${wrong#; }"
 
 # --------------------------------------------------------------------------------------- what goes while a run goes on
 # Data that changes under two ranks, a log that may not grow, an output that nobody reads.

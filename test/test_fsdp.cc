@@ -73,7 +73,7 @@ struct Outcome {
   std::vector<Issued> trace;               // of the last step
   Weights weights, trained;                // as gathered after init, and after the last step
   std::vector<std::vector<float>> shards;  // this rank's weights after the last step
-  std::vector<NsaStats> nsa;               // of the last step's last micro-batch, where the model has diagnostics
+  std::vector<NsaStats> nsa;               // of the last step, by block, where the model has diagnostics
   MemoryReport memory;
   int64_t reported = 0;
   int64_t growth = 0;  // bytes that the process, or the GPU's other memory, took from the tenth step on
@@ -225,11 +225,13 @@ Outcome train(const Setup& s, const World& world) {
     const float* w = model.fsdp.master(int(u));
     out.shards.emplace_back(w, w + model.fsdp.units()[u].shard);
   }
-  if (model.stats()) {
-    HostBuffer<NsaStats> nsa(dev, s.model.depth);
-    dev.compute().copy(nsa.get(), model.stats(), s.model.depth * int64_t(sizeof(NsaStats)));
+  if (model.nsa_sums()) {
+    HostBuffer<NsaSums> sums(dev, s.model.depth);
+    HostBuffer<NsaMaxima> maxima(dev, s.model.depth);
+    dev.compute().copy(sums.get(), model.nsa_sums(), s.model.depth * int64_t(sizeof(NsaSums)));
+    dev.compute().copy(maxima.get(), model.nsa_maxima(), s.model.depth * int64_t(sizeof(NsaMaxima)));
     dev.compute().synchronize();
-    out.nsa.assign(nsa.get(), nsa.get() + s.model.depth);
+    for (int64_t i = 0; i < s.model.depth; ++i) out.nsa.push_back(summary(sums[i], maxima[i]));
   }
   if (s.steps > 10) out.growth += bytes_in_use(s.backend);
   out.memory = dev.mem.report();
@@ -955,7 +957,7 @@ TEST_CASE("the backward pass ends at the first block that is trained", "[fsdp]")
       CHECK(out.memory.peak[activations] < free.memory.peak[activations] * (n == 4 ? 5 : 4) / 6);
       auto used_behind = [](const std::vector<Issued>& trace) {  // the first reduction, whose unit is the head's
         const auto from = std::find_if(trace.begin(), trace.end(), [](const Issued& i) {
-          return i.kind == Issued::reduce_scatter || i.kind == Issued::all_reduce;
+          return i.kind == Issued::reduce_scatter || (i.kind == Issued::all_reduce && i.unit >= 0);
         });
         return std::count_if(from, trace.end(), [](const Issued& i) { return i.kind == Issued::use; });
       };
@@ -1222,6 +1224,59 @@ TEST_CASE("a batch that the ranks do not divide is padded with nothing", "[fsdp]
   s.micro_batches = 1;
   const Outcome one = alone<float, float>(s);
   if (test_world().rank == 0) CHECK(furthest(sharded.losses, one.losses) < 2e-5);
+}
+
+namespace {
+// However the batch is cut: by ranks, groups of them, micro-batches, with padding.
+void check_statistics(Backend backend) {
+  const World& world = test_world();
+  Setup s;
+  s.backend = backend;
+  s.model = sparse(small(Arch::rope, 4 * world.size + 1), Phi::mean);
+  s.model.diagnostics = true;
+  s.steps = 3;
+  for (const auto& [rows, micro_batches] : {std::pair(12, 1), {7, 2}, {1, 1}}) {  // one: ranks with padding alone
+    s.rows = rows, s.micro_batches = 1, s.fsdp.shard_ranks = 0;
+    const Outcome one = alone<float, float>(s);
+    s.micro_batches = micro_batches;
+    for (int ranks : {0, 1, 2}) {
+      if (ranks && world.size % ranks) continue;
+      INFO(rows << " rows in groups of " << ranks);
+      s.fsdp.shard_ranks = ranks;
+      const Outcome all = train<float, float>(s, world);
+      REQUIRE(all.nsa.size() == size_t(s.model.depth));
+      // Sums and maxima once a step, and gradients behind them: the backward hides them.
+      if (world.size > 1 && ranks == 0 && micro_batches == 1) {
+        const std::string trace = text_of(all.trace);
+        CHECK(trace.find("sum sum") < trace.find("reduce"));
+        CHECK(std::count_if(all.trace.begin(), all.trace.end(),
+                            [](const Issued& i) { return i.kind == Issued::all_reduce && i.unit < 0; }) == 3);
+      }
+      for (size_t i = 0; i < all.nsa.size(); ++i) {
+        const NsaStats& a = all.nsa[i];
+        CHECK(a.rows == double(rows * s.model.seq * s.model.kv_heads));
+        if (world.rank != 0) continue;
+        const NsaStats& b = one.nsa[i];
+        CHECK(a.keys_mean == b.keys_mean);
+        CHECK(a.keys_max == b.keys_max);
+        CHECK(a.at_max == b.at_max);
+        for (double NsaStats::*x : {&NsaStats::entropy_mean, &NsaStats::entropy_min, &NsaStats::gate_max,
+                                    &NsaStats::share_max, &NsaStats::share_max_mean, &NsaStats::collapsed})
+          CHECK(a.*x == Approx(b.*x).epsilon(1e-4));
+        for (int branch = 0; branch < 3; ++branch) CHECK(a.share[branch] == Approx(b.share[branch]).epsilon(1e-4));
+      }
+    }
+  }
+}
+}  // namespace
+
+TEST_CASE("statistics of gates and selection over W ranks are those of one", "[fsdp]") {
+  check_statistics(Backend::cpu);
+}
+
+TEST_CASE("GPU: statistics of gates and selection over W ranks are those of one", "[fsdp][gpu]") {
+  if (!one_gpu_a_rank()) SKIP_TEST("needs a GPU for each rank");
+  check_statistics(Backend::gpu);
 }
 
 TEST_CASE("delays before gathers, reductions and the optimizer change nothing", "[fsdp]") {

@@ -1884,22 +1884,28 @@ TEST_CASE("GPU: NSA does not see the future", "[nsa][gpu]") {
 // ------------------------------------------------------------------------------------------------------- diagnostics
 
 namespace {
-// Stats of one layer from gates' logits (B*T, 3H by branch) and indices, through the stream function.
+// Stats of one layer from gates' logits (B*T, 3H by branch) and indices, through the stream function, as often as that
+// is called with them. The first `padding` queries have no target.
 NsaStats stats_of(Backend backend, const NsaShape& a, const std::vector<float>& gates,
-                  const std::vector<int32_t>& indices) {
+                  const std::vector<int32_t>& indices, int64_t padding = 0, int times = 1) {
   Device& dev = test_device(backend);
   Stream& s = dev.compute();
-  HostBuffer<char> host(dev, a.B * a.T * a.ld * 4), result(dev, sizeof(NsaStats));
-  HostBuffer<int32_t> chosen(dev, int64_t(indices.size()));
-  HostBuffer<double> partials(dev, nsa_stats_partials(a));
+  HostBuffer<char> host(dev, a.B * a.T * a.ld * 4);
+  HostBuffer<NsaSums> sums(dev, 2);
+  HostBuffer<NsaMaxima> maxima(dev, 2);
+  HostBuffer<int32_t> chosen(dev, int64_t(indices.size())), targets(dev, a.B * a.T);
+  HostBuffer<double> partials(dev, 2 * nsa_stats_partials());  // of two layers, the first without a query
   auto* x = reinterpret_cast<float*>(host.get());
   for (int64_t i = 0; i < a.B * a.T; ++i)
     for (int64_t g = 0; g < 3 * a.H; ++g) x[i * a.ld + a.gate(0) + g] = gates[size_t(i * 3 * a.H + g)];
   std::copy(indices.begin(), indices.end(), chosen.get());
-  auto* out = reinterpret_cast<NsaStats*>(result.get());
-  nsa_stats<float>(s, out, x, chosen.get(), partials.get(), a);  // pinned memory: a GPU reads it too
+  for (int64_t i = 0; i < a.B * a.T; ++i) targets[i] = i < padding ? -1 : 0;
+  for (int i = 0; i < times; ++i)  // pinned memory: a GPU reads it too
+    nsa_stats<float>(s, partials.get() + nsa_stats_partials(), x, chosen.get(), targets.get(), a);
+  nsa_stats_total(s, sums.get(), maxima.get(), partials.get(), 2);
   s.synchronize();
-  return *out;
+  CHECK(sums[0].rows == 0);
+  return summary(sums[1], maxima[1]);
 }
 
 void check_stats(Backend backend) {
@@ -1916,14 +1922,16 @@ void check_stats(Backend backend) {
   const int64_t n = a.B * a.T * a.H;
   std::vector<float> gates(size_t(3 * n), 0.5f);
   NsaStats s = stats_of(backend, a, gates, indices);
-  CHECK(s.keys_mean == 752.5f);
+  CHECK(s.keys_mean == 752.5);
   CHECK(s.keys_max == 1024);
-  CHECK(s.at_max == 17.0f / 2048);
-  CHECK(s.rows == float(a.B * a.T * a.HKV));
+  CHECK(s.at_max == 17.0 / 2048);
+  CHECK(s.rows == double(a.B * a.T * a.HKV));
   CHECK(s.entropy_mean == Approx(std::log(3.0)));
   CHECK(s.entropy_min == Approx(std::log(3.0)));
   CHECK(s.gate_max == Approx(1 / (1 + std::exp(-0.5))));
-  for (float share : s.share) CHECK(share == Approx(1 / 3.0));
+  CHECK(s.share_max == Approx(1 / 3.0));
+  CHECK(s.share_max_mean == Approx(1 / 3.0));
+  for (double share : s.share) CHECK(share == Approx(1 / 3.0));
   CHECK(s.collapsed == 0);
 
   // The selected branch has all of every fourth query's gates, and one gate of one head is wide open.
@@ -1934,11 +1942,23 @@ void check_stats(Backend backend) {
   CHECK(s.collapsed == 0.25f);
   CHECK(s.entropy_min < 1e-6);
   CHECK(s.entropy_mean == Approx(0.75 * std::log(3.0)).epsilon(1e-4));
-  CHECK(s.gate_max == 1);
+  CHECK(s.gate_max == Approx(1));
   CHECK(s.share[1] == Approx(0.5).epsilon(1e-4));
   CHECK(s.share[0] == Approx(0.25).epsilon(1e-4));
   const NsaStats again = stats_of(backend, a, gates, indices);
   CHECK(std::memcmp(&s, &again, sizeof s) == 0);
+  // Micro-batches add up; padding, though its gates are wide open, does not count: of the first sequence here.
+  const NsaStats half = stats_of(backend, a, gates, indices, a.T);
+  CHECK(half.rows == double(a.T * a.HKV));
+  CHECK(half.keys_mean == 752.5);
+  CHECK(half.gate_max < 1);
+  const NsaStats twice = stats_of(backend, a, gates, indices, a.T, 2);
+  CHECK(twice.rows == 2 * half.rows);
+  CHECK(twice.entropy_mean == Approx(half.entropy_mean));
+  CHECK(twice.at_max == half.at_max);
+  const NsaStats none = stats_of(backend, a, gates, indices, a.B * a.T);
+  CHECK(none.rows == 0);
+  CHECK(none.entropy_mean == 0);
 }
 }  // namespace
 
@@ -2002,6 +2022,8 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
     CHECK(kernel_of(k, Stage::selection) == selection);
     CHECK(general_stages(k) == general);
     CHECK(k.general == int64_t(general.size()));
+    CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
+    CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
     for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
       CHECK(kernel_of(k, s) == code);
     const std::string blocks = a.select_block > 64 ? ", blocks in pieces" : ", blocks of one piece";

@@ -652,11 +652,13 @@ TEST_CASE("one line says how a model is sharded, in two languages", "[program]")
 }
 
 TEST_CASE("diagnostics of blocks in the log", "[program]") {
-  NsaStats blocks[2] = {};
-  blocks[0].entropy_mean = 0.5, blocks[1].keys_max = 9, blocks[1].share[2] = 0.25;
+  NsaSums sums[2];
+  NsaMaxima maxima[2];
+  for (NsaSums& s : sums) s.gates = 8, s.rows = 4;
+  sums[0].entropy = 4, sums[1].share[2] = 2, maxima[1].keys = 9;
   std::vector<NsaKernels> kernels(2);
   kernels[1].calls = 26;
-  const json j = stats_json(blocks, kernels).at("nsa");
+  const json j = stats_json(sums, maxima, kernels).at("nsa");
   REQUIRE(j.size() == 2);
   CHECK(j[0].at("gate_entropy_mean") == 0.5);
   CHECK(j[1].at("sel_k_max") == 9);

@@ -92,8 +92,7 @@ Device::Device(Backend backend, int ordinal, int sharers, CommStreams comm)
   if (backend == Backend::cpu) {
     name = cpu_name();
     total_bytes = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
-    std::string available = value_in_file("/proc/meminfo", "MemAvailable");
-    free_bytes = available.empty() ? total_bytes : std::atoll(available.c_str()) * 1024;
+    free_bytes = free_bytes_now();
   } else if (ordinal == plan_only) {
     name = "planned GPU";
   } else {
@@ -114,6 +113,21 @@ Device::Device(Backend backend, int ordinal, int sharers, CommStreams comm)
   compute_ = std::make_unique<Stream>(*this, Stream::normal);
   gather_ = std::make_unique<Stream>(*this, Stream::high);
   if (comm == CommStreams::two) reduce_ = std::make_unique<Stream>(*this, Stream::high);
+}
+
+int64_t Device::free_bytes_now() const {
+  if (backend == Backend::cpu) {
+    const std::string available = value_in_file("/proc/meminfo", "MemAvailable");
+    return available.empty() ? total_bytes : std::atoll(available.c_str()) * 1024;
+  }
+#if FSDP_CUDA
+  if (ordinal != plan_only) {
+    size_t free = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return int64_t(free);
+  }
+#endif
+  return 0;
 }
 
 Device::~Device() {

@@ -59,6 +59,9 @@ struct Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
+  // Of the device's memory, or of this host's, as it is now.
+  int64_t free_bytes_now() const;
+
   // What a CPU stream's work or a host function has thrown; rethrown by check().
   void fail(std::exception_ptr e);
   bool failed() const;

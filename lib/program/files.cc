@@ -68,6 +68,21 @@ std::unique_ptr<File> create_unique(const std::string& start) {
   }
 }
 
+std::unique_ptr<File> open_to_append(const std::string& path) {
+  // Without O_NONBLOCK a FIFO would be waited for until somebody reads it.
+  constexpr int flags = O_CREAT | O_APPEND | O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+  auto file =
+      std::make_unique<File>(int(change("open", path, [&] { return ::open(path.c_str(), flags, 0666); })), path);
+  struct stat s;
+  if (::fstat(file->fd, &s) != 0) fail("fstat", path, errno);
+  if (!S_ISREG(s.st_mode)) throw Error(path + ": not a regular file");
+  return file;
+}
+
+void cut(File* file, int64_t bytes) {
+  change("ftruncate", file->path, [&] { return ::ftruncate(file->fd, off_t(bytes)); });
+}
+
 void make_dir(const std::string& path) {
   change(
       "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);

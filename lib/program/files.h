@@ -59,6 +59,9 @@ struct File {
 std::unique_ptr<File> create(const std::string& path);
 std::unique_ptr<File> create_unique(const std::string& start);
 constexpr size_t unique_digits = 8;  // at the end of such a name
+// A file that may be there, to write behind what it holds.
+std::unique_ptr<File> open_to_append(const std::string& path);
+void cut(File* file, int64_t bytes);  // leaves so many
 
 void make_dir(const std::string& path);   // may be there
 void make_dirs(const std::string& path);  // with those above it

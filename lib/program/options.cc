@@ -162,7 +162,11 @@ const std::vector<Spec> specs = flat({
   {"log", "FILE", &Options::log, any, "write JSON lines: a header, then an object per step; --resume appends", "no file"},
   {"log-every", "STEPS", &Options::log_every, at_least(1), "print and log every so many steps"},
   {"comm-timing", "", &Options::comm_timing, flag, "measure the communication that computation does not hide"},
-  {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block, on rank 0's sequences, and which kernels ran; needs --log"},
+  {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block over all ranks' sequences, and which kernels ran on rank 0; needs --log"},
+  {"diagnostics", "DIR", &Options::diagnostics, any, "write training_fsdp.csv, k_stats_fsdp.csv, fallback_counters_fsdp.csv, a heartbeat of each rank, "
+    "memory, dtypes and environment to DIR every --log-every steps; --resume appends", "no files"},
+  {"mem-dump-every", "STEPS", &Options::mem_dump_every, at_least(0), "with --diagnostics: write the memory's state every so many steps; 0: at the start and at the first step alone"},
+  {"stall", "SECONDS", &Options::stall, from(0, 1e6), "warn when no step has ended for so long; 0: never"},
   {"profile", "", &Options::profile, flag, "print and log where the time of the last step went; with CUPTI also its kernels by name and NCCL's share"},
   {"trace", "FILE", &Options::trace, any, "write rank 0's last step, or the planned one with --plan, as a trace for ui.perfetto.dev: streams, units, with CUPTI every kernel", "no file"},
 }},
@@ -475,6 +479,7 @@ Layer read_file(const std::string& path) {
 
 void check_combinations(const Options& o) {
   REQUIRE_USER(!o.nsa_stats || !o.log.empty(), "--nsa-stats needs --log FILE to write to");
+  REQUIRE_USER(o.mem_dump_every == 0 || !o.diagnostics.empty(), "--mem-dump-every needs --diagnostics DIR to write to");
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
   for (const char* name : {"val-data", "val-batches"})
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);

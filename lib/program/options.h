@@ -85,6 +85,10 @@ struct Options {
   bool profile = false;      // where the time of the last step went
   std::string trace;         // file for the last step, or for --plan's
   int64_t log_every = 1;
+  // Diagnostics.
+  std::string diagnostics;     // directory; empty: none
+  int64_t mem_dump_every = 0;  // steps; 0: at the start and at the first step alone
+  double stall = 180;          // seconds; 0: nobody watches
   // Instead of training.
   bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;
   int64_t world = 0;  // --plan: pretend this many ranks

@@ -10,7 +10,9 @@
 
 #include "lib/program/checkpoint_directory.h"
 #include "lib/device/error.h"
+#include "lib/program/diagnostics.h"
 #include "lib/program/export.h"
+#include "lib/program/files.h"
 #include "lib/program/telemetry.h"
 #include "lib/program/trace.h"
 
@@ -39,6 +41,14 @@ Identity identity_of(const std::string& path) {
   return {0, 0, full};
 }
 
+std::vector<std::string> checkpoint_directories(const Options& o) {
+  std::vector<std::string> directories;
+  if (!o.save.empty()) directories.push_back(o.save);
+  if (!o.resume.empty() && o.resume != "latest") directories.push_back(o.resume);
+  if (!o.resume.empty()) directories.push_back(find_checkpoint(o.resume, o.save));
+  return directories;
+}
+
 }  // namespace
 
 void check_outputs(const Options& o) {
@@ -52,13 +62,21 @@ void check_outputs(const Options& o) {
       REQUIRE_USER(other.empty() || identity_of(other) != identity_of(path),
                    "%s %s is the same file as %s; choose another", option, path.c_str(), by);
     taken.push_back({option, path});
-    std::vector<std::string> directories;
-    if (!o.save.empty()) directories.push_back(o.save);
-    if (!o.resume.empty() && o.resume != "latest") directories.push_back(o.resume);
-    if (!o.resume.empty()) directories.push_back(find_checkpoint(o.resume, o.save));
-    for (const std::string& dir : directories)
+    for (const std::string& dir : checkpoint_directories(o))
       REQUIRE_USER(!in_checkpoint(resolved(path), dir), "%s %s is inside a checkpoint in %s; choose another file",
                    option, path.c_str(), dir.c_str());
+    REQUIRE_USER(o.diagnostics.empty() || identity_of(files::parent_of(resolved(path))) != identity_of(o.diagnostics) ||
+                     !is_diagnostics_file(resolved(path).filename()),
+                 "%s %s is one of the files of --diagnostics %s; choose another", option, path.c_str(),
+                 o.diagnostics.c_str());
+  }
+  if (!o.diagnostics.empty()) {
+    for (const std::string& dir : checkpoint_directories(o))
+      REQUIRE_USER(
+          identity_of(o.diagnostics) != identity_of(dir) && !in_checkpoint(resolved(o.diagnostics), dir),
+          "--diagnostics %s is where checkpoints are (%s); choose another directory, or a new one inside that one",
+          o.diagnostics.c_str(), dir.c_str());
+    check_diagnostics(o.diagnostics, !o.resume.empty());
   }
   if (!o.log.empty()) check_log(o.log);
   if (!o.trace.empty()) check_trace(o.trace);

@@ -251,16 +251,18 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
             {"peak_mib", mib(dev.mem.device_reported_bytes())}}}};
 }
 
-nlohmann::json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels) {
+nlohmann::json stats_json(const NsaSums* sums, const NsaMaxima* maxima, const std::vector<NsaKernels>& kernels) {
   json all = json::array();
   for (size_t i = 0; i < kernels.size(); i++) {
-    const NsaStats& b = blocks[i];
+    const NsaStats b = summary(sums[i], maxima[i]);
     json ran = json::object();
     for (int s = 0; s < nsa_stages; s++)
       if (kernels[i].latest[s].code) ran[name_of(Stage(s))] = name_of(kernels[i].latest[s]);
     all.push_back({{"gate_entropy_mean", b.entropy_mean},
                    {"gate_entropy_min", b.entropy_min},
                    {"gate_max", b.gate_max},
+                   {"share_max", b.share_max},
+                   {"share_max_mean", b.share_max_mean},
                    {"branch_shares", {b.share[0], b.share[1], b.share[2]}},
                    {"gate_collapse_frac", b.collapsed},
                    {"sel_k_mean", b.keys_mean},

@@ -38,8 +38,8 @@ std::string opening_text(const Run& r, const Device& dev, const World& world, Tr
 nlohmann::json header(const Run& r, const Device& dev, const World& world, Transport transport, int gpus,
                       double estimated_ms, const std::string& command);
 
-// --nsa-stats: an object a block. blocks: on the host, as many as there are kernels.
-nlohmann::json stats_json(const NsaStats* blocks, const std::vector<NsaKernels>& kernels);
+// --nsa-stats: an object a block. sums, maxima: on the host, as many as there are kernels.
+nlohmann::json stats_json(const NsaSums* sums, const NsaMaxima* maxima, const std::vector<NsaKernels>& kernels);
 // --graph 1, once.
 void report_graph(const Graph::Nodes& n, Telemetry* telemetry);
 // --profile. host_ms: how long the host took to issue the step. Where that is as long as the step, the device waited

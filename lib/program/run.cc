@@ -140,7 +140,7 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
   m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
   m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window, m.nsa.phi = value_of(phi_names, o.nsa_phi);
   m.nsa_gate = value_of(nsa_gate_names, o.nsa_gate);
-  m.diagnostics = o.nsa_stats;
+  m.diagnostics = o.nsa_stats || (m.sparse && !o.diagnostics.empty());
   m.recompute = value_of(recompute_names, o.recompute), m.keep_attention = o.keep_attention == 1;
   return m;
 }

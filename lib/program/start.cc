@@ -19,6 +19,7 @@
 #define FSDP_NCCL 0
 #endif
 
+using nlohmann::json;
 using ll = long long;
 
 namespace {
@@ -118,7 +119,8 @@ void open_device(Job* job) {
 }
 
 // Rank 0's, and all that is said from here on goes through it.
-void open_log(double estimated_ms, Job* job) {
+// Returns its first line.
+nlohmann::json open_log(double estimated_ms, Job* job) {
   const Run& r = job->r;
   nlohmann::json first = header(r, *job->dev, job->world, job->transport, job->gpus_used, estimated_ms, job->command);
   first["launch"] = places_json(job->ranks);
@@ -126,6 +128,7 @@ void open_log(double estimated_ms, Job* job) {
   job->telemetry = std::make_unique<Telemetry>(r.o.log, append, first, r.last_step, r.o.log_every);
   for (Corpus* corpus : {job->data.get(), job->val_data.get()})
     if (corpus) corpus->warn = [t = job->telemetry.get()](const std::string& line) { t->note(line); };
+  return first;
 }
 
 // Says what is about to run, takes the memory that was planned, and opens the log.
@@ -145,7 +148,13 @@ void begin(Job* job) {
   try {
     if (r.fsdp.gather_by_copy_engine && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport));
-    if (job->world.rank == 0) open_log(estimated_ms, job);
+    nlohmann::json opening;
+    std::function<void(const std::string&)> note;
+    if (job->world.rank == 0) {
+      opening = open_log(estimated_ms, job);
+      note = [telemetry = job->telemetry.get()](const std::string& line) { telemetry->note(line); };
+    }
+    job->diagnostics = std::make_unique<Diagnostics>(r, job->world, dev, opening, note);
   } catch (const Error& e) { error = e.what(); }
   throw_agreed<Error>(error);
 }

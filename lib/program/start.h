@@ -12,6 +12,7 @@
 #include "lib/comm/comm.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
+#include "lib/program/diagnostics.h"
 #include "lib/program/launch.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
@@ -26,6 +27,7 @@ struct Job {
   int gpus_used = 0;                          // by all ranks
   std::unique_ptr<Device> dev = {};           // its memory is planned and taken
   std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
+  std::unique_ptr<Diagnostics> diagnostics = {};
   std::vector<RankFacts> ranks = {};
   std::string command = {};  // as it was typed, behind mpirun
 };

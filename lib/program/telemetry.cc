@@ -38,6 +38,10 @@ bool stdout_is_terminal() {
   return std::strncmp(target, "/dev/pts/", 9) == 0 || std::strncmp(target, "/dev/tty", 8) == 0;
 }
 
+bool is_due(const StepRecord& r, int64_t total_steps, int64_t log_every) {
+  return r.step % log_every == 0 || r.step == 1 || r.step >= total_steps || !std::isnan(r.val_loss);
+}
+
 std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left, bool live) {
   // In the order they are printed; the live line drops the highest `spare` first.
   struct Part {
@@ -136,7 +140,7 @@ void Telemetry::step(const StepRecord& r) {
   if (r.step > 1) ms_sum_ += r.step_ms, ++timed_;
   const double left = timed_ ? ms_sum_ / double(timed_) / 1e3 * double(total_ - r.step) : -1;
   const bool last = r.step >= total_, validated = !std::isnan(r.val_loss);
-  const bool due = r.step % every_ == 0 || r.step == 1 || last || validated;
+  const bool due = is_due(r, total_, every_);
   if (terminal_) {
     // Rewritten in place; what is worth keeping stays: the ends, each validation and each tenth of the run.
     const int64_t tenth = std::max<int64_t>(1, total_ / 10);

@@ -45,6 +45,8 @@ class Telemetry {
   int64_t timed_ = 0;
 };
 
+// Whether --log-every says this one: the first, the last and what has a validation always.
+bool is_due(const StepRecord& r, int64_t total_steps, int64_t log_every);
 // The line of a step. live: to be rewritten in place on a terminal of 100 columns; what does not fit is left out.
 std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left, bool live);
 nlohmann::json step_json(const StepRecord& r);
