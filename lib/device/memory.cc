@@ -132,21 +132,24 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
   auto born = [&](int i) { return lives[size_t(i)].born; };
   const std::function<bool(int, int)> rules[] = {
       [&](int a, int b) { return size(a) > size(b); },
+      [&](int a, int b) { return born(a) < born(b); },
       [&](int a, int b) { return span(a) > span(b); },
       [&](int a, int b) { return double(size(a)) * double(span(a)) > double(size(b)) * double(span(b)); },
-      [&](int a, int b) { return born(a) < born(b); },
   };
+  // Those by span leave many gaps, which thousands of blocks' buffers would look through for half a minute.
+  const int64_t n = int64_t(lives.size());
+  const std::ptrdiff_t rules_used = n > 40000 ? 2 : std::end(rules) - std::begin(rules);
   std::vector<int64_t> at;
   int64_t best = -1, bound = most_live(lives, align);
-  for (const auto& rule : rules) {
+  for (const auto* rule = rules; rule != rules + rules_used; rule++) {
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), rule);
+    std::stable_sort(order.begin(), order.end(), *rule);
     const int64_t total = pack_in_order(lives, order, align, &at);
     if (best < 0 || total < best) best = total, *offsets = at, best_order = order;
     if (best == bound) break;
   }
   order = best_order, at = *offsets;
-  const int64_t n = int64_t(lives.size()), tries = n == 0 ? 0 : std::min<int64_t>(200, 400000000 / (n * n));
+  const int64_t tries = n == 0 ? 0 : std::min<int64_t>(200, 400000000 / (n * n));
   for (int64_t i = 0; i < tries && best > bound; i++) {
     auto end = [&](int i) { return span(i) > 0 ? at[size_t(i)] + size(i) : -1; };
     const auto top = std::max_element(order.begin(), order.end(), [&](int a, int b) { return end(a) < end(b); });
@@ -225,7 +228,7 @@ void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
   ASSERT(current_ >= 0 && bytes >= 0);
   Program& p = programs_[size_t(current_)];
   auto add = [&](char* at, int index) {
-    live_.emplace_back(at, index);
+    live_[at] = index;
     if (dev_.timeline) dev_.timeline->memory(purpose, round_up(bytes, align));
     return at;
   };
@@ -248,23 +251,21 @@ void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
 void Memory::give(void* ptr) {
   if (current_ < 0) return;  // unwinding after an error
   Program& p = programs_[size_t(current_)];
-  for (size_t i = live_.size(); i-- > 0;) {
-    if (live_[i].first != ptr) continue;
-    int index = live_[i].second;
-    live_.erase(live_.begin() + std::ptrdiff_t(i));
-    const Buf& b = p.bufs[size_t(index)];
-    if (dev_.timeline) dev_.timeline->memory(b.purpose, -round_up(b.bytes, align));
-    if (records(p)) {
-      p.bufs[size_t(index)].dead = p.clock++;
-      p.order.push_back(~index);
-    } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {
-      cursor_++;
-    } else if (!std::uncaught_exceptions()) {
-      std::fprintf(stderr, "internal error: giving '%s' back departs from the memory plan\n",
-                   p.bufs[size_t(index)].name.c_str());
-      std::abort();  // called from destructors: nothing can be thrown here
-    }
-    return;
+  const auto found = live_.find(ptr);
+  if (found == live_.end()) return;
+  const int index = found->second;
+  live_.erase(found);
+  const Buf& b = p.bufs[size_t(index)];
+  if (dev_.timeline) dev_.timeline->memory(b.purpose, -round_up(b.bytes, align));
+  if (records(p)) {
+    p.bufs[size_t(index)].dead = p.clock++;
+    p.order.push_back(~index);
+  } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {
+    cursor_++;
+  } else if (!std::uncaught_exceptions()) {
+    std::fprintf(stderr, "internal error: giving '%s' back departs from the memory plan\n",
+                 p.bufs[size_t(index)].name.c_str());
+    std::abort();  // called from destructors: nothing can be thrown here
   }
 }
 
@@ -288,8 +289,14 @@ int64_t Memory::arena_bytes() const {
 }
 
 MemoryReport Memory::report() const {
-  MemoryReport r = {};
+  MemoryReport r = live_report();
   r.arena = arena_bytes();
+  return r;
+}
+int64_t Memory::live_peak() const { return live_report().live_peak; }
+
+MemoryReport Memory::live_report() const {
+  MemoryReport r = {};
   for (const Buf& b : kept_) {
     int64_t bytes = round_up(b.bytes, kept_align);
     if (b.purpose == Purpose::master) r.init[int(b.purpose)] += bytes, r.init_total += bytes;

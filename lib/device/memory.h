@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -115,6 +116,7 @@ class Memory {
   std::function<void*(int64_t)> allocate;
   std::function<void(void*)> free;
   MemoryReport report() const;                                        // planning or after commit
+  int64_t live_peak() const;                                          // report's; packs nothing
   int64_t arena_bytes() const;                                        // packs if need be; what commit() allocates
   int64_t device_reported_bytes() const { return device_reported_; }  // what the device says the arena took
 
@@ -132,13 +134,14 @@ class Memory {
     std::vector<Buf> bufs;
     int64_t clock = 0;
     bool recorded = false;
-    std::vector<int> order;  // take: index of the buffer; give: ~index
+    std::vector<int> order;                    // take: index of the buffer; give: ~index
     int64_t repeat_from = -1, repeat_to = -1;  // places in the order; -1: nothing is run again
   };
   void* keep_bytes(int64_t bytes, const std::string& name, Purpose p);
   void* take_bytes(int64_t bytes, const char* name, Purpose p);
   void give(void* p);
   void pack_all() const;
+  MemoryReport live_report() const;  // without the arena
   bool records(const Program& p) const { return !p.recorded && !(repeating_ && p.repeat_to >= 0); }
 
   Device& dev_;
@@ -149,7 +152,7 @@ class Memory {
   size_t cursor_ = 0;
   bool repeating_ = false;
   size_t live_before_repeat_ = 0;
-  std::vector<std::pair<char*, int>> live_;  // address -> buffer, of the current program
+  std::unordered_map<const void*, int> live_;  // address -> buffer, of the current program
   std::string phase_;
   char* base_ = nullptr;
   mutable int64_t arena_ = -1, kept_bytes_ = 0;

@@ -174,15 +174,19 @@ std::string Estimate::text(double tokens, double flops) const {
   row("step", s);
   for (size_t i = 0; i < sums_.traffic.size(); i++)
     if (const Traffic& c = sums_.traffic[i]; c.count > 0)
-      row(strf("beside it: %lld %s, %.1f MiB sent", static_cast<long long>(c.count), collectives[i], c.bytes / (1 << 20)).c_str(), c.seconds);
-  row(strf("beside it: the host, %lld call%s", graph_ ? 1 : static_cast<long long>(sums_.calls), graph_ ? "" : "s").c_str(),
+      row(strf("beside it: %lld %s, %.1f MiB sent", static_cast<long long>(c.count), collectives[i],
+               c.bytes / (1 << 20))
+              .c_str(),
+          c.seconds);
+  row(strf("beside it: the host, %lld call%s", graph_ ? 1 : static_cast<long long>(sums_.calls), graph_ ? "" : "s")
+          .c_str(),
       host());
   t += strf("  %s tokens/s a GPU, %.2f TFLOP, MFU %.1f %%; bound by %s\n", grouped(std::llround(tokens / s)).c_str(),
             1e-12 * flops, 1e2 * flops / s / chip_.bf16,
-            s <= host()         ? "the host"
-            : waited > 0.1 * s  ? "communication: it does not hide"
+            s <= host()              ? "the host"
+            : waited > 0.1 * s       ? "communication: it does not hide"
             : sums_.slowed > 0.1 * s ? "compute, which collectives beside it slow down"
-                                : "compute");
+                                     : "compute");
   t += strf(
       "  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings\n"
       "  (gathers by copy engines %.0f);\n",
