@@ -75,7 +75,7 @@ const char* stream_of(const Issued& i) {
 
 template <class T, class G>
 void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype, int ranks, const char* text) {
-  if (tracing_) trace_.push_back({kind, unit, bytes, dtype, ranks, text});
+  if (tracing_) trace_.push_back({kind, unit, bytes, dtype, ranks, text, trace_times_});
 }
 
 // ----------------------------------------------------------------------------------------------- what a rank keeps
@@ -576,7 +576,9 @@ void Fsdp<T, G>::sum_scalars() {
 template <class T, class G>
 void Fsdp<T, G>::end_step() {
   Stream& s = dev_.compute();
-  for (GradientSlot& g : gradient_slots_) await_reduction(g);
+  // The oldest reduction first: buffers are given back in one order, however many micro-batches the slots have turned in.
+  for (size_t i = 0; i < gradient_slots_.size(); i++)
+    await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)
     for (size_t i = 0; i < units_.size(); i++) {

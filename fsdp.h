@@ -126,6 +126,7 @@ struct Issued {
   Dtype dtype;
   int ranks;              // that it is among
   const char* text = "";  // a remark's: what the model did there
+  int64_t times = 1;      // it stands for so many, one in each of the micro-batches that are alike
   double sent() const {   // bytes, by a rank
     return ::sent(kind == all_reduce ? Collective::all_reduce : Collective::all_gather, double(bytes), ranks);
   }
@@ -198,6 +199,7 @@ class Fsdp {
   Dtype moment_dtype() const { return options_.moment_dtype; }
   int64_t parameters() const;
   void begin_trace() { trace_.clear(), tracing_ = true; }
+  void trace_times(int64_t n) { trace_times_ = n; }  // what follows in it stands for n alike
   const std::vector<Issued>& trace() const { return trace_; }
   void remark(int unit, const char* text) { note(Issued::remark, unit, 0, Dtype::f32, 1, text); }  // into the trace
   // How long the compute stream stood still for communication, in ms, from begin_timing() to the step's end. Two steps
@@ -303,6 +305,7 @@ class Fsdp {
   Event scalars_ready_, scalars_summed_, counted_, wanted_;
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;
+  int64_t trace_times_ = 1;
   std::vector<Issued> trace_;
   struct WaitTimes {
     std::vector<std::pair<Event, Event>> events;  // before and behind each wait; made once, used in every timed step

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_map>
 
 NsaShape ModelConfig::nsa_shape(int64_t batch) const {
   NsaShape n = nsa;
@@ -354,6 +355,14 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
   const int64_t half = (rows_ + 1) / 2;
   forward_rows_ = rows_ * hidden_row() * size * 2 <= c_.hidden_bytes ? rows_ : (half + 127) / 128 * 128;
 
+  // By name, once: what a step needs of a parameter is its unit and its offset.
+  std::unordered_map<std::string, ParamRef> refs;
+  for (size_t u = 0; u < fsdp.units().size(); u++)
+    for (const Param& p : fsdp.units()[u].params) refs[p.name] = {int(u), p.offset, !p.has_gradient};
+  auto find = [&](const std::string& name) {
+    const auto ref = refs.find(name);
+    return ref == refs.end() ? ParamRef() : ref->second;
+  };
   for (int64_t i = 0; i < c_.depth; i++) {
     auto at = [&](const char* name) { return find(strf("block.%lld.%s", static_cast<long long>(i), name)); };
     params_.push_back({at("attention.q"),
@@ -399,15 +408,6 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
   }
   const bool rotates = c_.arch == Arch::rope || c_.arch == Arch::llama;
   rope_table_ = rotates ? dev.mem.keep<A>(c_.seq * c_.head_dim(), "rotary table", Purpose::workspace) : nullptr;
-}
-
-// By name, once: what a step needs of a parameter is its unit and its offset.
-template <class T, class G>
-typename Model<T, G>::ParamRef Model<T, G>::find(const std::string& name) const {
-  for (size_t u = 0; u < fsdp.units().size(); u++)
-    for (const Param& p : fsdp.units()[u].params)
-      if (p.name == name) return {int(u), p.offset, !p.has_gradient};
-  return {};
 }
 
 // A pointer into a slot is good while the unit is in use, and dangles behind its release: asking then is an error here,

@@ -207,7 +207,6 @@ class Model {
     ParamRef gate_w1_bias, gate_w2, gate_w2_bias;  // (gate_hidden), (gates, gate_hidden), (gates)
     ParamRef phi[6];                               // in the order of PhiWeights
   };
-  ParamRef find(const std::string& name) const;
   const T* weight(const ParamRef& p) const;  // of a unit that is in use
   const T* weight_if_any(const ParamRef& p) const { return p.exists() ? weight(p) : nullptr; }
   G* grad(const ParamRef& p) const;  // of a unit whose gradient is being written

@@ -707,6 +707,54 @@ void play(Memory& mem, const std::string& program, const std::vector<Life>& live
       mem, program, lives, [](size_t, char*) {}, [](size_t, char*) {});
 }
 
+TEST_CASE("a part that is repeated is recorded once and followed from then on", "[device]") {
+  Device dev(Backend::cpu, 0);
+  Memory& mem = dev.mem;
+  auto run = [&](int times) {
+    mem.begin("step");
+    auto held = mem.take<char>(1000, "held");
+    std::vector<char*> at;
+    for (int i = 0; i < times; i++) {
+      mem.begin_repeat();
+      auto first = mem.take<char>(5000, "first");
+      auto second = mem.take<char>(3000, "second");
+      first.reset();
+      at.push_back(second.get());
+      second.reset();
+      mem.end_repeat();
+    }
+    auto last = mem.take<char>(7000, "last");
+    CHECK(last.get() != held.get());
+    last.reset(), held.reset();
+    mem.end();
+    for (char* p : at) CHECK(p == at[0]);
+    return at;
+  };
+  SECTION("as often as one likes") {
+    run(3);
+    const int64_t arena = mem.arena_bytes();
+    mem.commit();
+    for (int times : {1, 2, 100}) run(times);
+    CHECK(mem.arena_bytes() == arena);
+    CHECK(mem.report().live_peak == 1024 + 5120 + 3072);
+  }
+  SECTION("what departs from it is an error") {
+    mem.begin("step");
+    mem.begin_repeat();
+    mem.take<char>(10, "a");
+    mem.end_repeat();
+    mem.begin_repeat();
+    CHECK_THROWS_AS(mem.take<char>(11, "a"), Error);
+    CHECK_THROWS_AS(mem.end_repeat(), Error);
+  }
+  SECTION("what outlives it is an error") {
+    mem.begin("step");
+    mem.begin_repeat();
+    const auto held = mem.take<char>(10, "a");
+    CHECK_THROWS_AS(mem.end_repeat(), Error);
+  }
+}
+
 void replay_keeps_to_the_plan(Backend backend) {
   Device dev(backend, ordinal_of(backend));
   Memory& mem = dev.mem;

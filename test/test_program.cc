@@ -455,6 +455,70 @@ TEST_CASE("a step's price is that of the ranks which share it", "[program]") {
   says(one.text, {"step"});
 }
 
+namespace {
+struct ToldInFull : Estimate {
+  using Estimate::Estimate;
+  bool can_skip() const override { return false; }
+};
+}  // namespace
+
+TEST_CASE("micro-batches that are planned once and counted make the plan of them all", "[program]") {
+  const Chip& chip = *chip_named("h200");
+  World world;
+  world.size = world.local_size = 4;
+  struct Plan {
+    MemoryReport memory;
+    double seconds, host, exposed, gathers, reductions;
+    std::vector<Issued> issued;
+  };
+  auto plan_with = [&](auto& estimate, const Run& r) {
+    Device dev(Backend::gpu, Device::plan_only);
+    dev.timeline = &estimate;
+    Plan p;
+    p.issued = plan(dev, world, Transport::nccl, r);
+    p.memory = dev.mem.report(), p.seconds = estimate.step(), p.host = estimate.host();
+    p.exposed = estimate.exposed(1) + estimate.exposed(2);
+    p.gathers = estimate.talking(Collective::all_gather), p.reductions = estimate.talking(Collective::reduce_scatter);
+    return p;
+  };
+  const char* const models[] = {"--preset tiny", "--preset m7c --wrap sublayer", "--preset tiny --tie-embeddings",
+                                "--preset simple --depth 2 --gradient-slots 3", "--preset mlp-1024"};
+  const char* const knobs[] = {"",
+                               "--recompute block --keep-attention 0",
+                               "--accum-sync last --reduce-dtype fp32",
+                               "--clip 0 --optimizer-in-backward 1 --replicate-below 20000",
+                               "--limit-all-gathers 3 --backward-prefetch post",
+                               "--shard grad --accum-sync last"};
+  for (const char* model : models)
+    for (const char* knob : knobs) {
+      auto run = [&](int accum) { return on_gpus(strf("%s %s --grad-accum %d", model, knob, accum), 4); };
+      INFO(model << " " << knob);
+      Estimate counted(chip);
+      ToldInFull told(chip);
+      const Plan a = plan_with(counted, run(9)), b = plan_with(told, run(9));
+      auto same = [](double x, double y) { return std::fabs(x - y) <= 1e-9 * std::fabs(y) + 1e-12; };
+      CHECK(same(a.seconds, b.seconds));
+      CHECK(same(a.host, b.host));
+      CHECK(same(a.exposed, b.exposed));
+      CHECK(same(a.gathers, b.gathers));
+      CHECK(same(a.reductions, b.reductions));
+      CHECK(a.memory.arena == b.memory.arena);
+      CHECK(a.issued.size() < b.issued.size());
+      auto sent = [](const std::vector<Issued>& issued) {
+        double bytes = 0;
+        for (const Issued& i : issued) bytes += double(i.times) * i.sent();
+        return bytes;
+      };
+      CHECK(same(sent(a.issued), sent(b.issued)));
+      // As many as there may be ask for no more memory than three.
+      Estimate three(chip), most(chip);
+      const Plan c = plan_with(three, run(3)), d = plan_with(most, run(65536));
+      CHECK(c.memory.arena == d.memory.arena);
+      CHECK(c.memory.live_peak == d.memory.live_peak);
+      CHECK(d.issued.size() == a.issued.size());
+    }
+}
+
 TEST_CASE("advice is a change that fits, with options that are there", "[program]") {
   // Each has a knob that costs memory, and a chip that is a little too small.
   const char* cases[] = {"",

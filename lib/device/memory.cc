@@ -22,28 +22,88 @@ namespace {
 constexpr int64_t kept_align = 4096, align = 256, arena_align = 2 << 20;
 int64_t round_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
 
-// Places buffers one after another, each into the lowest gap between those that live at one time with it.
+// Which offsets are taken at which moments: a binary tree over the moments, the root at 1, whose nodes hold offsets.
+// Buffers lie close to each other, so the offsets of many buffers are few ranges: with n buffers, adding one and
+// looking for a gap costs log n times that.
+class Occupied {
+ public:
+  explicit Occupied(size_t moments) {
+    while (leaves_ < moments) leaves_ *= 2;
+    through_.resize(2 * leaves_), within_.resize(2 * leaves_);
+  }
+  // The lowest offset from which on `bytes` are free in all of the moments [from, to).
+  int64_t lowest_gap(size_t from, size_t to, int64_t bytes) {
+    seen_.clear();
+    auto see = [&](const Ranges& r) {
+      if (!r.empty()) seen_.push_back(&r);
+    };
+    visit(
+        from, to, [&](size_t node) { see(through_[node]); }, [&](size_t node) { see(within_[node]); });
+    int64_t at = 0;
+    for (size_t i = 0, without_change = 0; without_change < seen_.size(); i = (i + 1) % seen_.size()) {
+      const Ranges& r = *seen_[i];
+      auto next = std::upper_bound(r.begin(), r.end(), at, [](int64_t x, const Range& y) { return x < y.to; });
+      for (without_change++; next != r.end() && next->from - at < bytes; ++next) at = next->to, without_change = 0;
+    }
+    return at;
+  }
+  void add(size_t from, size_t to, int64_t offset, int64_t end) {
+    visit(
+        from, to, [&](size_t node) { unite(&within_[node], offset, end); },
+        [&](size_t node) { unite(&through_[node], offset, end), unite(&within_[node], offset, end); });
+  }
+
+ private:
+  struct Range {
+    int64_t from, to;
+  };
+  using Ranges = std::vector<Range>;  // in order, with gaps between them
+
+  // Calls whole for the few nodes that make up [from, to), above for the nodes over its first and its last moment.
+  template <class Above, class Whole>
+  void visit(size_t from, size_t to, Above above, Whole whole) {
+    const size_t first = from + leaves_, last = to - 1 + leaves_;
+    for (size_t node = first / 2; node > 0; node /= 2) above(node);
+    for (size_t node = last / 2; node > 0; node /= 2) above(node);
+    for (size_t l = first, r = last + 1; l < r; l /= 2, r /= 2) {
+      if (l % 2) whole(l++);
+      if (r % 2) whole(--r);
+    }
+  }
+  static void unite(Ranges* ranges, int64_t from, int64_t to) {
+    auto first =
+        std::lower_bound(ranges->begin(), ranges->end(), from, [](const Range& r, int64_t x) { return r.to < x; });
+    auto last = first;
+    for (; last != ranges->end() && last->from <= to; ++last)
+      from = std::min(from, last->from), to = std::max(to, last->to);
+    if (first == last) ranges->insert(first, {from, to});
+    else *first = {from, to}, ranges->erase(first + 1, last);
+  }
+
+  size_t leaves_ = 1;
+  std::vector<Ranges> through_, within_;  // of a node: what lives through all its moments; what lives at some of them
+  std::vector<const Ranges*> seen_;
+};
+
+// Places buffers one after another, each into the lowest gap between those that live at one time with it: at the birth
+// of one of them, hence the moments are births.
 int64_t pack_in_order(const std::vector<Life>& lives, const std::vector<int>& order, int64_t align,
                       std::vector<int64_t>* offsets) {
-  struct Taken {
-    int64_t from, to, born, dead;
-  };
-  std::vector<Taken> all;  // by offset
+  std::vector<int64_t> births;
+  for (const Life& l : lives) births.push_back(l.born);
+  std::sort(births.begin(), births.end());
+  auto moment = [&](int64_t t) { return size_t(std::lower_bound(births.begin(), births.end(), t) - births.begin()); };
+  Occupied occupied(births.size());
   offsets->assign(lives.size(), 0);
   int64_t total = 0;
   for (int i : order) {
     const Life& l = lives[size_t(i)];
     const int64_t bytes = round_up(l.bytes, align);
-    int64_t at = 0;
-    for (const Taken& t : all) {
-      if (t.from - at >= bytes) break;
-      if (t.born < l.dead && l.born < t.dead) at = std::max(at, t.to);
-    }
+    const size_t from = moment(l.born), to = std::max(moment(l.dead), from + 1);
+    const int64_t at = occupied.lowest_gap(from, to, bytes);
     (*offsets)[size_t(i)] = at;
     total = std::max(total, at + bytes);
-    const auto place =
-        std::upper_bound(all.begin(), all.end(), at, [](int64_t x, const Taken& t) { return x < t.from; });
-    all.insert(place, {at, at + bytes, l.born, l.dead});
+    occupied.add(from, to, at, at + bytes);
   }
   return total;
 }
@@ -72,21 +132,24 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
   auto born = [&](int i) { return lives[size_t(i)].born; };
   const std::function<bool(int, int)> rules[] = {
       [&](int a, int b) { return size(a) > size(b); },
+      [&](int a, int b) { return born(a) < born(b); },
       [&](int a, int b) { return span(a) > span(b); },
       [&](int a, int b) { return double(size(a)) * double(span(a)) > double(size(b)) * double(span(b)); },
-      [&](int a, int b) { return born(a) < born(b); },
   };
+  // Those by span leave many gaps, which thousands of blocks' buffers would look through for half a minute.
+  const int64_t n = int64_t(lives.size());
+  const std::ptrdiff_t rules_used = n > 40000 ? 2 : std::end(rules) - std::begin(rules);
   std::vector<int64_t> at;
   int64_t best = -1, bound = most_live(lives, align);
-  for (const auto& rule : rules) {
+  for (const auto* rule = rules; rule != rules + rules_used; rule++) {
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), rule);
+    std::stable_sort(order.begin(), order.end(), *rule);
     const int64_t total = pack_in_order(lives, order, align, &at);
     if (best < 0 || total < best) best = total, *offsets = at, best_order = order;
     if (best == bound) break;
   }
   order = best_order, at = *offsets;
-  const int64_t n = int64_t(lives.size()), tries = n == 0 ? 0 : std::min<int64_t>(200, 400000000 / (n * n));
+  const int64_t tries = n == 0 ? 0 : std::min<int64_t>(200, 400000000 / (n * n));
   for (int64_t i = 0; i < tries && best > bound; i++) {
     auto end = [&](int i) { return span(i) > 0 ? at[size_t(i)] + size(i) : -1; };
     const auto top = std::max_element(order.begin(), order.end(), [&](int a, int b) { return end(a) < end(b); });
@@ -127,8 +190,30 @@ void Memory::begin(const std::string& program) {
   cursor_ = 0;
 }
 
+void Memory::begin_repeat() {
+  ASSERT(current_ >= 0 && !repeating_);
+  Program& p = programs_[size_t(current_)];
+  if (p.repeat_from < 0) {
+    if (p.recorded) throw Error("internal error: program '" + p.name + "' was planned without a part that is repeated");
+    p.repeat_from = int64_t(p.order.size());
+  }
+  ASSERT(!p.recorded || int64_t(cursor_) == p.repeat_from || int64_t(cursor_) == p.repeat_to);
+  cursor_ = size_t(p.repeat_from);
+  repeating_ = true;
+  live_before_repeat_ = live_.size();
+}
+
+void Memory::end_repeat() {
+  ASSERT(repeating_ && live_.size() == live_before_repeat_);
+  Program& p = programs_[size_t(current_)];
+  if (p.repeat_to < 0) p.repeat_to = int64_t(p.order.size());
+  else if (int64_t(cursor_) != p.repeat_to)
+    throw Error("internal error: what program '" + p.name + "' repeats ended before its memory plan");
+  repeating_ = false;
+}
+
 void Memory::end() {
-  ASSERT(current_ >= 0 && live_.empty());
+  ASSERT(current_ >= 0 && live_.empty() && !repeating_);
   Program& p = programs_[size_t(current_)];
   if (p.recorded && cursor_ != p.order.size())
     throw Error("internal error: program '" + p.name + "' ended before its memory plan");
@@ -143,13 +228,13 @@ void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
   ASSERT(current_ >= 0 && bytes >= 0);
   Program& p = programs_[size_t(current_)];
   auto add = [&](char* at, int index) {
-    live_.emplace_back(at, index);
+    live_[at] = index;
     if (dev_.timeline) dev_.timeline->memory(purpose, round_up(bytes, align));
     return at;
   };
   // Distinct addresses that no one may follow: 16 TiB up, apart from the kept ones.
   auto fake = [](int index) { return reinterpret_cast<char*>(int64_t(1) << 45) + (int64_t(index) << 36); };
-  if (!p.recorded) {
+  if (records(p)) {
     const int index = int(p.bufs.size());
     p.bufs.push_back({name, purpose, bytes, p.clock++, -1, 0, phase_});
     p.order.push_back(index);
@@ -166,23 +251,21 @@ void* Memory::take_bytes(int64_t bytes, const char* name, Purpose purpose) {
 void Memory::give(void* ptr) {
   if (current_ < 0) return;  // unwinding after an error
   Program& p = programs_[size_t(current_)];
-  for (size_t i = live_.size(); i-- > 0;) {
-    if (live_[i].first != ptr) continue;
-    int index = live_[i].second;
-    live_.erase(live_.begin() + std::ptrdiff_t(i));
-    const Buf& b = p.bufs[size_t(index)];
-    if (dev_.timeline) dev_.timeline->memory(b.purpose, -round_up(b.bytes, align));
-    if (!p.recorded) {
-      p.bufs[size_t(index)].dead = p.clock++;
-      p.order.push_back(~index);
-    } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {
-      cursor_++;
-    } else if (!std::uncaught_exceptions()) {
-      std::fprintf(stderr, "internal error: giving '%s' back departs from the memory plan\n",
-                   p.bufs[size_t(index)].name.c_str());
-      std::abort();  // called from destructors: nothing can be thrown here
-    }
-    return;
+  const auto found = live_.find(ptr);
+  if (found == live_.end()) return;
+  const int index = found->second;
+  live_.erase(found);
+  const Buf& b = p.bufs[size_t(index)];
+  if (dev_.timeline) dev_.timeline->memory(b.purpose, -round_up(b.bytes, align));
+  if (records(p)) {
+    p.bufs[size_t(index)].dead = p.clock++;
+    p.order.push_back(~index);
+  } else if (cursor_ < p.order.size() && p.order[cursor_] == ~index) {
+    cursor_++;
+  } else if (!std::uncaught_exceptions()) {
+    std::fprintf(stderr, "internal error: giving '%s' back departs from the memory plan\n",
+                 p.bufs[size_t(index)].name.c_str());
+    std::abort();  // called from destructors: nothing can be thrown here
   }
 }
 
@@ -206,8 +289,14 @@ int64_t Memory::arena_bytes() const {
 }
 
 MemoryReport Memory::report() const {
-  MemoryReport r = {};
+  MemoryReport r = live_report();
   r.arena = arena_bytes();
+  return r;
+}
+int64_t Memory::live_peak() const { return live_report().live_peak; }
+
+MemoryReport Memory::live_report() const {
+  MemoryReport r = {};
   for (const Buf& b : kept_) {
     int64_t bytes = round_up(b.bytes, kept_align);
     if (b.purpose == Purpose::master) r.init[int(b.purpose)] += bytes, r.init_total += bytes;
@@ -215,26 +304,24 @@ MemoryReport Memory::report() const {
   }
   int64_t most = -1, most_weights = 0;
   for (const Program& p : programs_) {
-    // The moment right after a birth is the only kind at which a maximum can fall.
-    for (const Buf& at : p.bufs) {
-      int64_t live = 0, weights = 0;
-      for (const Buf& b : p.bufs)
-        if (b.born <= at.born && at.born < b.dead) {
-          live += round_up(b.bytes, align);
-          if (b.purpose == Purpose::master) weights += round_up(b.bytes, align);
-        }
-      most_weights = std::max(most_weights, weights);
-      if (live <= most) continue;
-      most = live;
-      std::copy(r.before_step, r.before_step + purposes, r.peak);
-      int64_t largest = 0;
-      for (const Buf& b : p.bufs)
-        if (b.born <= at.born && at.born < b.dead) {
-          r.peak[int(b.purpose)] += round_up(b.bytes, align);
-          if (b.bytes > largest) largest = b.bytes, r.largest = b.name;
-        }
-      r.peak_phase = at.phase;
+    int64_t live = 0, weights = 0;
+    const Buf* peak = nullptr;  // the maximum falls right behind a birth
+    for (int i : p.order) {
+      const Buf& b = p.bufs[size_t(i >= 0 ? i : ~i)];
+      const int64_t bytes = (i >= 0 ? 1 : -1) * round_up(b.bytes, align);
+      live += bytes;
+      if (b.purpose == Purpose::master) most_weights = std::max(most_weights, weights += bytes);
+      if (live > most && i >= 0) most = live, peak = &b;
     }
+    if (!peak) continue;
+    std::copy(r.before_step, r.before_step + purposes, r.peak);
+    int64_t largest = 0;
+    for (const Buf& b : p.bufs) {
+      if (b.born > peak->born || peak->born >= b.dead) continue;
+      r.peak[int(b.purpose)] += round_up(b.bytes, align);
+      if (b.bytes > largest) largest = b.bytes, r.largest = b.name;
+    }
+    r.peak_phase = peak->phase;
   }
   if (most < 0) std::copy(r.before_step, r.before_step + purposes, r.peak);
   r.init[int(Purpose::master)] += most_weights, r.init_total += most_weights;

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -98,6 +99,10 @@ class Memory {
   // "step", "validate": each has its own trace, all share the arena. The first time it is recorded, then followed.
   void begin(const std::string& program);
   void end();
+  // Within a program: a part that is run several times. It is recorded the first time, and followed every time behind
+  // that, in the same dry run too. It gives back what it takes. One for each program.
+  void begin_repeat();
+  void end_repeat();
   void phase(const std::string& name);  // names what follows, for the report and for errors
 
   void poison();  // for tests: fills all that is not kept with NaN patterns
@@ -111,6 +116,7 @@ class Memory {
   std::function<void*(int64_t)> allocate;
   std::function<void(void*)> free;
   MemoryReport report() const;                                        // planning or after commit
+  int64_t live_peak() const;                                          // report's; packs nothing
   int64_t arena_bytes() const;                                        // packs if need be; what commit() allocates
   int64_t device_reported_bytes() const { return device_reported_; }  // what the device says the arena took
 
@@ -128,12 +134,15 @@ class Memory {
     std::vector<Buf> bufs;
     int64_t clock = 0;
     bool recorded = false;
-    std::vector<int> order;  // take: index of the buffer; give: ~index
+    std::vector<int> order;                    // take: index of the buffer; give: ~index
+    int64_t repeat_from = -1, repeat_to = -1;  // places in the order; -1: nothing is run again
   };
   void* keep_bytes(int64_t bytes, const std::string& name, Purpose p);
   void* take_bytes(int64_t bytes, const char* name, Purpose p);
   void give(void* p);
   void pack_all() const;
+  MemoryReport live_report() const;  // without the arena
+  bool records(const Program& p) const { return !p.recorded && !(repeating_ && p.repeat_to >= 0); }
 
   Device& dev_;
   mutable std::vector<Buf> kept_;
@@ -141,7 +150,9 @@ class Memory {
   mutable std::vector<Program> programs_;
   int current_ = -1;
   size_t cursor_ = 0;
-  std::vector<std::pair<char*, int>> live_;  // address -> buffer, of the current program
+  bool repeating_ = false;
+  size_t live_before_repeat_ = 0;
+  std::unordered_map<const void*, int> live_;  // address -> buffer, of the current program
   std::string phase_;
   char* base_ = nullptr;
   mutable int64_t arena_ = -1, kept_bytes_ = 0;

@@ -59,6 +59,11 @@ struct Timeline {
   virtual void wait(int stream, const Point& event) = 0;
   // What follows is another step.
   virtual void next_step() = 0;
+  // What begins with begin_repeat() and ends with skip() comes so many times more, and is not told again. Only of a
+  // Timeline that can skip.
+  virtual bool can_skip() const { return false; }
+  virtual void begin_repeat() {}
+  virtual void skip(int64_t) {}
   // The plan takes memory for a purpose, or gives it back (negative): bytes, as the plan rounds them.
   virtual void memory(Purpose, int64_t) {}
   // Whose the operations are that follow: the compute stream's mark; the unit of a gather or reduction.

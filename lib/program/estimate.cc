@@ -61,26 +61,26 @@ double Estimate::seconds(Collective kind, double bytes, int ranks, int local, Vi
 }
 
 // The end of what takes `seconds` alone, and for a span's time is held up for the part of it that the span takes; 1:
-// all.
+// all. A stream's spans follow each other: those that are over at `start` are skipped at once.
 double Estimate::end_of(double start, double seconds, double takes, const Spans& spans) {
   double end = start + seconds;
-  for (const Busy& span : spans) {
-    const double from = std::max(start, span.from), part = std::max(takes, span.takes);
-    if (from >= end || from >= span.to) continue;
-    end += std::min(part < 1 ? part / (1 - part) * (end - from) : never_ends, part * (span.to - from));
+  auto span = std::partition_point(spans.begin(), spans.end(), [&](const Busy& b) { return b.to <= start; });
+  for (; span != spans.end() && span->from < end; ++span) {
+    const double from = std::max(start, span->from), part = std::max(takes, span->takes);
+    end += std::min(part < 1 ? part / (1 - part) * (end - from) : never_ends, part * (span->to - from));
   }
   return end;
 }
 
 void Estimate::operation(int stream, const Cost& c) {
-  calls_ += c.launches;
+  sums_.calls += c.launches;
   const double t = seconds(c);
   double &clock = clock_[size_t(stream)], end = clock + t;
   if (stream == 0) {
     for (const auto& streams : spans_)
       for (const Spans& spans : streams) end = end_of(clock, end - clock, 0, spans);
-    busy_[size_t(c.kind)] += t, slowed_ += end - (clock + t);
-    if (c.kind == Work::matmul) product_flops_ += c.flops;
+    sums_.busy[size_t(c.kind)] += t, sums_.slowed += end - (clock + t);
+    if (c.kind == Work::matmul) sums_.product_flops += c.flops;
   }
   const double from = std::exchange(clock, end);
   keep(stream, Span::operation, stream == 0 && !mark.empty() ? mark : works[size_t(c.kind)], from);
@@ -90,7 +90,7 @@ void Estimate::operation(int stream, const Cost& c) {
 // the earlier ones do not.
 void Estimate::collective(int stream, Collective kind, double bytes, int ranks, int local, Via via) {
   if (ranks < 2) return;
-  calls_++;
+  sums_.calls++;
   const double t = seconds(kind, bytes, ranks, local, via);
   double &clock = clock_[size_t(stream)], end = clock + t;
   auto& same = spans_[ranks > local];
@@ -101,20 +101,20 @@ void Estimate::collective(int stream, Collective kind, double bytes, int ranks, 
        via == Via::copy_engines ? engine_takes * moving : std::max(held, ring_takes * std::min(1.0, moving))});
   clock = end;
   keep(stream, Span::collective, collectives[size_t(kind)], end - t, bytes);
-  Traffic& traffic = traffic_[size_t(kind)];
+  Traffic& traffic = sums_.traffic[size_t(kind)];
   traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;
 }
 
 Timeline::Point Estimate::record(int stream) {
-  calls_++;
+  sums_.calls++;
   return {stream, clock(stream)};
 }
 
 void Estimate::wait(int stream, const Point& event) {
-  calls_++;
+  sums_.calls++;
   double& clock = clock_[size_t(stream)];
   if (event.seconds <= clock) return;
-  if (stream == 0) exposed_[size_t(event.stream)] += event.seconds - clock;
+  if (stream == 0) sums_.exposed[size_t(event.stream)] += event.seconds - clock;
   const double from = std::exchange(clock, event.seconds);
   if (stream == 0) keep(stream, Span::wait, event.stream == 1 ? "waiting for gathers" : "waiting for reductions", from);
 }
@@ -131,39 +131,62 @@ void Estimate::memory(Purpose purpose, int64_t bytes) {
   if (keeps_ && bytes != 0) memory_.push_back({clock(0), purpose, bytes});
 }
 
-double Estimate::host() const { return (graph_ ? 1 : double(calls_)) * issue; }
-double Estimate::step() const { return std::max(*std::max_element(clock_.begin(), clock_.end()) - begun_, host()); }
+double Estimate::host() const { return (graph_ ? 1 : double(sums_.calls)) * issue; }
+double Estimate::step() const {
+  return std::max(*std::max_element(clock_.begin(), clock_.end()) - begun_ + sums_.skipped, host());
+}
 
 void Estimate::next_step() {
   begun_ = *std::max_element(clock_.begin(), clock_.end());
-  exposed_ = {}, busy_ = {}, traffic_ = {};
-  slowed_ = product_flops_ = 0, calls_ = 0;
+  sums_ = {};
   kept_.clear(), memory_.clear();
+}
+
+void Estimate::begin_repeat() { sums_before_repeat_ = sums_, repeat_from_ = clock(0); }
+
+// The clocks stay as they are, since the events that were recorded hold their times.
+void Estimate::skip(int64_t times) {
+  const Sums& was = sums_before_repeat_;
+  auto repeat = [&](auto* now, auto before) { *now += decltype(before)(times) * (*now - before); };
+  for (size_t i = 0; i < sums_.exposed.size(); i++) repeat(&sums_.exposed[i], was.exposed[i]);
+  for (size_t i = 0; i < sums_.busy.size(); i++) repeat(&sums_.busy[i], was.busy[i]);
+  for (size_t i = 0; i < sums_.traffic.size(); i++) {
+    repeat(&sums_.traffic[i].count, was.traffic[i].count);
+    repeat(&sums_.traffic[i].bytes, was.traffic[i].bytes);
+    repeat(&sums_.traffic[i].seconds, was.traffic[i].seconds);
+  }
+  repeat(&sums_.slowed, was.slowed), repeat(&sums_.product_flops, was.product_flops);
+  repeat(&sums_.calls, was.calls);
+  sums_.skipped += double(times) * (clock(0) - repeat_from_);
 }
 
 std::string Estimate::text(double tokens, double flops) const {
   const double s = step(), waited = exposed(1) + exposed(2);
   std::string t = strf("a step of a rank on %s, estimated %25s\n", chip_.name, "ms");
   auto row = [&](const char* what, double seconds) { t += strf("  %-46s %10.2f\n", what, 1e3 * seconds); };
-  row(strf("matmuls, %.2f TFLOP", 1e-12 * product_flops_).c_str(), busy(Work::matmul));
+  row(strf("matmuls, %.2f TFLOP", 1e-12 * sums_.product_flops).c_str(), busy(Work::matmul));
   row("attention", busy(Work::attention));
   row("memory-bound kernels", busy(Work::memory));
   row("optimizer", busy(Work::optimizer));
-  row("all that, slower beside collectives", std::fabs(slowed_));
+  row("all that, slower beside collectives", std::fabs(sums_.slowed));
   row("waiting for gathers", exposed(1));
   row("waiting for reductions", exposed(2));
   row("step", s);
-  for (size_t i = 0; i < traffic_.size(); i++)
-    if (const Traffic& c = traffic_[i]; c.count > 0)
-      row(strf("beside it: %d %s, %.1f MiB sent", c.count, collectives[i], c.bytes / (1 << 20)).c_str(), c.seconds);
-  row(strf("beside it: the host, %lld call%s", graph_ ? 1 : static_cast<long long>(calls_), graph_ ? "" : "s").c_str(),
+  for (size_t i = 0; i < sums_.traffic.size(); i++)
+    if (const Traffic& c = sums_.traffic[i]; c.count > 0)
+      row(strf("beside it: %lld %s, %.1f MiB sent", static_cast<long long>(c.count), collectives[i],
+               c.bytes / (1 << 20))
+              .c_str(),
+          c.seconds);
+  row(strf("beside it: the host, %lld call%s", graph_ ? 1 : static_cast<long long>(sums_.calls), graph_ ? "" : "s")
+          .c_str(),
       host());
   t += strf("  %s tokens/s a GPU, %.2f TFLOP, MFU %.1f %%; bound by %s\n", grouped(std::llround(tokens / s)).c_str(),
             1e-12 * flops, 1e2 * flops / s / chip_.bf16,
-            s <= host()         ? "the host"
-            : waited > 0.1 * s  ? "communication: it does not hide"
-            : slowed_ > 0.1 * s ? "compute, which collectives beside it slow down"
-                                : "compute");
+            s <= host()              ? "the host"
+            : waited > 0.1 * s       ? "communication: it does not hide"
+            : sums_.slowed > 0.1 * s ? "compute, which collectives beside it slow down"
+                                     : "compute");
   t += strf(
       "  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings\n"
       "  (gathers by copy engines %.0f);\n",

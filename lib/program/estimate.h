@@ -37,6 +37,9 @@ class Estimate : public Timeline {
   Point record(int stream) override;
   void wait(int stream, const Point& event) override;
   void next_step() override;  // what is told from then on is that step alone
+  bool can_skip() const override { return !keeps_; }
+  void begin_repeat() override;
+  void skip(int64_t times) override;
   double clock(int stream) const { return clock_[size_t(stream)]; }
 
   // From here on what runs when is kept: operations by their marks, collectives by their units, and what the compute
@@ -51,18 +54,25 @@ class Estimate : public Timeline {
   double seconds(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels) const;
   double step() const;
   double host() const;                                                       // to issue the step
-  double busy(Work kind) const { return busy_[size_t(kind)]; }               // the compute stream
-  double slowed() const { return slowed_; }                                  // it, beside collectives
-  double exposed(int recorder) const { return exposed_[size_t(recorder)]; }  // it, waiting for that stream
-  double talking(Collective kind) const { return traffic_[size_t(kind)].seconds; }
+  double busy(Work kind) const { return sums_.busy[size_t(kind)]; }               // the compute stream
+  double slowed() const { return sums_.slowed; }                                  // it, beside collectives
+  double exposed(int recorder) const { return sums_.exposed[size_t(recorder)]; }  // it, waiting for that stream
+  double talking(Collective kind) const { return sums_.traffic[size_t(kind)].seconds; }
 
   // The table for people. Of a GPU and step: tokens, FLOPs as MFU counts them.
   std::string text(double tokens, double flops) const;
 
  private:
   struct Traffic {
-    int count = 0;
+    int64_t count = 0;
     double bytes = 0, seconds = 0;
+  };
+  struct Sums {  // of a step
+    std::array<double, 3> exposed = {};
+    std::array<double, 4> busy = {};
+    std::array<Traffic, 4> traffic = {};
+    double slowed = 0, product_flops = 0, skipped = 0;  // skipped: seconds that no clock has counted
+    int64_t calls = 0;
   };
   struct Busy {
     double from, to, takes;  // of the compute stream's time
@@ -74,13 +84,12 @@ class Estimate : public Timeline {
 
   const Chip chip_;
   const bool graph_;
-  std::array<double, 3> clock_ = {}, exposed_ = {};
-  std::array<double, 4> busy_ = {};
-  std::array<Traffic, 4> traffic_ = {};
+  std::array<double, 3> clock_ = {};
+  Sums sums_, sums_before_repeat_;
+  double repeat_from_ = 0;
   // In which a stream has a collective running: in a node, and between nodes.
   std::array<std::array<Spans, 3>, 2> spans_;
-  double begun_ = 0, slowed_ = 0, product_flops_ = 0;
-  int64_t calls_ = 0;
+  double begun_ = 0;
   bool keeps_ = false;
   std::vector<Span> kept_;
   std::vector<MemoryChange> memory_;

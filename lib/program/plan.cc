@@ -1,6 +1,7 @@
 #include "lib/program/plan.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -71,19 +72,38 @@ void plan_step(Run r, const World& world, Device* dev, Estimate* estimate) {
 }
 }  // namespace
 
+double reserve() { return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)); }
+
+bool fits(double bytes, const Chip& chip) { return bytes + reserve() <= chip.memory; }
+
+namespace {
+// A step that has been run dry, and is not packed yet: that takes longer than all else.
+struct DryStep {
+  Run r;
+  double tokens;  // of a GPU
+  Estimate estimate;
+  Device dev{Backend::gpu, Device::plan_only};
+  DryStep(const Run& run, const World& world, const Chip& chip)
+      : r(run), tokens(double(run.tokens_per_step()) / world.size), estimate(chip, run.o.graph == 1) {
+    plan_step(r, world, &dev, &estimate);
+  }
+  DryStep(Run run, int ranks, const Chip& chip) : DryStep(run, elsewhere(&run, ranks, chip.copy_engines).world, chip) {}
+  bool fits_on(const Chip& chip) const {
+    return fits(double(dev.mem.live_peak()), chip) && fits(double(dev.mem.arena_bytes()), chip);
+  }
+  double tokens_per_sec() const { return tokens / estimate.step(); }
+};
+}  // namespace
+
 Price price(Run r, const World& world, const Chip& chip) {
-  Estimate estimate(chip, r.o.graph == 1);
-  Device dev(Backend::gpu, Device::plan_only);
-  plan_step(r, world, &dev, &estimate);
-  const double tokens = double(r.tokens_per_step()) / world.size, seconds = estimate.step();
-  const double bytes = double(dev.mem.arena_bytes());
-  const MemoryReport memory = dev.mem.report();
-  return {bytes,
-          seconds,
-          tokens / seconds,
+  const DryStep step(r, world, chip);
+  const MemoryReport memory = step.dev.mem.report();
+  return {double(memory.arena),
+          step.estimate.step(),
+          step.tokens_per_sec(),
           double(memory.init_total),
           double(memory.before_step_total),
-          estimate.text(tokens, tokens * flops_per_token(r.model))};
+          step.estimate.text(step.tokens, step.tokens * flops_per_token(r.model))};
 }
 Price price(Run r, int ranks, const Chip& chip) {
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;
@@ -93,6 +113,10 @@ Price price(Run r, int ranks, const Chip& chip) {
 Trace planned_trace(Run r, int ranks, const Chip& chip) {
   REQUIRE_USER(!r.fsdp.gather_over_mpi || ranks == 1,
                "--trace: the time of a step with --gather mpi is not estimated; choose another --gather");
+  constexpr int64_t most = 64;
+  REQUIRE_USER(r.grad_accum <= most,
+               "--trace: a step of %lld micro-batches is too long to look at; use --grad-accum %lld or less",
+               ll(r.grad_accum), ll(most));
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;
   Estimate estimate(chip, r.o.graph == 1);
   estimate.keep_spans();
@@ -106,10 +130,6 @@ Trace planned_trace(Run r, int ranks, const Chip& chip) {
   t.live_peak = memory.live_peak, t.arena = memory.arena;
   return t;
 }
-
-double reserve() { return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)); }
-
-bool fits(double bytes, const Chip& chip) { return bytes + reserve() <= chip.memory; }
 
 namespace {
 
@@ -173,31 +193,52 @@ struct Cheapest {
   }
   void look_at(const Options& o, const std::string& said) {
     try {
-      const Price p = price(resolve(o, ranks, 0), ranks, chip);
-      if (!fits(p.bytes, chip) || p.tokens_per_sec <= most) return;
-      most = p.tokens_per_sec;
-      best = strf("%s: %.1f GB, %s tokens/s a GPU", said.c_str(), 1e-9 * p.bytes, grouped(ll(most)).c_str());
+      const DryStep step(resolve(o, ranks, 0), ranks, chip);
+      if (step.tokens_per_sec() <= most || !step.fits_on(chip)) return;
+      most = step.tokens_per_sec();
+      best = strf("%s: %.1f GB, %s tokens/s a GPU", said.c_str(), 1e-9 * double(step.dev.mem.arena_bytes()),
+                  grouped(ll(most)).c_str());
     } catch (const UsageError&) {}  // this model cannot
   }
 };
 
+// Ways to make so many of the changes, from a group on.
+int64_t ways(const Changes& groups, size_t changes, size_t from = 0) {
+  if (changes == 0) return 1;
+  int64_t n = 0;
+  for (size_t g = from; g < groups.size(); g++) n += int64_t(groups[g].size()) * ways(groups, changes - 1, g + 1);
+  return n;
+}
+
 }  // namespace
 
 std::string advice(const Options& o, int ranks, const Chip& chip) {
+  const ModelConfig model = resolve(o, ranks, 0).model;
+  // Weights in fp32 and two moments in bf16, at least: what these leave no room for is not run dry.
+  const double least = 8.0 * double(parameter_count(model));
+  // Of a deep model fewer changes are looked at: so many blocks are run dry in a second or two.
+  constexpr int64_t most_blocks = 50000;
   const Changes groups = possible_changes(o, ranks);
-  for (size_t changes = 1; changes <= 3; changes++) {
+  const char* const looked_at[] = {"not every change was looked at", "no single change fits",
+                                   "no combination of up to two changes fits",
+                                   "no combination of up to three changes fits"};
+  size_t changes = 1;
+  for (; changes <= 3 && fits(least / ranks, chip); changes++) {
+    if (ways(groups, changes) * model.depth > most_blocks) break;
     Cheapest cheapest{groups, ranks, chip};
     cheapest.search(0, changes, o, "");
     if (!cheapest.best.empty()) return "the cheapest change that fits: " + cheapest.best + "\n";
   }
-  for (int more = 2 * ranks; more <= 65536; more *= 2) {
+  const std::string none = looked_at[fits(least / ranks, chip) ? changes - 1 : 3];
+  for (int more = changes == 1 ? ranks : 2 * ranks; more <= 65536; more *= 2) {
+    if (!fits(least / more, chip)) continue;
     Options c = o;
     c.recompute = "block", c.keep_attention = 0, c.shard = "full", c.reshard_after_forward = -1;
     try {
-      const Price p = price(resolve(c, more, 0), more, chip);
-      if (fits(p.bytes, chip))
-        return strf("no combination of up to three changes fits on %d GPUs; --recompute block on %d does: %.1f GB\n",
-                    ranks, more, 1e-9 * p.bytes);
+      const DryStep step(resolve(c, more, 0), more, chip);
+      if (step.fits_on(chip))
+        return strf("%s on %d GPUs; --recompute block on %d does: %.1f GB\n", none.c_str(), ranks, more,
+                    1e-9 * double(step.dev.mem.arena_bytes()));
     } catch (const UsageError&) {}
   }
   return "no change makes it fit: a micro-batch is too large for one GPU; lower --batch or --seq\n";
@@ -228,7 +269,11 @@ std::string plan_text(Run r, int ranks) {
   Device dev(r.backend, Device::plan_only);
   const Chip* chip = chip_named(chip_for(r));
   const Elsewhere there = elsewhere(&r, ranks, chip && chip->copy_engines);
+  const auto begun = std::chrono::steady_clock::now();
   const std::vector<Issued> issued = plan(dev, there.world, there.transport, r);
+  // Estimate and advice are a few times that.
+  if (std::chrono::steady_clock::now() - begun > std::chrono::milliseconds(500))
+    std::fprintf(stderr, "note: planning %lld blocks takes some seconds\n", ll(r.model.depth));
   std::string text = strf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                           r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                           name_of(r.dtype), ll(r.batch), ll(r.model.seq));

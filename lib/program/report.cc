@@ -157,12 +157,14 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
   double gathered = 0, reduced = 0;
   for (size_t i = 0; i < issued.size(); i++) {
     const Issued& e = issued[i];
+    if (e.times > 1 && issued[i - 1].times == 1)
+      text += strf("%5s  the micro-batch that follows comes %s times\n", "", grouped(e.times).c_str());
     const std::string unit = e.unit < 0 ? "all" : units[size_t(e.unit)].name;
     text += strf("%5zu  %-8s %-19s ", i + 1, stream_of(e), name_of(e));
     if (e.bytes == 0) text += unit + "\n";
     else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
     else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
-    (e.kind == Issued::all_gather ? gathered : reduced) += e.sent() / (1 << 20);
+    (e.kind == Issued::all_gather ? gathered : reduced) += double(e.times) * e.sent() / (1 << 20);
   }
   return text + strf("each of %d ranks sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
                      gathered, reduced);

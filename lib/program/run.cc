@@ -222,6 +222,9 @@ Run resolve(const Options& o, int world_size, int gpus) {
   resolve_batch(o, p, world_size, &r);
   r.nan_skips = nan_skips(o);
   check_config(r.model, r.batch, r.backend, r.dtype);
+  REQUIRE_USER(double(r.global_batch) * double(r.model.seq) < 9e15,
+               "%d ranks x --batch %lld x --grad-accum %lld x --seq %lld are more than 9e15 tokens a step", world_size,
+               ll(r.batch), ll(r.grad_accum), ll(r.model.seq));
   check_frozen(r.model, o.freeze);
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);

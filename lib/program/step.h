@@ -6,6 +6,10 @@
 #include "lib/program/run.h"
 #include "model.h"
 
+// The micro-batches between the first and the last are alike: the same buffers, operations and collectives. A dry run
+// issues so many of them, with the first, in which its clocks settle; the last of these stands for the rest.
+constexpr int64_t dry_micro_batches = 4;
+
 // host: the step's micro-batches, one behind the other; pinned, and free again when `copied` has passed.
 template <class T, class G>
 void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, const ops::AdamW* adamw,
@@ -13,8 +17,23 @@ void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* 
   dev.mem.begin("step");
   model.begin_step(adamw, float(r.o.clip));
   const double scale = 1.0 / double(r.tokens_per_step());
-  for (int64_t m = 0; m < r.grad_accum; m++)
-    model.forward_backward(host + m * batch_ints(r.model, r.batch), scale, m == 0, m + 1 == r.grad_accum, copied);
+  const int64_t last = r.grad_accum - 1;
+  const bool skips = dev.mode != Mode::run && (!dev.timeline || dev.timeline->can_skip());
+  auto issue = [&](int64_t m) {
+    model.forward_backward(host + m * batch_ints(r.model, r.batch), scale, m == 0, m == last, copied);
+  };
+  issue(0);
+  for (int64_t m = 1, alike; m < last; m += alike) {
+    alike = skips && m == dry_micro_batches - 1 ? last - m : 1;
+    model.fsdp.trace_times(alike);
+    dev.mem.begin_repeat();
+    if (dev.timeline) dev.timeline->begin_repeat();
+    issue(m);
+    if (alike > 1 && dev.timeline) dev.timeline->skip(alike - 1);
+    dev.mem.end_repeat();
+  }
+  model.fsdp.trace_times(1);
+  if (last > 0) issue(last);
   model.end_step();
   dev.mem.end();
 }
