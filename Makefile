@@ -6,6 +6,7 @@
 #   NCCL=0          leave NCCL out: collectives then go over MPI through host memory
 #   CUPTI=0         leave CUPTI out: --profile and --trace then show no kernels
 #   ARCH="90a 80"   GPU architectures (by itself: this machine's GPUs; without a GPU 8.0 and 9.0a)
+#   SAN=1           AddressSanitizer and UBSan, for the CPU backend alone; `make test SAN=1` runs all tests under them
 #   CUDA_HOME, NCCL_HOME, MPICXX, CXX, CPU_ARCH, CPPFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS; DEBUG=1 adds -g -lineinfo
 #   COMMIT          what --version and results say, for a source tree without git
 #   RANKS, ARGS     for `make run`: how many ranks (by itself one a GPU, 4 without a GPU), more options of ./train
@@ -15,7 +16,7 @@ CPU_ARCH ?= native
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run start test tests tables notes syntax clean format help force
+.PHONY: all run start test soak tests tables notes syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -39,8 +40,9 @@ help:
 	  '                 (GPUS=2: with so many; ONLY=depth,seq: those sweeps; CONTINUE=1: go on where it stopped)' \
 	  'make notes       pictures and tables from results/ as it is' \
 	  'make format      clang-format every source' \
+	  'make soak        kill ranks at random, go on, compare with an undisturbed run (MINUTES=30)' \
 	  'make clean       remove what was built' \
-	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
+	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1, SAN=1: see the Makefile'
 
 # A full /tmp would fail every compiler, apt-get and mpirun.
 ifneq ($(filter-out clean format help,$(or $(MAKECMDGOALS),all)),)
@@ -64,6 +66,9 @@ test:
 	@./setup.sh test
 	@$(MAKE) --no-print-directory all tests
 	@test/run
+
+soak: all
+	@test/soak.sh $(or $(MINUTES),30)
 
 clean:
 	rm -rf build train bench
@@ -92,7 +97,7 @@ include build/found
 ifeq ($(origin ARCH),environment)
   ARCH := $(shell echo '$(ARCH)' | grep -E '^(sm_)?[0-9]+a?( |$$)')
 endif
-asked_cuda := $(CUDA)
+asked_cuda := $(if $(filter 1,$(SAN)),0,$(CUDA))
 ifneq ($(asked_cuda),0)
   nvcc := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 endif
@@ -201,14 +206,15 @@ defines := -DFSDP_CUDA=$(CUDA) -DFSDP_NCCL=$(NCCL) -DFSDP_CUPTI=$(CUPTI)
 includes := -I. $(CPPFLAGS) $(found_mpi_flags) $(found_openblas_flags) $(addprefix -isystem ,$(filter-out /usr/include \
   /usr/local/include $(cuda_include),$(nccl_include) $(cupti_include)))
 debug := $(if $(filter 1,$(DEBUG)),-g)
-host_flags := -O3 -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(CXXFLAGS)
+sanitize := $(if $(filter 1,$(SAN)),-g -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
+host_flags := $(if $(sanitize),-O1,-O3) -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)
 cxx_compile := $(CXX) -std=c++17 $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
 nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(archs)) --expt-relaxed-constexpr \
   $(foreach f,$(filter-out -O3,$(host_flags)),-Xcompiler=$(subst $(comma),\$(comma),$(f))) $(if $(debug),-lineinfo) $(defines) $(includes) $(NVCCFLAGS)
 # A directory that the run-time linker does not search is written into the programs.
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))
-link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -lrt) -ldl \
+link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -lrt) -ldl \
   $(call rpath,$(filter-out $(cuda_lib),$(cupti_lib))) \
   $(if $(nccl),$(nccl_lib) $(call rpath,$(patsubst %/,%,$(dir $(nccl_lib))))) $(found_mpi_libs) $(found_openblas_libs) -lpthread
 
