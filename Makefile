@@ -16,7 +16,7 @@ CPU_ARCH ?= native
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run start test soak tests tables notes syntax clean format help force
+.PHONY: all run start test soak fuzz tests tables notes syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -41,6 +41,7 @@ help:
 	  'make notes       pictures and tables from results/ as it is' \
 	  'make format      clang-format every source' \
 	  'make soak        kill ranks at random, go on, compare with an undisturbed run (MINUTES=30)' \
+	  'make fuzz        hand made-up inputs to every parser (clang; SECONDS=60 for each)' \
 	  'make clean       remove what was built' \
 	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1, SAN=1: see the Makefile'
 
@@ -74,10 +75,10 @@ clean:
 	rm -rf build train bench
 
 sources := $(wildcard *.cu attention/*.cu lib/*/*.cu lib/*/*.cc)
-test_sources := test/main.cc $(wildcard test/test_*.cc test/test_*.cu)
+test_sources := test/main.cc test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
 
 format:
-	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu)
+	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu test/fuzz/*.h test/fuzz/*.cc)
 
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 
@@ -271,6 +272,24 @@ notes: train bench
 	./bench --plots
 	./bench --notes NOTES.md README.md results/README.md
 
+# libFuzzer, which is clang's, makes inputs up for each parser; SECONDS for each. What it finds lands in build/fuzz.
+fuzz_names = $(notdir $(wildcard test/fuzz/corpus/*))
+fuzz_objects := $(patsubst %,build/fuzz/%.o,$(basename test/fuzz/main.cc test/fuzz/targets.cc $(filter-out train.cu bench.cu,$(sources))))
+fuzz_compile = clang++ -std=c++17 -O1 -g -fsanitize=fuzzer-no-link$(comma)address$(comma)undefined \
+  -fno-sanitize-recover=undefined -pthread -DFSDP_CUDA=0 -DFSDP_NCCL=0 -DFSDP_CUPTI=0 $(includes) -MMD -MP -c -o $@
+fuzz: build/fuzz/run
+	@for name in $(fuzz_names); do mkdir -p build/fuzz/$$name && echo "fuzz $$name" && \
+	  ASAN_OPTIONS=detect_leaks=0 FUZZ=$$name build/fuzz/run -max_total_time=$(or $(SECONDS),60) -rss_limit_mb=2048 \
+	  -timeout=10 -print_final_stats=1 -artifact_prefix=build/fuzz/$$name- build/fuzz/$$name test/fuzz/corpus/$$name \
+	  2>&1 | tee build/fuzz/$$name.log | grep -E 'ERROR|SUMMARY|stat::number_of_executed|Test unit written' ; \
+	  [ "$${PIPESTATUS[0]}" = 0 ] || exit 1; done
+build/fuzz/run: $(fuzz_objects)
+	@echo link $@ && clang++ -fsanitize=fuzzer,address,undefined -o $@ $^ $(LDFLAGS) $(found_mpi_libs) $(found_openblas_libs) -ldl -lpthread $(LDLIBS)
+build/fuzz/%.o: %.cc build/flags | build/version.h
+	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) $<
+build/fuzz/%.o: %.cu build/flags | build/version.h
+	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) -x c++ $<
+
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
 syntax: | build/version.h
 	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -O0 -S -o /dev/null -Wall -Wextra -pthread -UFSDP_CUDA \
@@ -288,5 +307,5 @@ build/version.h: force
 %.cu: ;
 %.cc: ;
 
--include $(objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d
+-include $(objects:.o=.d) $(fuzz_objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d
 endif
