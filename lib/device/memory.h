@@ -134,6 +134,7 @@ class Memory {
   void* take_bytes(int64_t bytes, const char* name, Purpose p);
   void give(void* p);
   void pack_all() const;
+  std::string no_room(const Room& room) const;
 
   Device& dev_;
   mutable std::vector<Buf> kept_;
