@@ -88,6 +88,7 @@ struct Options {
 
   std::string config;              // the file that --config named
   std::vector<std::string> given;  // what the command line, or its file, names
+  bool keeps_global_batch = false;  // a checkpoint's: --batch and --grad-accum only say how it is cut
   bool gives(const std::string& name) const;
 };
 
