@@ -6,6 +6,7 @@
 #   NCCL=0          leave NCCL out: collectives then go over MPI through host memory
 #   CUPTI=0         leave CUPTI out: --profile and --trace then show no kernels
 #   ARCH="90a 80"   GPU architectures (by itself: this machine's GPUs; without a GPU 8.0 and 9.0a)
+#   SAN=1           AddressSanitizer and UBSan, for the CPU backend alone; `make test SAN=1` runs all tests under them
 #   CUDA_HOME, NCCL_HOME, MPICXX, CXX, CPU_ARCH, CPPFLAGS, CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS; DEBUG=1 adds -g -lineinfo
 #   COMMIT          what --version and results say, for a source tree without git
 #   RANKS, ARGS     for `make run`: how many ranks (by itself one a GPU, 4 without a GPU), more options of ./train
@@ -15,7 +16,7 @@ CPU_ARCH ?= native
 ARGS ?=
 
 .DEFAULT_GOAL := all
-.PHONY: all run start test tests faults tables notes syntax clean format help force
+.PHONY: all run start test soak fuzz faults tests tables notes syntax clean format help force
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -40,8 +41,10 @@ help:
 	  '                 (GPUS=2: with so many; ONLY=depth,seq: those sweeps; CONTINUE=1: go on where it stopped)' \
 	  'make notes       pictures and tables from results/ as it is' \
 	  'make format      clang-format every source' \
+	  'make soak        kill ranks at random, go on, compare with an undisturbed run (MINUTES=30)' \
+	  'make fuzz        hand made-up inputs to every parser (clang; SECONDS=60 for each)' \
 	  'make clean       remove what was built' \
-	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1: see the Makefile'
+	  'CUDA=0           the CPU backend alone; NCCL=0, CUPTI=0, ARCH="90a 80", CPU_ARCH=x86-64-v3, DEBUG=1, SAN=1: see the Makefile'
 
 # A full /tmp would fail every compiler, apt-get and mpirun.
 ifneq ($(filter-out clean format help,$(or $(MAKECMDGOALS),all)),)
@@ -66,14 +69,17 @@ test:
 	@$(MAKE) --no-print-directory all tests
 	@test/run
 
+soak: all
+	@test/soak.sh $(or $(MINUTES),30)
+
 clean:
 	rm -rf build train bench
 
 sources := $(wildcard *.cu attention/*.cu lib/*/*.cu lib/*/*.cc)
-test_sources := test/main.cc $(wildcard test/test_*.cc test/test_*.cu)
+test_sources := test/main.cc test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
 
 format:
-	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu)
+	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu test/fuzz/*.h test/fuzz/*.cc)
 
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 
@@ -93,7 +99,7 @@ include build/found
 ifeq ($(origin ARCH),environment)
   ARCH := $(shell echo '$(ARCH)' | grep -E '^(sm_)?[0-9]+a?( |$$)')
 endif
-asked_cuda := $(CUDA)
+asked_cuda := $(if $(filter 1,$(SAN)),0,$(CUDA))
 ifneq ($(asked_cuda),0)
   nvcc := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 endif
@@ -202,14 +208,15 @@ defines := -DFSDP_CUDA=$(CUDA) -DFSDP_NCCL=$(NCCL) -DFSDP_CUPTI=$(CUPTI)
 includes := -I. $(CPPFLAGS) $(found_mpi_flags) $(found_openblas_flags) $(addprefix -isystem ,$(filter-out /usr/include \
   /usr/local/include $(cuda_include),$(nccl_include) $(cupti_include)))
 debug := $(if $(filter 1,$(DEBUG)),-g)
-host_flags := -O3 -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(CXXFLAGS)
+sanitize := $(if $(filter 1,$(SAN)),-g -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
+host_flags := $(if $(sanitize),-O1,-O3) -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)
 cxx_compile := $(CXX) -std=c++17 $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
 nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(archs)) --expt-relaxed-constexpr \
   $(foreach f,$(filter-out -O3,$(host_flags)),-Xcompiler=$(subst $(comma),\$(comma),$(f))) $(if $(debug),-lineinfo) $(defines) $(includes) $(NVCCFLAGS)
 # A directory that the run-time linker does not search is written into the programs.
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))
-link_libs := $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -lrt) -ldl \
+link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -lrt) -ldl \
   $(call rpath,$(filter-out $(cuda_lib),$(cupti_lib))) \
   $(if $(nccl),$(nccl_lib) $(call rpath,$(patsubst %/,%,$(dir $(nccl_lib))))) $(found_mpi_libs) $(found_openblas_libs) -lpthread
 
@@ -270,6 +277,24 @@ notes: train bench
 	./bench --plots
 	./bench --notes NOTES.md README.md results/README.md
 
+# libFuzzer, which is clang's, makes inputs up for each parser; SECONDS for each. What it finds lands in build/fuzz.
+fuzz_names = $(notdir $(wildcard test/fuzz/corpus/*))
+fuzz_objects := $(patsubst %,build/fuzz/%.o,$(basename test/fuzz/main.cc test/fuzz/targets.cc $(filter-out train.cu bench.cu,$(sources))))
+fuzz_compile = clang++ -std=c++17 -O1 -g -fsanitize=fuzzer-no-link$(comma)address$(comma)undefined \
+  -fno-sanitize-recover=undefined -pthread -DFSDP_CUDA=0 -DFSDP_NCCL=0 -DFSDP_CUPTI=0 $(includes) -MMD -MP -c -o $@
+fuzz: build/fuzz/run
+	@for name in $(fuzz_names); do mkdir -p build/fuzz/$$name && echo "fuzz $$name" && \
+	  ASAN_OPTIONS=detect_leaks=0 FUZZ=$$name build/fuzz/run -max_total_time=$(or $(SECONDS),60) -rss_limit_mb=2048 \
+	  -timeout=10 -print_final_stats=1 -artifact_prefix=build/fuzz/$$name- build/fuzz/$$name test/fuzz/corpus/$$name \
+	  2>&1 | tee build/fuzz/$$name.log | grep -E 'ERROR|SUMMARY|stat::number_of_executed|Test unit written' ; \
+	  [ "$${PIPESTATUS[0]}" = 0 ] || exit 1; done
+build/fuzz/run: $(fuzz_objects)
+	@echo link $@ && clang++ -fsanitize=fuzzer,address,undefined -o $@ $^ $(LDFLAGS) $(found_mpi_libs) $(found_openblas_libs) -ldl -lpthread $(LDLIBS)
+build/fuzz/%.o: %.cc build/flags | build/version.h
+	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) $<
+build/fuzz/%.o: %.cu build/flags | build/version.h
+	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) -x c++ $<
+
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
 syntax: | build/version.h
 	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -O0 -S -o /dev/null -Wall -Wextra -pthread -UFSDP_CUDA \
@@ -287,5 +312,5 @@ build/version.h: force
 %.cu: ;
 %.cc: ;
 
--include $(objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d
+-include $(objects:.o=.d) $(fuzz_objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d
 endif

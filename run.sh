@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains under mpirun, and goes on from the latest checkpoint when a rank, a GPU or a host is lost: with the ranks that
-# are left, for a checkpoint suits any number of them. Keep the batch the same by --global-batch, not by --grad-accum.
+# are left, for a checkpoint suits any number of them, and keeps the global batch.
 #
 #   ./run.sh [-n RANKS] [--restart N] [--hostfile FILE] ./train --save DIR --save-every 100 ...
 #

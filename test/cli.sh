@@ -10,7 +10,7 @@ trap 'rm -rf "$dir"' EXIT
 passed=0
 failed=0
 skipped=0
-limit=20
+limit=$([ "${SAN-}" = 1 ] && echo 200 || echo 20) # ten times as slow with sanitizers
 small=(--device cpu --preset tiny --seq 64 --batch 1 --steps 2)
 
 verdict() { # NAME, then what is wrong (nothing if all is well)

@@ -8,6 +8,10 @@
 #include <map>
 #include <set>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/allocator_interface.h>
+#endif
+
 #include "lib/program/estimate.h"
 #include "lib/program/presets.h"
 #include "model.h"
@@ -79,7 +83,8 @@ struct Outcome {
   int64_t growth = 0;  // bytes that the process, or the GPU's other memory, took from the tenth step on
 };
 
-// Memory in use beside the arena: the process's, and on a GPU the device's.
+// Memory in use beside the arena: the process's, and on a GPU the device's. AddressSanitizer keeps what was freed for a
+// while, and knows better.
 int64_t bytes_in_use(Backend backend) {
 #if FSDP_CUDA
   if (backend == Backend::gpu) {
@@ -89,6 +94,9 @@ int64_t bytes_in_use(Backend backend) {
   }
 #endif
   (void)backend;
+#ifdef __SANITIZE_ADDRESS__
+  return int64_t(__sanitizer_get_current_allocated_bytes());
+#endif
   std::ifstream statm("/proc/self/statm");
   int64_t size = 0, resident = 0;
   statm >> size >> resident;

@@ -384,8 +384,24 @@ TEST_CASE("a resumed run is the checkpoint's where it is told nothing", "[progra
   CHECK(resumed("--preset tiny").dim == 0);  // another preset's sizes are its own
   CHECK(resumed("--preset class").dim == 96);
   CHECK(resumed("--preset tiny").lr == 0.01);
-  for (const char* said : {"--batch 4", "--grad-accum 3"}) CHECK(resumed(said).global_batch == 0);
+  for (const char* said : {"--batch 4", "--grad-accum 3"}) CHECK(resumed(said).global_batch == 6);
+  CHECK(resumed("--global-batch 9").global_batch == 9);
   for (const char* said : {"--tokens 1000", "--epochs 2"}) CHECK(resumed(said).steps == 0);
+  // The same command on other numbers of ranks: the global batch stays, and no rank computes padding for it.
+  struct Cut {
+    const char* line;
+    int ranks;
+    int64_t batch, grad_accum;
+  };
+  for (const Cut& c : {Cut{"--batch 3", 2, 3, 1}, Cut{"--batch 3", 1, 3, 2}, Cut{"--batch 3", 3, 2, 1},
+                       Cut{"--batch 1 --grad-accum 3", 2, 1, 3}, Cut{"--batch 1 --grad-accum 3", 1, 1, 6},
+                       Cut{"--batch 4", 1, 3, 2}, Cut{"--batch 8", 6, 1, 1}, Cut{"--batch 2", 4, 2, 1}}) {
+    INFO(c.line << " on " << c.ranks);
+    const Run cut = resolve(resumed(c.line), c.ranks, 0);
+    CHECK(cut.batch == c.batch);
+    CHECK(cut.grad_accum == c.grad_accum);
+    CHECK(cut.global_batch == 6);
+  }
   Options untouched = parsed("--lr 0.5");
   take_up(json(), &untouched);
   CHECK(to_json(untouched) == to_json(parsed("--lr 0.5")));

@@ -415,6 +415,12 @@ struct FakeNvml {
       return which == Nvml::sm_clock ? 0 : 1;
     };
     n.power = [](Nvml::Gpu gpu, unsigned* mw) { return *mw = 500000, number(gpu) == 2 ? 3 : 0; };
+    n.processes = [](Nvml::Gpu gpu, unsigned* count, Nvml::Process* p) {
+      if (number(gpu) == 2) return 3;
+      p[0] = {1, 3ull << 30, 0, 0}, p[1] = {unsigned(getppid()), 5ull << 30, 0, 0};
+      p[2] = {unsigned(getpid()), 7ull << 30, 0, 0}, p[3] = {1, ~0ull, 0, 0};
+      return *count = 4, 0;
+    };
     n.memory = [](Nvml::Gpu gpu, Nvml::MemoryInfo* info) { return info->used = (1ull << 20) * number(gpu), 0; };
     return n;
   }
@@ -467,6 +473,22 @@ TEST_CASE("a summary of what GPUs told", "[nvml]") {
   CHECK(silent->clock_mhz == 2000);
   CHECK(FakeNvml::opened == 3);
   CHECK(FakeNvml::closed == 3);
+}
+
+TEST_CASE("who holds a GPU's memory is told, the largest first, but not ourselves", "[nvml]") {
+  FakeNvml::opened = FakeNvml::closed = 0, FakeNvml::refuses = false;
+  Nvml nvml = FakeNvml::table();
+  const std::vector<std::string> users = memory_users(&nvml, "0");
+  REQUIRE(users.size() == 2);
+  std::string parent;
+  std::getline(std::ifstream("/proc/" + std::to_string(getppid()) + "/comm"), parent);
+  CHECK(users[0] == parent + " (pid " + std::to_string(getppid()) + ") 5120 MiB");
+  CHECK(users[1].find("(pid 1) 3072 MiB") != std::string::npos);
+  CHECK(memory_users(&nvml, "1").empty());  // the driver does not tell
+  CHECK(FakeNvml::opened == FakeNvml::closed);
+  nvml.processes = nullptr;
+  CHECK(memory_users(&nvml, "0").empty());
+  CHECK(memory_users(nullptr, "0").empty());
 }
 
 TEST_CASE("without NVML, or a GPU of that name, there is no summary", "[nvml]") {

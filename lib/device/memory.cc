@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "lib/device/device.h"
+#include "lib/device/nvml.h"
 
 const char* name_of(Purpose p) {
   static const char* names[purposes] = {"master",         "moments",     "gradients",   "gather slots",
@@ -329,30 +330,39 @@ MemoryReport Memory::live_report() const {
   return r;
 }
 
+// What was asked for, what is free, and who has the rest.
+std::string Memory::no_room(const Room& room) const {
+  const double mib = 1048576.0;
+  const MemoryReport r = report();
+  const int64_t free = room.arena + room.reserve > room.free_now ? room.free_now : room.free_at_start;
+  const std::string kept =
+      room.reserve > 0 ? strf(" and %.0f MiB for CUDA's libraries", double(room.reserve) / mib) : "";
+  const std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
+  std::string others;
+  if (dev_.backend == Backend::gpu)
+    for (const std::string& user : memory_users(load_nvml(), nvml_uuid(name_gpu(dev_.ordinal).uuid)))
+      others += (others.empty() ? "; in use there: " : ", ") + user;
+  return strf(
+      "no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s%s, and %s has "
+      "%.0f MiB free of %.0f%s; nothing was allocated; lower --batch or --seq, or use more ranks",
+      double(room.arena) / mib, r.peak_phase.c_str(), r.largest.c_str(), kept.c_str(), shared.c_str(),
+      dev_.name.c_str(), double(free) / mib, double(dev_.total_bytes) / mib, others.c_str());
+}
+
 void Memory::commit(int64_t reserve) {
   ASSERT(!committed() && current_ < 0 && reserve >= 0);
   const int64_t want = arena_bytes();
   ASSERT(dev_.backend == Backend::cpu || dev_.ordinal != Device::plan_only);
   Room room{want, reserve, dev_.free_bytes, dev_.free_bytes, dev_.sharers};
 #if FSDP_CUDA
-  if (dev_.backend == Backend::gpu) {
+  const auto look = [&] {
     size_t f = 0, t = 0;
     CUDA_CHECK(cudaMemGetInfo(&f, &t));
     room.free_now = int64_t(f);
-  }
+  };
+  if (dev_.backend == Backend::gpu) look();
 #endif
-  if (!room.fits()) {
-    const double mib = 1048576.0;
-    const MemoryReport r = report();
-    const int64_t free = want + reserve > room.free_now ? room.free_now : room.free_at_start;
-    const std::string kept = reserve > 0 ? strf(" and %.0f MiB for CUDA's libraries", double(reserve) / mib) : "";
-    const std::string shared = dev_.sharers > 1 ? strf(", for each of %d ranks that share it", dev_.sharers) : "";
-    throw OutOfMemory(
-        strf("no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s%s, and %s has "
-             "%.0f MiB free of %.0f; nothing was allocated; lower --batch or --seq, or use more ranks",
-             double(want) / mib, r.peak_phase.c_str(), r.largest.c_str(), kept.c_str(), shared.c_str(),
-             dev_.name.c_str(), double(free) / mib, double(dev_.total_bytes) / mib));
-  }
+  if (!room.fits()) throw OutOfMemory(no_room(room));
   if (dev_.backend == Backend::cpu) {
     void* p = mmap(nullptr, size_t(want), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
@@ -364,12 +374,23 @@ void Memory::commit(int64_t reserve) {
     device_reported_ = want;
   } else {
 #if FSDP_CUDA
-    size_t before = 0, after = 0, total = 0;
-    CUDA_CHECK(cudaMemGetInfo(&before, &total));
-    if (allocate) base_ = static_cast<char*>(allocate(want));
-    else CUDA_CHECK(cudaMalloc(&base_, size_t(want)));
-    CUDA_CHECK(cudaMemGetInfo(&after, &total));
-    device_reported_ = int64_t(before) - int64_t(after);
+    const int64_t before = room.free_now;
+    // Another process may have been faster.
+    if (!allocate && cudaMalloc(&base_, size_t(want)) == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      look();
+      throw OutOfMemory(no_room(room));
+    }
+    CUDA_CHECK(cudaGetLastError());
+    try {
+      if (allocate) base_ = static_cast<char*>(allocate(want));
+    } catch (const Error&) {
+      look();
+      if (room.fits()) throw;
+      throw OutOfMemory(no_room(room));
+    }
+    look();
+    device_reported_ = before - room.free_now;
 #endif
   }
   next_kept_ = 0;

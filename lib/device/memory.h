@@ -143,6 +143,7 @@ class Memory {
   void pack_all() const;
   MemoryReport live_report() const;  // without the arena
   bool records(const Program& p) const { return !p.recorded && !(repeating_ && p.repeat_to >= 0); }
+  std::string no_room(const Room& room) const;
 
   Device& dev_;
   mutable std::vector<Buf> kept_;

@@ -1,12 +1,16 @@
 #include "lib/device/nvml.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+
+#include "lib/device/error.h"
 
 const Nvml* load_nvml() {
   static const Nvml* const loaded = []() -> const Nvml* {
@@ -23,7 +27,9 @@ const Nvml* load_nvml() {
     find("nvmlDeviceGetUUID", &n.uuid_of), find("nvmlDeviceGetUtilizationRates", &n.utilization);
     find("nvmlDeviceGetClockInfo", &n.clock), find("nvmlDeviceGetPowerUsage", &n.power);
     find("nvmlDeviceGetMemoryInfo", &n.memory);
-    return all ? &n : nullptr;
+    const bool enough = all;
+    find("nvmlDeviceGetComputeRunningProcesses_v3", &n.processes);
+    return enough ? &n : nullptr;
   }();
   return loaded;
 }
@@ -97,6 +103,25 @@ double largest(std::vector<double> x) {
 }
 
 }  // namespace
+
+std::vector<std::string> memory_users(const Nvml* nvml, const std::string& gpu) {
+  if (!nvml || !nvml->processes || nvml->init() != 0) return {};
+  std::vector<Nvml::Process> found(64);
+  unsigned n = unsigned(found.size());
+  const Nvml::Gpu handle = find_gpu(*nvml, gpu);
+  if (!handle || nvml->processes(handle, &n, found.data()) != 0) n = 0;
+  nvml->shutdown();
+  found.resize(n);
+  std::sort(found.begin(), found.end(), [](const Nvml::Process& a, const Nvml::Process& b) { return a.used > b.used; });
+  std::vector<std::string> users;
+  for (const Nvml::Process& p : found) {
+    if (pid_t(p.pid) == getpid() || p.used == ~0ull) continue;
+    std::string name;
+    std::getline(std::ifstream("/proc/" + std::to_string(p.pid) + "/comm"), name);
+    users.push_back(strf("%s (pid %u) %llu MiB", name.empty() ? "a process" : name.c_str(), p.pid, p.used >> 20));
+  }
+  return users;
+}
 
 double unix_seconds() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();

@@ -27,6 +27,11 @@ struct Nvml {
   struct MemoryInfo {
     unsigned long long total, free, used;  // bytes
   };
+  struct Process {  // nvmlProcessInfo_t
+    unsigned pid;
+    unsigned long long used;  // bytes; all ones: not known
+    unsigned instance, compute_instance;
+  };
   enum Clock { sm_clock = 1 };
   int (*init)();
   int (*shutdown)();
@@ -38,6 +43,7 @@ struct Nvml {
   int (*clock)(Gpu gpu, Clock which, unsigned* mhz);
   int (*power)(Gpu gpu, unsigned* milliwatts);
   int (*memory)(Gpu gpu, MemoryInfo* info);
+  int (*processes)(Gpu gpu, unsigned* count, Process* processes);  // null: an old driver
 };
 // Null where there is none. Of the process, and never closed.
 const Nvml* load_nvml();
@@ -49,6 +55,10 @@ const Nvml* load_nvml();
 std::vector<std::string> visible_gpus(const char* cuda_visible_devices, int most);
 // "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6" of 32 hexadecimal digits, as Device's name_gpu has them.
 std::string nvml_uuid(const std::string& digits);
+
+// Which other processes hold memory of a GPU, the largest first: "python3 (pid 4711) 61440 MiB". Of those outside this
+// container a driver tells nothing, or no name. None where there is no NVML or no such GPU.
+std::vector<std::string> memory_users(const Nvml* nvml, const std::string& gpu);
 
 struct GpuSummary {           // NaN: the driver does not tell, as of parts of a GPU (MIG)
   double utilization;         // 0..1, mean

@@ -33,7 +33,9 @@ void take_up(const json& state, Options* o) {
   also({"nsa-phi", "nsa-gate", "seed", "val-batches"});
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
-  if (!o->gives("batch") && !o->gives("global-batch") && !o->gives("grad-accum")) also({"global-batch", "grad-accum"});
+  // The same command on other ranks goes on with the same global batch.
+  if (!o->gives("global-batch")) also({"global-batch"}), o->keeps_global_batch = true;
+  if (!o->gives("batch") && !o->gives("grad-accum")) also({"grad-accum"});
   if (!o->gives("tokens") && !o->gives("epochs")) also({"steps"});
   take_over(was, names, o);
 }

@@ -154,6 +154,13 @@ void resolve_batch(const Options& o, const Preset& p, int world_size, Run* r) {
   r->global_batch = o.global_batch ? o.global_batch : r->batch * places;
   // Rows are dealt out rank by rank, so the first ranks may hold one more.
   const int64_t most = (r->global_batch + world_size - 1) / world_size;
+  if (o.keeps_global_batch && most != r->batch * r->grad_accum) {
+    r->batch = std::min(r->batch, most), r->grad_accum = (most + r->batch - 1) / r->batch;
+    r->batch = (most + r->grad_accum - 1) / r->grad_accum;
+    r->notices.push_back(strf("--batch %lld --grad-accum %lld on %d rank%s keeps the checkpoint's global batch of %lld",
+                              ll(r->batch), ll(r->grad_accum), world_size, world_size == 1 ? "" : "s",
+                              ll(r->global_batch)));
+  }
   REQUIRE_USER(
       most <= r->batch * r->grad_accum,
       "--global-batch %lld: %d ranks x --batch %lld x --grad-accum %lld hold only %lld sequences; use --grad-accum "
