@@ -7,7 +7,7 @@
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
-#include "attention/simple.cuh"
+#include "attention/fp32.cuh"
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
 #endif
@@ -144,7 +144,8 @@ Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const 
       if (a.D == 128) return sm80::forward<128>(stream, o, lse, q, k, v, a, mask);
       return sm80::forward<64>(stream, o, lse, q, k, v, a, mask);
     } else {
-      simple::forward(stream, o, lse, q, k, v, a, mask);
+      a.D > 64 ? fp32::forward<128>(stream, o, lse, q, k, v, a, mask)
+               : fp32::forward<64>(stream, o, lse, q, k, v, a, mask);
     }
   });
   return launched(arch, std::is_same_v<T, bf16>);
@@ -178,8 +179,10 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       CUDA_CHECK_LAUNCH();
     }
   } else {
-    with_mask(shape,
-              [&](const auto& mask) { simple::backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask); });
+    with_mask(shape, [&](const auto& mask) {
+      a.D > 64 ? fp32::backward<128>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask)
+               : fp32::backward<64>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
+    });
   }
   return launched(arch, std::is_same_v<T, bf16>);
 }

@@ -2,7 +2,6 @@
 // the same block of threads chooses for those queries.
 #pragma once
 
-#include "attention/simple.cuh"
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
 #include "attention/tiles.cuh"
@@ -318,13 +317,23 @@ Kernel sm80_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const b
 }
 
 // ------------------------------------------------------------------------------------------------------------- float
-// For checks, as simple.cuh: a block's 8 warps own 4 queries each of an item's 32, and go through the heads one by one;
-// a lane makes the score of one key.
+// No effort at speed: a block's 8 warps own 4 queries each of an item's 32, and go through the heads one by one; a lane
+// makes the score of one key.
+
+using FloatTile = float[32][129];  // an odd stride: lanes of a warp read different rows
+
+static __device__ void load_tile(FloatTile& to, const float* from, int64_t ld, int valid, int D) {
+  for (int i = threadIdx.x; i < 32 * D; i += 256) to[i / D][i % D] = i / D < valid ? from[i / D * ld + i % D] : 0.f;
+}
+static __device__ float dot(const float* x, const float* y, int D) {
+  float sum = 0;
+  for (int d = 0; d < D; ++d) sum += x[d] * y[d];
+  return sum;
+}
 
 static __global__ void __launch_bounds__(256)
     float_kernel(int32_t* indices, const float* q, const float* k, const float* lse, float* scratch, TopK a) {
-  using namespace simple;
-  __shared__ Tile qs, ks;
+  __shared__ FloatTile qs, ks;
   __shared__ unsigned gathered[8][list_bytes / 4];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* scores = scratch + blockIdx.x * a.scores();
@@ -336,8 +345,8 @@ static __global__ void __launch_bounds__(256)
       for (int k0 = 0; k0 < keys; k0 += 32) {
         const int64_t ld = int64_t(a.HKV) * a.D;
         __syncthreads();
-        if (k0 == 0) simple::load_tile(qs, q + (int64_t(b) * a.T + q0) * a.ld + h * a.D, a.ld, a.T - q0, a.D);
-        simple::load_tile(ks, k + (int64_t(b) * a.keys + k0) * ld + head * a.D, ld, a.keys - k0, a.D);
+        if (k0 == 0) load_tile(qs, q + (int64_t(b) * a.T + q0) * a.ld + h * a.D, a.ld, a.T - q0, a.D);
+        load_tile(ks, k + (int64_t(b) * a.keys + k0) * ld + head * a.D, ld, a.keys - k0, a.D);
         __syncthreads();
         for (int r = warp; r < 32 && q0 + r < a.T; r += 8) {
           const float p = expf(dot(qs[r], ks[lane], a.D) * a.scale - lse[(int64_t(b) * a.H + h) * a.T + q0 + r]);
