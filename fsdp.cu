@@ -504,6 +504,7 @@ void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
 
 template <class T, class G>
 void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
+  if (held_) s.wait(*held_);
   State& state = state_[size_t(u)];
   const Unit& unit = units_[size_t(u)];
   const double* norm2 = options_.update_in_backward ? nullptr : &scalars_->norm2;  // not known before the step's end
@@ -576,7 +577,8 @@ void Fsdp<T, G>::sum_scalars() {
 template <class T, class G>
 void Fsdp<T, G>::end_step() {
   Stream& s = dev_.compute();
-  // The oldest reduction first: buffers are given back in one order, however many micro-batches the slots have turned in.
+  // The oldest reduction first: buffers are given back in one order, however many micro-batches the slots have turned
+  // in.
   for (size_t i = 0; i < gradient_slots_.size(); i++)
     await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
@@ -603,6 +605,7 @@ void Fsdp<T, G>::end_step() {
       state_[i].gradient.reset();
     }
   if (!options_.update_in_backward) note(Issued::optimizer, -1);
+  held_ = nullptr;
   empty_slots();
 }
 

@@ -175,6 +175,10 @@ class Fsdp {
   void end_step();
   // Sums the loss in scalars() over the ranks without a step (validation).
   void sum_scalars();
+  // Somebody copies the weights and moments: the updates of the step that comes wait for the event, which stays where
+  // it is until then. Such a step cannot be recorded as a graph.
+  void hold_updates(const Event& until) { held_ = &until; }
+  bool holds_updates() const { return held_; }
   // For what a model counts beside its loss: n doubles, summed over all ranks, or the largest of each, in place. On the
   // reduce stream, behind what the compute stream was given so far; the compute stream sees it behind end_step().
   void all_reduce(double* x, int64_t n, Channel::Reduction how);
@@ -299,6 +303,7 @@ class Fsdp {
   ops::AdamW* adamw_;
   float clip_ = 0;
   bool last_micro_batch_ = true, norm_begun_ = false;
+  const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
   Channel gather_channel_, reduce_channel_, replica_channel_;

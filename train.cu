@@ -127,7 +127,8 @@ void issue_step(Training<T, G>& t, int64_t step) {
   if (r.o.comm_timing) t.model.fsdp.begin_timing();
   auto issue = [&] { step_program(t.dev, t.model, r, now.batches.get(), now.adamw.get(), now.copied); };
   // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
-  if (r.o.graph == 0 || step < t.first + 2) {
+  // Nor can the step behind a save, whose updates wait for the copies.
+  if (r.o.graph == 0 || step < t.first + 2 || t.model.fsdp.holds_updates()) {
     issue();
   } else {
     if (!now.graph.made()) {
@@ -235,6 +236,13 @@ void note_stop(Training<T, G>& t, int64_t last) {
   if (!wrong.empty()) t.job.telemetry->note(wrong);
 }
 
+// Copies the shards beside the next step's forward and backward pass, whose updates wait for that.
+template <class T, class G>
+void save(Training<T, G>& t, int64_t step) {
+  t.saver->begin(step, state_at(t.r, step));
+  t.model.fsdp.hold_updates(t.saver->copied());
+}
+
 // Returns what ended the run before its last step, the same on all ranks, or nothing.
 template <class T, class G>
 std::string loop(Training<T, G>& t) {
@@ -253,7 +261,7 @@ std::string loop(Training<T, G>& t) {
     if (t.saver) {
       t.saver->check();
       if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || t.saver->idle(step)))
-        t.saver->begin(saved = step, state_at(r, step));
+        save(t, saved = step);
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
@@ -265,7 +273,7 @@ std::string loop(Training<T, G>& t) {
   if (last >= t.first) {
     const std::string wrong = report_step(t, last);
     if (!wrong.empty()) return wrong;
-    if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
+    if (t.saver && saved != last) save(t, last);
   }
   t.job.diagnostics->end();
   if (t.saver) t.saver->finish();

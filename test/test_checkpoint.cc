@@ -1041,7 +1041,9 @@ void check_resumed(Backend backend) {
     Trainer t(backend, world);
     Saver saver(t.dev, world, dir, 2, t.parts());
     whole = t.train(1, 3);
+    saver.delay_ms = 100;  // the copies are of step 3, though the next has begun
     saver.begin(3, some_state(3));
+    t.model->fsdp.hold_updates(saver.copied());
     for (double x : t.train(4, 6)) whole.push_back(x);
     saver.finish();
     weights = t.bytes();
@@ -1160,6 +1162,7 @@ TEST_CASE("a run that unfreezes what was frozen goes on alike on any number of r
     Saver saver(t.dev, world, dir, 2, t.parts_to_save());
     t.train(1, 3);
     saver.begin(3, some_state(3));
+    t.model->fsdp.hold_updates(saver.copied());
     rest = t.train(4, 6);
     saver.finish();
     int64_t bytes = 0, expected = 0;

@@ -96,10 +96,13 @@ class Saver {
   ~Saver();
   Saver(const Saver&) = delete;
 
-  // Enqueues the copies on the compute stream and returns; the stream is held up by the copies alone. All ranks call it
-  // for the same steps. If the save before is still being written it waits for that, and says so. `state` is kept in
-  // the manifest as it is. Weights that are not finite are not saved: that is an error, and the steps before stay.
+  // Enqueues the copies behind the compute stream's work, on a stream of their own, and returns. Nobody may change the
+  // parts before copied() has passed (Fsdp::hold_updates). All ranks call it for the same steps. If the save before is
+  // still being written it waits for that, and says so. `state` is kept in the manifest as it is. Weights that are not
+  // finite are not saved: that is an error, and the steps before stay.
   void begin(int64_t step, const nlohmann::json& state);
+  const Event& copied() const { return copied_; }
+  double delay_ms = 0;  // for tests: sleeps before the copies
   // Collective; does not wait for a disk. Whether the save before is written on all ranks. If not, says that `step` is
   // not to be saved.
   bool idle(int64_t step);
@@ -124,7 +127,8 @@ class Saver {
   std::unique_ptr<HostBuffer<char>> copy_;
   std::unique_ptr<DirectoryLock> lock_;  // rank 0's
   Steps known_;                          // rank 0's: found, and this run's own
-  Event copied_;
+  Stream copies_;                        // beside the compute stream
+  Event begun_, copied_;
   std::thread writer_;
   // The writer's until busy_ is false again.
   std::atomic<bool> busy_{false};

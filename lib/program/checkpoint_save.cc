@@ -150,6 +150,8 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
       note_(std::move(note)),
       talk_(world),
       ask_(world),
+      copies_(dev, Stream::normal),
+      begun_(dev),
       copied_(dev) {
   std::string error;
   int64_t bytes = 0;
@@ -193,7 +195,9 @@ void Saver::begin(int64_t step, const json& state) {
              ll(step), ll(step_)));
   finish();
   if (!error_.empty()) return;
-  Stream& s = dev_.compute();
+  dev_.compute().record(begun_);
+  copies_.wait(begun_);
+  copies_.sleep(delay_ms);
   char* to = copy_->get();
   for (size_t i = 0; i < parts_.size();) {
     const char* from = parts_[i].data;
@@ -204,10 +208,10 @@ void Saver::begin(int64_t step, const json& state) {
       if (n == 0) from = parts_[i].data;
       n += parts_[i].bytes();
     }
-    if (n > 0) s.copy(to, from, n);
+    if (n > 0) copies_.copy(to, from, n);
     to += n;
   }
-  s.record(copied_);
+  copies_.record(copied_);
   step_ = step;
   busy_ = true;
   // Outside of what it catches there is nothing that the others could know of.
