@@ -184,23 +184,31 @@ TEST_CASE("a stall is said once", "[diagnostics]") {
   };
   {
     StallWatch watch(0.3, [&](double seconds, int64_t latest) {
-      if (seconds >= 0.3) ++said;
       step = latest;
+      if (seconds >= 0.3) ++said;
     });
-    for (int i = 1; i <= 20; i++) wait(0.03), watch.step_ended(i);  // as long as two stalls
-    CHECK(said == 0);
-    until(1);
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    double longest = 0;              // a busy machine may hold this thread up
+    for (int i = 1; i <= 20; i++) {  // as long as two stalls
+      const auto from = now();
+      wait(0.03), watch.step_ended(i);
+      longest = std::max(longest, std::chrono::duration<double>(now() - from).count());
+    }
+    const int early = said;
+    if (longest < 0.25) CHECK(early == 0);
+    until(early + 1);
     CHECK(step == 20);
     wait(0.7);
-    CHECK(said == 1);
+    CHECK(said == early + 1);
     watch.step_ended(21);
-    until(2);
+    until(early + 2);
     CHECK(step == 21);
+    CHECK(said == early + 2);
   }
-  CHECK(said == 2);
+  const int all = said;
   StallWatch none(0, [&](double, int64_t) { ++said; });
   wait(0.05);
-  CHECK(said == 2);
+  CHECK(said == all);
 }
 
 // -------------------------------------------------------------------------------------------------------------- files
@@ -356,15 +364,16 @@ TEST_CASE("a run that is resumed goes on in the same files from its step", "[dia
   CHECK(fs::exists(dir / "mem_fsdp_step6.txt"));
 }
 
-TEST_CASE("a stall and an anomaly are in the heartbeat", "[diagnostics]") {
+TEST_CASE("a stall is in the heartbeat, and what ended the run", "[diagnostics]") {
   Directory dir;
   Told t(options({"--diagnostics", dir.path.c_str(), "--stall", "0.1"}));
   t.diagnostics->begin(1);
   t.step(1);
   for (int i = 0; i < 500 && messages(dir / "heartbeat_rank0.jsonl").back() != "stall"; i++) usleep(10000);
   t.diagnostics->end("too slow");
-  CHECK(lines_of(dir / "heartbeat_rank0.jsonl").back().at("text") == "too slow");
-  const json j = lines_of(dir / "heartbeat_rank0.jsonl")[2];
+  const std::vector<json> all = lines_of(dir / "heartbeat_rank0.jsonl");
+  CHECK(all.back().at("text") == "too slow");
+  const json j = all.at(all.size() - 2);
   CHECK(j.at("msg") == "stall");
   CHECK(j.at("step") == 1);
   CHECK(j.at("seconds") >= 0.1);
