@@ -209,7 +209,7 @@ TEST_CASE("a flight record has the last thousand collectives, and those of all r
   barrier();
   if (w.rank == 0) {
     flight::set_records_dir(dir);
-    CHECK(flight::write_records("because") == "; flight records in " + dir);
+    CHECK(flight::write_records("because") == "; flight records: " + dir + "/flight_rank*.jsonl");
     flight::set_records_dir("");
     for (int r = 0; r < w.local_size; r++) {
       INFO("rank " << r);
