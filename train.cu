@@ -255,7 +255,8 @@ std::string loop(Training<T, G>& t) {
     if (t.validates(step)) issue_validation(t, step);
     if (step > t.first) {
       const std::string wrong = report_step(t, step - 1);
-      if (!wrong.empty()) return wrong;
+      if (!wrong.empty())
+        return wrong + (saved == step - 1 ? strf("; step-%lld has the weights of the step before it", ll(saved)) : "");
       if (!t.stop.empty()) break;
     }
     if (t.saver) {
@@ -389,6 +390,7 @@ int main(int argc, char** argv) {
     status = exit_status(e);
     if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
   } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
+  halt::release_signals();
   watchdog.reset();
   finish_mpi();
   return status;

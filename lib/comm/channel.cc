@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "lib/comm/flight.h"
@@ -230,7 +231,7 @@ class Channel::Recorded {
     progress_->starts();
   }
   ~Recorded() noexcept(false) {
-    if (progress_) progress_->finishes();
+    if (progress_ && std::uncaught_exceptions() == 0) progress_->finishes();
   }
   Recorded(const Recorded&) = delete;
 

@@ -471,7 +471,7 @@ std::string write_records(const std::string& reason) {
     const std::string wrong = write_file(path, text_of(r, see(i), reason));
     if (error.empty()) error = wrong;
   }
-  return error.empty() ? "; flight records in " + records_dir : "; no flight records: " + error;
+  return error.empty() ? "; flight records: " + records_dir + "/flight_rank*.jsonl" : "; no flight records: " + error;
 }
 
 }  // namespace flight

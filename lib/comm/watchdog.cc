@@ -133,9 +133,10 @@ std::vector<RankSeen> Watchdog::Impl::others(int but) const {
 }
 
 void Watchdog::Impl::end_run(const std::string& what, int missing, const std::vector<RankSeen>& all) {
-  // A rank that is stopped would outlive the run where nobody but us ends it.
+  // A rank that is stopped would outlive the run where nobody but us ends it. Once all is said: who finds it dead would
+  // say something else.
   std::thread([missing] {
-    std::this_thread::sleep_for(std::chrono::seconds(1));
+    while (!flight::is_done_speaking()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     for (int i = 0; i < flight::records(); i++)
       if (flight::see(i).rank == missing) flight::kill_process(i);
   }).detach();

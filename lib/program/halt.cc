@@ -15,7 +15,7 @@
 namespace halt {
 namespace {
 
-std::atomic<bool> finishes{false}, file_asks{false};
+std::atomic<bool> finishes{false}, file_asks{false}, launcher_asks{false};
 std::atomic<long long> first_ms{0};  // of a signal; 0: none came
 std::atomic<bool> continued{false};  // by the launcher
 
@@ -66,6 +66,13 @@ void catch_signals() {
     if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);  // nohup and a shell's & mean it
   }
 }
+void release_signals() {
+  for (int signal : {SIGTERM, SIGINT, SIGUSR1, SIGCONT}) {
+    struct sigaction now;
+    sigaction(signal, nullptr, &now);
+    if (now.sa_handler == on_signal || now.sa_sigaction == on_continue) std::signal(signal, SIG_DFL);
+  }
+}
 void finish_steps() {
   if (std::getenv("OMPI_COMM_WORLD_RANK")) {
     struct sigaction action = {};
@@ -77,15 +84,12 @@ void finish_steps() {
   finishes = true;
 }
 
-Asked asked() { return file_asks ? Asked::by_file : first_ms != 0 ? Asked::by_signal : Asked::no; }
+Asked asked() { return file_asks ? Asked::by_file : first_ms != 0 || launcher_asks ? Asked::by_signal : Asked::no; }
 void look(const std::string& dir) {
   static long long last = now_ms();
   const long long now = now_ms();
   // Who was stopped has not looked meanwhile.
-  if (continued.exchange(false) && now - last < 400) {
-    long long none = 0;
-    first_ms.compare_exchange_strong(none, now);
-  }
+  if (continued.exchange(false) && now - last < 400) launcher_asks = true;
   last = now;
   if (!dir.empty() && !file_asks && access(file_in(dir).c_str(), F_OK) == 0) file_asks = true;
 }

@@ -10,7 +10,7 @@
 // Open MPI's mpirun, when it gets SIGTERM or SIGINT itself, sends its ranks SIGCONT first; SIGTERM some seconds later,
 // and meanwhile it reads none of their output, on which they may come to stand still; then SIGKILL (the seconds are its
 // parameter odls_base_sigkill_timeout). So a SIGCONT that comes from the launcher to a rank that was not stopped is a
-// request too.
+// request too, and the SIGTERM behind it is no second one.
 //
 // A second signal, a second or more after the first, ends this rank at once; two that come together are one request, as
 // launchers forward what they get themselves.
@@ -22,6 +22,7 @@ namespace halt {
 
 void catch_signals();
 void finish_steps();
+void release_signals();  // at the end, before ranks leave: they do again what they did before
 
 enum class Asked { no, by_signal, by_file };
 Asked asked();

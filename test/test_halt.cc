@@ -1,0 +1,132 @@
+// lib/program/halt.h: which signals ask a run to stop, and which end it. Each case is a process of its own.
+#include "test/catch.h"
+
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "lib/program/halt.h"
+
+namespace {
+
+void sleep_ms(int ms) { usleep(useconds_t(ms) * 1000); }
+
+// Starts a child that says nothing.
+pid_t start(const std::function<int()>& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  dup2(open("/dev/null", O_WRONLY), 2);
+  _exit(body());
+}
+int status_of(pid_t child) {
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+int status_of(const std::function<int()>& body) { return status_of(start(body)); }
+
+// Looks as a watchdog does, for so long; what was asked then.
+int look_for(int ms) {
+  for (int at = 0; at < ms; at += 50) halt::look(""), sleep_ms(50);
+  return int(halt::asked());
+}
+
+}  // namespace
+
+TEST_CASE("a signal ends a run that has not begun, and asks one that has", "[halt]") {
+  for (int signal : {SIGTERM, SIGINT, SIGUSR1}) {
+    INFO("signal " << signal);
+    CHECK(status_of([=] {
+            halt::catch_signals();
+            raise(signal);
+            return 0;
+          }) == 128 + signal);
+    CHECK(status_of([=] {
+            halt::catch_signals();
+            halt::finish_steps();
+            if (halt::asked() != halt::Asked::no || halt::summand() != 0) return 1;
+            raise(signal);
+            raise(signal);  // a launcher's, of the same
+            return halt::asked() == halt::Asked::by_signal && halt::summand() == 1 ? 0 : 2;
+          }) == 0);
+    CHECK(status_of([=] {
+            halt::catch_signals();
+            halt::finish_steps();
+            raise(signal);
+            sleep_ms(1100);
+            raise(signal);
+            return 0;
+          }) == 128 + signal);
+    CHECK(status_of([=] {
+            halt::catch_signals();
+            halt::release_signals();
+            raise(signal);
+            return 0;
+          }) == -signal);
+  }
+}
+
+TEST_CASE("a signal that the parent had ignored stays ignored", "[halt]") {
+  CHECK(status_of([] {
+          std::signal(SIGINT, SIG_IGN);
+          halt::catch_signals();
+          raise(SIGINT);
+          return 0;
+        }) == 0);
+}
+
+TEST_CASE("a launcher's SIGCONT asks a rank that was not stopped", "[halt]") {
+  auto rank = [] {
+    setenv("OMPI_COMM_WORLD_RANK", "0", 1);
+    halt::catch_signals();
+    halt::finish_steps();
+    return look_for(3000);
+  };
+  pid_t child = start(rank);
+  sleep_ms(500);
+  kill(child, SIGCONT);
+  CHECK(status_of(child) == int(halt::Asked::by_signal));
+  // Stopped and continued, as by Ctrl-Z and fg.
+  child = start(rank);
+  sleep_ms(500);
+  kill(child, SIGSTOP);
+  sleep_ms(1000);
+  kill(child, SIGCONT);
+  CHECK(status_of(child) == int(halt::Asked::no));
+  // From another process than the launcher.
+  child = start(rank);
+  sleep_ms(500);
+  status_of([=] { return kill(child, SIGCONT); });
+  CHECK(status_of(child) == int(halt::Asked::no));
+}
+
+TEST_CASE("a file asks, and is removed once it is obeyed", "[halt]") {
+  namespace fs = std::filesystem;
+  std::string dir = (fs::temp_directory_path() / "halt-XXXXXX").string();
+  REQUIRE(mkdtemp(&dir[0]) != nullptr);
+  CHECK(halt::remove_file(dir).empty());  // none there
+  CHECK(status_of([=] {
+          halt::look(dir);
+          if (halt::asked() != halt::Asked::no) return 1;
+          std::ofstream(dir + "/.HALT") << "";
+          halt::look(dir);
+          if (halt::asked() != halt::Asked::by_file) return 2;
+          // One rank sees the file, and 500 get a signal.
+          if (halt::reason(halt::summand() + 500, dir) != dir + "/.HALT is there") return 3;
+          if (!halt::remove_file(dir).empty() || fs::exists(dir + "/.HALT")) return 4;
+          return 0;
+        }) == 0);
+  fs::create_directories(dir + "/.HALT/x");
+  CHECK(halt::remove_file(dir).find(dir + "/.HALT cannot be removed") == 0);
+  fs::remove_all(dir);
+  CHECK(halt::reason(0, dir).empty());
+  CHECK(halt::reason(1, dir) == "a signal at 1 rank");
+  CHECK(halt::reason(2, dir) == "a signal at 2 ranks");
+}
