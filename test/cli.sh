@@ -5,6 +5,7 @@
 cd "$(dirname "$0")/.." || exit
 # shellcheck source=../setup.sh disable=SC1091
 . ./setup.sh env 2
+unset "${!FSDP_@}" # options of whoever runs the tests
 dir=$(mktemp -d) || exit # without one the files below would lie in /
 trap 'rm -rf "$dir"' EXIT
 passed=0
@@ -419,7 +420,7 @@ verdict "a stall" "${wrong#; }"
 
 # --------------------------------------------------------------------------------------- what goes while a run goes on
 # Data that changes under two ranks, a log that may not grow, an output that nobody reads.
-long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 1000000 --minutes 0.2)
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 1000000 --minutes 0.1)
 mpi_until() { # COMMAND OPTION...: like mpi -np 2 ./train, with the command run when two steps are there
   local command=$1 start=$SECONDS
   shift

@@ -59,6 +59,7 @@ TEST_CASE("who started a rank, by its environment", "[launch]") {
   CHECK(launched({{"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_PROCID", "5"}, {"PMIX_RANK", "5"}}) == "pmix 5 of 8");
   CHECK(launched({{"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "5"}}) == "srun 5 of 8");
   CHECK(launched({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}}) == "slurm_job 0 of 8");
+  CHECK(launched({{"SLURM_NTASKS", "8"}}) == "slurm_job 0 of 8");
   CHECK(launched({{"WORLD_SIZE", "4"}, {"RANK", "2"}, {"LOCAL_RANK", "0"}}) == "torchrun 2 of 4");
   CHECK(launched({{"WORLD_SIZE", "4"}}) == "torchrun 0 of 4");
   // The nearest counts: mpirun in a job, in an environment that was made for torchrun.

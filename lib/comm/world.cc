@@ -219,8 +219,8 @@ void require_same(const std::string& text, const std::string& what) {
   std::string error;
   if (text != first)
     error = strf(
-        "%s of rank %d differs from that of rank 0; start all ranks with the same command and environment (rank 0: %s; "
-        "rank %d: %s)",
+        "%s of rank %d differs from that of rank 0; start all ranks with the same command and environment, which "
+        "mpirun -x NAME passes to other hosts (rank 0: %s; rank %d: %s)",
         what.c_str(), this_rank(), lines_apart(first, text).c_str(), this_rank(), lines_apart(text, first).c_str());
   error = agree(error);
   if (!error.empty()) throw UsageError(error);
@@ -311,5 +311,8 @@ std::string mpi_version() {
   int n = 0;
   MPI_Get_library_version(text, &n);
   std::string s(text);
-  return s.substr(0, s.find_first_of(",\n"));
+  s = s.substr(0, s.find_first_of(",\n"));
+  const std::string between = " Version:\t";  // MPICH's way
+  const size_t at = s.find(between);
+  return at == std::string::npos ? s : s.replace(at, between.size(), " ");
 }

@@ -28,14 +28,15 @@ bool is_number(const char* text, int* value) {
 struct Variables {
   Launcher::Kind kind;
   const char *ranks, *rank;
+  bool both = false;  // it is this launcher only if both are there
 };
 // Open MPI's mpirun sets PMIX_RANK too, and one that starts its ranks through Slurm leaves them Slurm's variables: the
 // nearest is the first.
 constexpr Variables known[] = {
     {Launcher::open_mpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
-    {Launcher::pmi, "PMI_SIZE", "PMI_RANK"},
-    {Launcher::pmix, "SLURM_STEP_NUM_TASKS", "PMIX_RANK"},
-    {Launcher::srun, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"},
+    {Launcher::pmi, "PMI_SIZE", "PMI_RANK", true},
+    {Launcher::pmix, "SLURM_STEP_NUM_TASKS", "PMIX_RANK", true},
+    {Launcher::srun, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", true},
     {Launcher::slurm_job, "SLURM_NTASKS", "SLURM_PROCID"},
     {Launcher::torchrun, "WORLD_SIZE", "RANK"},
 };
@@ -45,7 +46,7 @@ constexpr Variables known[] = {
 Launcher launcher_of(const Environment& variable) {
   for (const Variables& v : known) {
     const char *ranks = variable(v.ranks), *rank = variable(v.rank);
-    if (!ranks || (!rank && v.kind != Launcher::torchrun && v.kind != Launcher::open_mpi)) continue;
+    if (!ranks || (!rank && v.both)) continue;
     Launcher by;
     by.kind = v.kind;
     const bool good = is_number(ranks, &by.ranks) && by.ranks >= 1;

@@ -112,7 +112,7 @@ void check_log(const std::string& path) {
 
 Telemetry::Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps,
                      int64_t log_every)
-    : terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
+    : path_(path), terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
   if (path.empty()) return;
   check_log(path);
   file_ = std::fopen(path.c_str(), append ? "a+" : "w");
@@ -159,7 +159,8 @@ void Telemetry::record(const nlohmann::json& j) {
   if (!file_) return;
   const bool written = std::fprintf(file_, "%s\n", j.dump().c_str()) > 0 && std::fflush(file_) == 0;
   if (!written && !std::exchange(full_, true))
-    note(strf("--log: lines from here on are missing or incomplete: %s; training continues", std::strerror(errno)));
+    note(strf("--log %s: lines from here on are missing or incomplete: %s; training continues", path_.c_str(),
+              std::strerror(errno)));
 }
 
 void Telemetry::note(const std::string& line) {

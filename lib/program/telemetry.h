@@ -37,6 +37,7 @@ class Telemetry {
 
  private:
   FILE* file_ = nullptr;
+  std::string path_;
   bool terminal_;
   bool live_ = false;  // the cursor stands on a live line
   bool full_ = false;  // a line could not be written, and that was said
