@@ -79,6 +79,10 @@ bad "option without a value" "--depth" --depth
 bad "world without plan" "--world|--plan" --world 8
 bad "gpu without plan" "--gpu|--plan" --gpu h200
 bad "unknown gpu" "--gpu h2000|h200" --plan --gpu h2000
+bad "an answer to NaN that there is not" "--on-nan ignore|skip:K" --on-nan ignore
+bad "no steps to skip" "--on-nan skip:0" --on-nan skip:0
+bad "a step skipped that is applied by then" "--on-nan skip|--optimizer-in-backward" --on-nan skip --optimizer-in-backward 1 --clip 0
+bad "a timeout that is none" "--timeout -1" --timeout -1
 bad "missing file of options" "--config $dir/none.toml" --config "$dir/none.toml"
 echo 'dmi = 3' >"$dir/bad.toml"
 bad "unknown name in a file of options" "dmi|dim" --config "$dir/bad.toml"

@@ -246,7 +246,7 @@ Watchdog::Watchdog(const World& world, const WatchdogOptions& options) : impl_(s
   impl_->world = world, impl_->options = options;
   if (world.size > 1) flight::set_records_dir(options.records_dir);
   impl_->begin();
-  flight::set_polled(true);
+  flight::set_polled(options.timeout_s > 0);
   impl_->thread = std::thread([this] { or_abort([this] { loop(); }); });
 }
 

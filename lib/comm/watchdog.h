@@ -32,8 +32,10 @@
 #include "lib/comm/world.h"
 
 struct WatchdogOptions {
-  double timeout_s = 60;    // 0: nobody is missed and nothing is too long; what is certain still ends the run
-  std::string records_dir;  // where flight records go; made if it is not there
+  // 0: nobody is missed and nothing is too long, so channels over NCCL are not followed; what is certain still ends the
+  // run.
+  double timeout_s = 60;
+  std::string records_dir;               // where flight records go; made if it is not there
   std::function<void()> each_tick = {};  // what else the thread is to do, ten times a second; may be empty
 };
 
