@@ -92,6 +92,7 @@ struct Training {
   std::string first_ended = {};       // when the device was through with the first
   StepProfiler profiler{job};         // with --profile and --trace
   std::unique_ptr<Saver> saver = {};  // with --save
+  std::string unsaved = {};           // why the run's last save failed
   StepInFlight& slot(int64_t step) { return slots[step % 2]; }
   bool speaks() const { return job.world.rank == 0; }
   bool validates(int64_t step) const { return r.o.val_every > 0 && step % r.o.val_every == 0; }
@@ -223,7 +224,7 @@ std::string loop(Training<T, G>& t) {
       t.job.telemetry->note(strf("stopped after step %lld: --minutes reached", ll(last)));
     if (t.saver && saved != last) t.saver->begin(last, state_at(r, last));
   }
-  if (t.saver) t.saver->finish();
+  if (t.saver) t.unsaved = t.saver->finish();
   t.dev.compute().synchronize();
   return "";
 }
@@ -265,7 +266,9 @@ std::string train(const Job& job) {
   std::string wrong;
   or_abort([&] {
     wrong = loop(t);
-    if (!wrong.empty() || r.o.export_to.empty()) return;
+    if (!wrong.empty()) return;
+    wrong = t.unsaved;
+    if (r.o.export_to.empty()) return;
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {
       export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
