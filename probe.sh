@@ -179,6 +179,12 @@ probe_json() {
 int main() { return nlohmann::json::parse("{}").value("a", 0); }' && echo json=yes
 }
 
+probe_xxhash() {
+  builds check xxhash '#define XXH_INLINE_ALL
+#include <xxhash.h>
+int main() { return int(XXH3_64bits("", 0)); }' && echo xxhash=yes
+}
+
 # Version 3 has a library to link; test/catch.h takes it where its header is.
 probe_catch2() {
   if builds check catch2 '#if !__has_include(<catch2/catch_all.hpp>)
@@ -222,7 +228,7 @@ inputs() {
       *) dirs+=("$word") paths+=("$word") ;;
     esac
   done
-  for word in mpi.h cblas.h CLI/CLI.hpp nlohmann/json.hpp catch2/catch_all.hpp catch2/catch.hpp; do
+  for word in mpi.h cblas.h CLI/CLI.hpp nlohmann/json.hpp xxhash.h catch2/catch_all.hpp catch2/catch.hpp; do
     paths+=("${dirs[@]/%//$word}")
   done
   for word in openblas mpi mpich Catch2; do paths+=("${libs[@]/%//lib$word.so}" "${libs[@]/%//lib$word.a}"); done
@@ -239,7 +245,7 @@ read_facts() { # FILE...: lines name=value
 }
 
 names=(cxx mpi mpi_family mpi_flags mpi_libs mpirun mpirun_family mpirun_version openblas openblas_note openblas_flags
-  openblas_libs cli11 json catch2 catch2_libs gpus gpu_name gpu_caps missing missing_tests mpi_mismatch trouble key)
+  openblas_libs cli11 json xxhash catch2 catch2_libs gpus gpu_name gpu_caps missing missing_tests mpi_mismatch trouble key)
 
 # Debian's packages for what was not found: what the programs need, then what the tests need besides.
 name_missing() {
@@ -255,6 +261,7 @@ name_missing() {
   [ -n "${fact[openblas]-}" ] || list+=(libopenblas-dev)
   [ -n "${fact[cli11]-}" ] || list+=(libcli11-dev)
   [ -n "${fact[json]-}" ] || list+=(nlohmann-json3-dev)
+  [ -n "${fact[xxhash]-}" ] || list+=(libxxhash-dev)
   fact[missing]="${list[*]}"
   fact[missing_tests]=
   [ -n "${fact[catch2]-}" ] || fact[missing_tests]=catch2
@@ -283,7 +290,7 @@ probe() {
   fi
   [ -n "${fact[cxx]-}" ] || read_facts <(probe_cxx)
   if [ -n "${fact[cxx]-}" ]; then
-    for name in mpi mpirun openblas cli11 json catch2; do
+    for name in mpi mpirun openblas cli11 json xxhash catch2; do
       [ -n "${fact[$name]-}" ] || "probe_$name" >"$scratch/$name.found" &
     done
     wait

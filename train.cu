@@ -102,6 +102,7 @@ struct Training {
   std::string first_ended = {};       // when the device was through with the first
   StepProfiler profiler{job};         // with --profile and --trace
   std::unique_ptr<Saver> saver = {};  // with --save
+  std::string unsaved = {};           // why the run's last save failed
   StepInFlight& slot(int64_t step) { return slots[step % 2]; }
   bool speaks() const { return job.world.rank == 0; }
   bool validates(int64_t step) const { return r.o.val_every > 0 && step % r.o.val_every == 0; }
@@ -228,8 +229,9 @@ std::string report_step(Training<T, G>& t, int64_t step) {
 template <class T, class G>
 void note_stop(Training<T, G>& t, int64_t last) {
   const std::string dir = t.r.o.save;
-  const std::string next = dir.empty() ? "nothing is saved without --save"
-                                       : "saved to " + dir + "; the same command with --resume latest goes on";
+  const std::string next = dir.empty()         ? "nothing is saved without --save"
+                           : t.unsaved.empty() ? "saved to " + dir + "; the same command with --resume latest goes on"
+                                               : "it could not be saved";
   if (last < t.r.last_step)
     t.job.telemetry->note(strf("stopped after step %lld: %s; %s", ll(last), t.stop.c_str(), next.c_str()));
   const std::string wrong = dir.empty() ? "" : halt::remove_file(dir);
@@ -277,7 +279,7 @@ std::string loop(Training<T, G>& t) {
     if (t.saver && saved != last) save(t, last);
   }
   t.job.diagnostics->end();
-  if (t.saver) t.saver->finish();
+  if (t.saver) t.unsaved = t.saver->finish();
   if (t.speaks() && !t.stop.empty()) note_stop(t, last);
   t.dev.compute().synchronize();
   return "";
@@ -325,7 +327,9 @@ std::string train(const Job& job) {
   or_abort([&] {
     wrong = loop(t);
     if (!wrong.empty()) job.diagnostics->end(wrong);
-    if (!wrong.empty() || r.o.export_to.empty()) return;
+    if (!wrong.empty()) return;
+    wrong = t.unsaved;
+    if (r.o.export_to.empty()) return;
     flight::set_phase("exporting the model");
     const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {

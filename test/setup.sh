@@ -111,6 +111,9 @@ package nlohmann-json3-dev
 cat >include/nlohmann/json.hpp <<'EOS'
 namespace nlohmann { struct json { static json parse(const char*) { return {}; } int value(const char*, int) { return 0; } }; }
 EOS
+package libxxhash-dev
+echo 'static inline unsigned long long XXH3_64bits(const void*, unsigned long) { return 0; }' >include/xxhash.h
+
 package catch2
 printf '#define TEST_CASE(name) static void test()\n#define REQUIRE(x) (void)(x)\n' >include/catch2/catch.hpp
 
@@ -133,7 +136,7 @@ done
 EOS
 cd "$top" || exit
 
-all=(g++ openmpi-bin libopenmpi-dev libopenblas-dev libcli11-dev nlohmann-json3-dev)
+all=(g++ openmpi-bin libopenmpi-dev libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev)
 
 # machine PACKAGE...: a fresh one with these, apt-get and root's rights; its project lies in a path with a space.
 machine() {
@@ -194,13 +197,13 @@ judge "what was removed is noticed" 0 "installing libopenblas-dev"
 machine
 at ./setup.sh run
 judge "bare, as root" 0 "installing g++"
-equal "bare: what apt-get is asked for" "$(asked)" "g++ libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev"
+equal "bare: what apt-get is asked for" "$(asked)" "g++ libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev"
 
 machine g++
 at ./setup.sh run
 judge "a compiler alone" 0
 equal "no temporary file is left by apt-get" "$(ls "$root/tmp")" ""
-equal "a compiler alone: what apt-get is asked for" "$(asked)" "libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev"
+equal "a compiler alone: what apt-get is asked for" "$(asked)" "libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev"
 
 machine "${all[@]}" libblas-dev # overwrites OpenBLAS's header
 at make train
@@ -261,7 +264,7 @@ equal "mpirun of one MPI, mpicxx of another: one line, nothing installed" "$(lin
 machine "${all[@]}" mpich libmpich-dev
 at ./setup.sh run
 equal "MPICH alone will do" "$status $(asked)" "0 "
-machine g++ mpich libopenblas-dev libcli11-dev nlohmann-json3-dev
+machine g++ mpich libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev
 at ./setup.sh run
 equal "MPICH's mpirun asks for MPICH's headers" "$status $(asked)" "0 libmpich-dev"
 

@@ -26,6 +26,7 @@
 
 #include "lib/program/checkpoint.h"
 #include "lib/program/checkpoint_manifest.h"
+#include "lib/program/checksum.h"
 #include "lib/program/export.h"
 #include "lib/program/files.h"
 #include "model.h"
@@ -241,7 +242,11 @@ struct Latch {
 
 }  // namespace
 
-TEST_CASE("the checksum is XXH64", "[checkpoint]") {
+TEST_CASE("the checksums are XXH3 and, of old checkpoints, XXH64", "[checkpoint]") {
+  auto now = [](const std::string& text) { return xxh3(text.data(), int64_t(text.size())); };
+  CHECK(now("") == 0x2d06800538d394c2u);
+  CHECK(now("a") == 0xe6c632b61e964e1fu);
+  CHECK(now("abc") == 0x78af5f94892f3950u);
   auto of = [](const std::string& text) { return xxh64(text.data(), int64_t(text.size())); };
   CHECK(of("") == 0xef46db3751d8e999u);
   CHECK(of("abc") == 0x44bc2cf5ad770999u);
@@ -452,8 +457,7 @@ TEST_CASE("a full disk at any call leaves the step before and is said in one lin
         return ENOSPC;
       });
       saver.begin(20, some_state(20));
-      error = error_of([&] { saver.finish(); });
-      CHECK(error_of([&] { saver.check(); }) == error);
+      error = saver.finish();
     }
     done = where.empty();
     INFO(where << ": " << error);
@@ -465,14 +469,22 @@ TEST_CASE("a full disk at any call leaves the step before and is said in one lin
       CHECK(error == "");
       CHECK(step == 20);
       CHECK(notes.size() == (done ? 0 : 1));
+      if (!done) CHECK(has(notes[0], "an old checkpoint could not be deleted: " + dir));
     } else {
       ++failed_calls;
       CHECK(step == (moved ? 20 : 10));
       CHECK(has(error, "saving step 20 failed: rank 0: " + dir));
       CHECK(has(error, "No space left on device; make room there"));
       CHECK(has(error, "resume from " + dir + strf("/step-%d", int(step))));
-      CHECK(error_of([&] { saver.begin(30, some_state(30)); }) == error);
+      REQUIRE(notes.size() == 1);
+      CHECK(notes[0] == "warning: " + error + "; training goes on, and the next save tries again");
     }
+    // With room again the next save goes through, and takes what is left over with it.
+    rank.fill(30);
+    saver.begin(30, some_state(30));
+    CHECK(saver.finish() == "");
+    CHECK(found_in(dir) == 30);
+    CHECK(list(dir) == ".lock latest step-30");
   }
   CHECK(failed_calls > 2);
 }
@@ -496,11 +508,13 @@ TEST_CASE("a file that takes no more bytes is noticed", "[checkpoint]") {
   CHECK(found_in(dir) == -1);
 }
 
-TEST_CASE("a rank whose disk is full stops all, through rank 0", "[checkpoint]") {
+TEST_CASE("a rank whose disk is full stops no rank, and all know of it", "[checkpoint]") {
   const World& world = test_world();
   const std::string dir = common_directory();
   FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
-  Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts());
+  std::vector<std::string> notes;
+  Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts(),
+              [&](const std::string& note) { notes.push_back(note); });
   rank.fill(10);
   saver.begin(10, some_state(10));
   saver.finish();
@@ -511,20 +525,129 @@ TEST_CASE("a rank whose disk is full stops all, through rank 0", "[checkpoint]")
       return world.rank == last && std::string(call) == "fsync" && has(path, "rank-") ? ENOSPC : 0;
     });
     saver.begin(20, some_state(20));
-    error = error_of([&] { saver.finish(); });
+    error = saver.finish();
   }
-  CHECK(error_of([&] { saver.check(); }) == error);
-  CHECK(error_of([&] { saver.begin(30, some_state(30)); }) == error);
-  if (world.rank == 0) {
-    CHECK(
-        has(error, strf("rank %d: %s/.tmp-step-20/rank-%d.bin: fsync failed: No space left", last, dir.c_str(), last)));
-    CHECK(list(dir) == "latest step-10");
-  } else {
-    CHECK(error == "");
-  }
+  CHECK(has(error, strf("rank %d: %s/.tmp-step-20/rank-%d.bin: fsync failed: No space left", last, dir.c_str(), last)));
+  CHECK(notes.size() == (world.rank == 0 ? 1 : 0));
+  if (world.rank == 0) CHECK(list(dir) == ".lock latest step-10");
   barrier();
   CHECK(refusal(dir, &rank) == "");
   CHECK(rank.holds(10));
+  barrier();
+  rank.fill(30);
+  saver.begin(30, some_state(30));
+  CHECK(saver.finish() == "");
+  barrier();
+  CHECK(found_in(dir) == 30);
+}
+
+TEST_CASE("an entry that cannot be removed keeps nothing else from being removed", "[checkpoint]") {
+  const std::string dir = my_directory();
+  for (int64_t step : {10, 20, 30, 40}) save_as(dir, step, 0, few_tensors(), Grouping::one, 2);
+  const std::string stuck = dir + "/.tmp-old-step-10/rank-1.bin";
+  {
+    Hook hook([&](const char* call, const std::string& path) {
+      return std::string(call) == "unlink" && path == stuck ? EBUSY : 0;
+    });
+    for (int64_t step : {50, 60}) {
+      save_as(dir, step, 2, few_tensors(), Grouping::one, 2);
+      CHECK(list(dir + "/.tmp-old-step-10") == "rank-1.bin");
+      CHECK(list(dir) == strf(".tmp-old-step-10 latest step-%d step-%d", int(step - 10), int(step)));
+    }
+    std::vector<std::string> notes;
+    Saver saver(test_device(Backend::cpu), World(), dir, 2, {}, [&](const std::string& n) { notes.push_back(n); });
+    REQUIRE(notes.size() == 1);
+    CHECK(has(notes[0], stuck + ": unlink failed"));
+    CHECK(found_in(dir) == 60);
+  }
+  Saver saver(test_device(Backend::cpu), World(), dir, 2, {});
+  CHECK(list(dir) == ".lock latest step-50 step-60");
+}
+
+TEST_CASE("who saves to a directory already is named", "[checkpoint]") {
+  const std::string dir = my_directory();
+  char host[256] = "";
+  REQUIRE(::gethostname(host, sizeof host - 1) == 0);
+  {
+    const DirectoryLock lock(dir);
+    const std::string error = error_of([&] { DirectoryLock second(dir); });
+    CHECK(has(error, strf("another run is saving to %s (host %s, process %d)", dir.c_str(), host, int(::getpid()))));
+  }
+  CHECK(list(dir) == "");
+  // What a process that was killed left keeps nobody out; a link that leads elsewhere is not followed.
+  write_all(dir + "/.lock", "host gone, process 1");
+  { const DirectoryLock lock(dir); }
+  REQUIRE(::symlink("/dev/null", (dir + "/.lock").c_str()) == 0);
+  CHECK(has(error_of([&] { DirectoryLock lock(dir); }), "/.lock: open failed"));
+}
+
+TEST_CASE("a save follows no link that was planted in its way", "[checkpoint]") {
+  const std::string dir = my_directory(), elsewhere = my_directory();
+  REQUIRE(::symlink(elsewhere.c_str(), tmp_of(dir, 10).c_str()) == 0);
+  CHECK(has(error_of([&] { save_as(dir, 10, 0, few_tensors(), Grouping::one, 1); }), tmp_of(dir, 10)));
+  CHECK(list(elsewhere) == "");
+}
+
+TEST_CASE("a forged manifest is refused in one line that names the key", "[checkpoint]") {
+  const std::string dir = my_directory();
+  save_as(dir, 10, 0, few_tensors(), Grouping::one, 1);
+  const std::string path = dir + "/step-10/manifest.json", text = read_all(path);
+  const int64_t huge = int64_t(1) << 62;
+  struct {
+    const char* at;
+    json value;
+    const char* says;
+  } cases[] = {
+      {"/files/0/file", "../../x", "\"files[0].file\" is \"../../x\", not rank-N.bin"},
+      {"/files/0/file", "/etc/passwd", "files[0].file"},
+      {"/files/0/file", 7, "\"files[0].file\" is 7, not a text"},
+      {"/files/0/bytes", -1, "files[0].bytes"},
+      {"/files/0/bytes", 1e300, "files[0].bytes"},
+      {"/files/0/parts/0/first", 1e300, "files[0].parts[0].first"},
+      {"/files/0/parts/0/first", uint64_t(1) << 63, "files[0].parts[0].first"},
+      {"/files/0/parts/0/count", huge, "files[0].parts[0].count"},
+      {"/files/0/parts/0/offset", huge, "files[0].parts[0].offset"},
+      {"/files/0/parts/0/dtype", "fp64", "\"fp64\", not fp32 or bf16"},
+      {"/files/0/parts/0/kind", "x", "not weight, m or v"},
+      {"/files/0/parts/0/tensor", "none", "files[0].parts[0].tensor"},
+      {"/files/0/parts/0/xxh3", "", "16 digits for each of 1 chunks"},
+      {"/files/0/parts", json::object(), "\"files[0].parts\" is an object, not a list"},
+      {"/files", nullptr, "\"files\" is null, not a list"},
+      {"/tensors/0/shape", {huge, huge}, "tensors[0].shape[0]"},
+      {"/tensors/0/shape", {1 << 30, 1 << 30}, "tensors[0].shape[1]"},
+      {"/tensors/0/shape", {-16, -24}, "tensors[0].shape[0]"},
+      {"/chunk_bytes", huge, "chunk_bytes"},
+      {"/chunk_bytes", 0, "chunk_bytes"},
+      {"/version", "2", "\"version\" is \"2\""},
+      {"/version", 1, "\"version\" is 1, not 2"},
+  };
+  auto refused = [&](const std::string& manifest) {
+    return error_of([&] { parse_manifest(dir + "/step-10", manifest); });
+  };
+  CHECK(refused(text) == "");
+  for (const auto& c : cases) {
+    json j = json::parse(text);
+    j[json::json_pointer(c.at)] = c.value;
+    const std::string error = refused(seal(j));
+    INFO(c.at << " " << error);
+    CHECK(has(error, path + ": "));
+    CHECK(has(error, c.says));
+    CHECK(!has(error, "json.exception"));
+    CHECK(!has(error, "\n"));
+  }
+  json deep = json::parse(text);
+  json* in = &deep["state"];
+  for (int i = 0; i < 40; i++) in = &((*in)["deeper"] = json::object());
+  CHECK(has(refused(seal(deep)), "nested deeper than 32 levels"));
+  // Neither a link nor a pipe is read in a file's place.
+  const std::string file = dir + "/step-10/rank-0.bin";
+  REQUIRE(::rename(file.c_str(), (dir + "/moved").c_str()) == 0);
+  REQUIRE(::symlink("../moved", file.c_str()) == 0);
+  CHECK(error_of([&] { read_manifest(dir + "/step-10"); }) != "");
+  CHECK(has(error_of([&] { open_of_step(file); }), "a link, and not a file"));
+  REQUIRE(::unlink(file.c_str()) == 0);
+  REQUIRE(::mkfifo(file.c_str(), 0600) == 0);
+  CHECK(has(error_of([&] { open_of_step(file); }), "not a file"));
 }
 
 namespace {
@@ -870,7 +993,7 @@ TEST_CASE("a directory that a rank cannot write to is refused at the start", "[c
   CHECK(refused(dir) == "");
   barrier();
   CHECK(list(dir) == "");
-  CHECK(has(refused("/proc"), "--save: rank 0: /proc/.tmp-probe-"));  // where not even root can
+  CHECK(has(refused("/proc"), "--save: /proc/.lock: open failed"));  // where not even root can
 }
 
 TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint]") {
@@ -900,7 +1023,7 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
     rank.fill(step);
     saver.begin(step, some_state(step));
     saver.finish();
-    CHECK(list(dir) == strf("latest step-%d", int(step)));  // its own are its own
+    CHECK(list(dir) == strf(".lock latest step-%d", int(step)));  // its own are its own
   }
   save_as(dir, 60, 0, few_tensors(), Grouping::one, 1);
   rank.fill(70);
@@ -908,7 +1031,7 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   const std::string error = error_of([&] { saver.finish(); });
   CHECK(has(error, "saving step 70 failed: rank 0: another run saved " + dir + "/step-60"));
   CHECK(found_in(dir) == 60);
-  CHECK(list(dir) == "latest step-50 step-60");
+  CHECK(list(dir) == ".lock latest step-50 step-60");
 }
 
 // For test/cli.sh: changes options in a manifest, as another version of this program would have written them.

@@ -25,6 +25,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -106,11 +107,13 @@ class Saver {
   // Collective; does not wait for a disk. Whether the save before is written on all ranks. If not, says that `step` is
   // not to be saved.
   bool idle(int64_t step);
-  // At every step boundary; does not wait. A save that failed on any rank makes this throw Error on rank 0 (begin and
-  // finish too), so that it is said once; or_abort then ends the other ranks, on which nothing is thrown. The failed
-  // step leaves nothing behind, and the steps before it stay.
+  // At every step boundary; does not wait. A save that failed on any rank for the disk's sake is a note, once, and the
+  // next save is another try. What else went wrong (weights that are not finite, another run in DIR) makes this throw
+  // Error on rank 0 (begin and finish too), so that it is said once; or_abort then ends the other ranks, on which
+  // nothing is thrown. The failed step leaves nothing behind, and the steps before it stay.
   void check();
-  void finish();  // waits for the save that is being written
+  // Waits for the save that is being written. Returns why the latest save failed, the same on all ranks, or nothing.
+  std::string finish();
 
  private:
   void write(int64_t step, const std::string& state);
@@ -132,9 +135,10 @@ class Saver {
   std::thread writer_;
   // The writer's until busy_ is false again.
   std::atomic<bool> busy_{false};
-  std::string error_;
+  std::string error_, failed_;  // failed_: the latest save, for the disk's sake
   std::vector<std::string> notes_;
   int64_t step_ = 0, told_ = -1;
+  std::set<std::string> said_;  // rank 0's notes
 };
 
 // ---------------------------------------------------------------------------------------------------------- loading

@@ -10,7 +10,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "lib/device/device.h"
 #include "lib/program/files.h"
@@ -23,7 +25,7 @@ const std::string manifest_name = "manifest.json", latest_name = "latest", tmp_l
 
 namespace {
 
-const std::string tmp_start = ".tmp-", old_start = ".tmp-old-", probe_start = ".tmp-probe-";
+const std::string tmp_start = ".tmp-", old_start = ".tmp-old-", probe_start = ".tmp-probe-", lock_name = ".lock";
 
 bool starts_with(const std::string& text, const std::string& start) {
   return text.compare(0, start.size(), start) == 0;
@@ -37,13 +39,18 @@ bool is_tmp_step(const std::string& name) {
     if (starts_with(name, start) && step_of(name.substr(start.size())) >= 0) return true;
   return false;
 }
+// NFS gives a file that is removed while somebody has it open the name .nfs and a number, until it is closed.
 bool is_file_of_step(const std::string& name) {
-  const size_t digits = name.size() < 10 ? 0 : name.size() - 9;
-  return name == manifest_name || (digits > 0 && starts_with(name, "rank-") && all_digits(name.substr(5, digits)) &&
-                                   name.substr(5 + digits) == ".bin");
+  return name == manifest_name || is_shard_name(name) || starts_with(name, ".nfs");
 }
 
 }  // namespace
+
+bool is_shard_name(const std::string& name) {
+  const size_t digits = name.size() < 10 ? 0 : name.size() - 9;
+  return digits > 0 && starts_with(name, "rank-") && all_digits(name.substr(5, digits)) &&
+         name.substr(5 + digits) == ".bin";
+}
 
 std::string name_of_step(int64_t step) { return strf("step-%lld", ll(step)); }
 
@@ -63,7 +70,8 @@ bool in_checkpoint(const std::string& path, const std::string& dir) {
   for (fs::path at = path; at.has_relative_path(); at = at.parent_path()) {
     const std::string name = at.filename();
     if (is_step && fs::equivalent(at, dir, none)) return true;
-    if ((name == latest_name || name == tmp_latest_name || step_of(name) >= 0 || is_tmp_step(name)) &&
+    if ((name == latest_name || name == tmp_latest_name || name == lock_name || step_of(name) >= 0 ||
+         is_tmp_step(name)) &&
         fs::equivalent(at.parent_path(), dir, none))
       return true;
   }
@@ -171,36 +179,87 @@ void require_link_to_step(const std::string& path) {
 void remove_step(const std::string& path) {
   if (files::kind_of(path) == 0) return;
   require_step_files(path);
-  for (const std::string& name : files::names_in(path)) files::remove(path + "/" + name);
-  files::change(
-      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+  std::string first;
+  auto attempt = [&](const std::function<void()>& f) {
+    try {
+      f();
+    } catch (const Error& e) {
+      if (first.empty()) first = e.what();
+    }
+  };
+  for (const std::string& name : files::names_in(path)) attempt([&] { files::remove(path + "/" + name); });
+  if (first.empty())
+    attempt([&] {
+      files::change(
+          "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+    });
+  if (!first.empty()) throw files::FileError(first);
 }
 
-void remove_leftovers(const std::string& dir) {
+std::vector<std::string> remove_leftovers(const std::string& dir) {
+  std::vector<std::string> left;
+  std::string users;  // the first that is no save's
   for (const std::string& name : files::names_in(dir)) {
     const std::string path = dir + "/" + name;
     struct stat s;
-    if (is_tmp_step(name)) {
-      remove_step(path);
-    } else if (name == tmp_latest_name) {
-      require_link_to_step(path);
-      files::remove(path);
-    } else if (starts_with(name, probe_start) && ::lstat(path.c_str(), &s) == 0 && S_ISREG(s.st_mode) &&
-               s.st_size <= 1 && name.size() == probe_start.size() + files::unique_digits) {
-      files::remove(path);
+    try {
+      if (is_tmp_step(name)) {
+        remove_step(path);
+      } else if (name == tmp_latest_name) {
+        require_link_to_step(path);
+        files::remove(path);
+      } else if (starts_with(name, probe_start) && ::lstat(path.c_str(), &s) == 0 && S_ISREG(s.st_mode) &&
+                 s.st_size <= 1 && name.size() == probe_start.size() + files::unique_digits) {
+        files::remove(path);
+      }
+    } catch (const files::FileError& e) { left.push_back(e.what()); } catch (const Error& e) {
+      if (users.empty()) users = e.what();
     }
   }
+  if (!users.empty()) throw Error(users);
+  return left;
 }
 
 // ---------------------------------------------------------------------------------------------------------- this run's
 
-DirectoryLock::DirectoryLock(const std::string& dir) : fd_(open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-  if (fd_ < 0 || flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;  // else: no locks here
-  close(fd_);
-  throw Error(strf("another run is saving to %s; give each run a directory of its own", dir.c_str()));
+namespace {
+constexpr size_t most_lock_bytes = 400;
+std::string read_holder(int fd) {
+  char text[most_lock_bytes];
+  const ssize_t n = ::pread(fd, text, sizeof text, 0);
+  return n > 0 ? std::string(text, size_t(n)) : "it has not said which";
+}
+}  // namespace
+
+DirectoryLock::DirectoryLock(const std::string& dir) : path_(dir + "/" + lock_name) {
+  const char* what = "; move it away or choose another directory";
+  for (;;) {
+    const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    if (fd < 0) files::fail("open", path_, errno);
+    files::File file(fd, path_);  // closed unless it is kept
+    struct stat mine, there;
+    if (::fstat(fd, &mine) != 0 || !S_ISREG(mine.st_mode) || mine.st_size > off_t(most_lock_bytes))
+      throw Error(strf("%s is not a lock of a checkpoint directory%s", path_.c_str(), what));
+    if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+      if (errno != EWOULDBLOCK) return;  // no locks here
+      throw Error(strf("another run is saving to %s (%s); give each run a directory of its own", dir.c_str(),
+                       read_holder(fd).c_str()));
+    }
+    // Who held it may have removed it meanwhile, and then it keeps nobody out.
+    if (::lstat(path_.c_str(), &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) continue;
+    char host[256] = "";
+    ::gethostname(host, sizeof host - 1);
+    const std::string text = strf("host %s, process %lld", host, ll(::getpid()));
+    if (::ftruncate(fd, 0) != 0 || ::pwrite(fd, text.data(), text.size(), 0) != ssize_t(text.size()))
+      files::fail("write", path_, errno);
+    fd_ = std::exchange(file.fd, -1);
+    return;
+  }
 }
 DirectoryLock::~DirectoryLock() {
-  if (fd_ >= 0) close(fd_);
+  if (fd_ < 0) return;
+  ::unlink(path_.c_str());  // while it is locked
+  ::close(fd_);
 }
 
 void probe(const std::string& dir) {

@@ -6,6 +6,7 @@
 //   latest, .tmp-latest                links to a step
 //   .tmp-step-20, .tmp-old-step-10     a step that is being written, or deleted
 //   .tmp-probe-1a2b3c4d                a file of a byte at most, by which a rank finds out whether it can write
+//   .lock                              a file that the run which saves here has locked: "host HOST, process PID"
 //
 // These are called on rank 0 unless they say otherwise. dir has no slash at its end.
 #pragma once
@@ -13,13 +14,15 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 // ------------------------------------------------------------------------------------------------------------ names
 
 extern const std::string manifest_name, latest_name, tmp_latest_name;
 
 std::string name_of_step(int64_t step);
-int64_t step_of(const std::string& name);  // -1: the name is not a step's
+int64_t step_of(const std::string& name);     // -1: the name is not a step's
+bool is_shard_name(const std::string& name);  // rank-0.bin
 std::string tmp_of(const std::string& dir, int64_t step);
 std::string old_of(const std::string& dir, int64_t step);
 
@@ -48,14 +51,18 @@ void require_known(const std::string& dir, const Steps& known);
 void require_step_files(const std::string& path);
 void require_link_to_step(const std::string& path);
 
-// A step, or what is left of one, if it is there. Throws Error if there is anything else in it.
+// A step, or what is left of one, if it is there. Throws Error if there is anything else in it; what can be removed is
+// removed.
 void remove_step(const std::string& path);
-// What a save that was broken off left in dir.
-void remove_leftovers(const std::string& dir);
+// What a save that was broken off left in dir. Returns what could not be removed, and why: nothing is lost by that.
+// Throws Error if a user's file has such a name; the others are removed all the same.
+std::vector<std::string> remove_leftovers(const std::string& dir);
 
 // ------------------------------------------------------------------------------------------------------ this run's
 
-// Holds a directory for as long as it lives. Throws Error if another holds it.
+// Holds a directory for as long as it lives, and no longer than its process, by a lock on a file in it. Throws Error
+// that names the holder if there is one. Where the file system has no locks it holds nothing, and require_known is what
+// keeps two runs apart.
 class DirectoryLock {
  public:
   explicit DirectoryLock(const std::string& dir);
@@ -63,7 +70,8 @@ class DirectoryLock {
   DirectoryLock(const DirectoryLock&) = delete;
 
  private:
-  int fd_;
+  std::string path_;
+  int fd_ = -1;
 };
 
 // Throws Error if files cannot be created, written and removed in dir now. On every rank.

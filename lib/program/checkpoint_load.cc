@@ -1,7 +1,6 @@
 // Loading: rank 0 reads and checks the manifest for all, then every rank reads the pieces that its parts need.
 #include "lib/program/checkpoint.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "lib/program/checkpoint_manifest.h"
+#include "lib/program/checksum.h"
 #include "lib/program/files.h"
 
 using nlohmann::json;
@@ -88,7 +88,9 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
     return std::make_pair(a.piece->file, a.piece->offset) < std::make_pair(b.piece->file, b.piece->offset);
   });
-  HostBuffer<char> buffer(dev, m.chunk), converted(dev, 2 * m.chunk);
+  int64_t chunk_bytes = 0;  // of the largest that there is
+  for (const Job& job : jobs) chunk_bytes = std::max(chunk_bytes, std::min(m.chunk, job.piece->bytes()));
+  HostBuffer<char> buffer(dev, chunk_bytes), converted(dev, 2 * chunk_bytes);
   std::unique_ptr<files::File> file;
   for (const Job& job : jobs) {
     const Manifest::Piece& piece = *job.piece;
@@ -97,9 +99,7 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
     const std::string tensor = tensor_text(part.tensor, part.kind);
     if (!file || file->path != path) {
       check_size(m, piece.file);
-      const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-      if (fd < 0) throw UsageError(strf("%s: %s; %s", path.c_str(), std::strerror(errno), other_step));
-      file = std::make_unique<files::File>(fd, path);
+      file = open_of_step(path);
     }
     // The bytes of the piece that the part wants, and the chunks that these lie in.
     const int64_t from = std::max(part.first, piece.first) - piece.first,
@@ -115,8 +115,8 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
                                 n < 0 ? std::strerror(errno) : "the file ends too early", other_step));
         at += n;
       }
-      const bool holds =
-          piece.checksums.compare(size_t(16 * chunk), 16, digits_of(xxh64(buffer.get(), end - begin))) == 0;
+      const uint64_t checksum = (m.version == 1 ? xxh64 : xxh3)(buffer.get(), end - begin);
+      const bool holds = piece.checksums.compare(size_t(16 * chunk), 16, digits_of(checksum)) == 0;
       REQUIRE_USER(holds, "%s: %s: the checksum of bytes %lld to %lld does not fit: the file is damaged; %s",
                    path.c_str(), tensor.c_str(), ll(piece.offset + begin), ll(piece.offset + end), other_step);
       const int64_t a = std::max(from * size, begin) / size, b = std::min(to * size, end) / size;

@@ -8,73 +8,39 @@
 #include <cerrno>
 #include <cstring>
 
+#include "lib/program/checked_json.h"
 #include "lib/program/checkpoint_directory.h"
-#include "lib/program/files.h"
+#include "lib/program/checksum.h"
 
 using nlohmann::json;
 using ll = long long;
 
 const char* const other_step = "resume from another step with --resume DIR/step-N";
 
-// --------------------------------------------------------------------------------------------------------- checksum
-
-namespace {
-constexpr uint64_t prime1 = 0x9E3779B185EBCA87u, prime2 = 0xC2B2AE3D27D4EB4Fu, prime3 = 0x165667B19E3779F9u,
-                   prime4 = 0x85EBCA77C2B2AE63u, prime5 = 0x27D4EB2F165667C5u;
-uint64_t rotate(uint64_t x, int n) { return x << n | x >> (64 - n); }
-uint64_t round_of(uint64_t lane, uint64_t word) { return rotate(lane + word * prime2, 31) * prime1; }
-template <class W>
-uint64_t word_at(const char* p) {
-  W w;
-  std::memcpy(&w, p, sizeof w);
-  return w;
-}
-}  // namespace
-
-uint64_t xxh64(const void* data, int64_t bytes, uint64_t seed) {
-  const char *p = static_cast<const char*>(data), *end = p + bytes;
-  uint64_t h = seed + prime5;
-  if (bytes >= 32) {
-    uint64_t lanes[4] = {seed + prime1 + prime2, seed + prime2, seed, seed - prime1};
-    for (; end - p >= 32; p += 32)
-      for (int i = 0; i < 4; i++) lanes[i] = round_of(lanes[i], word_at<uint64_t>(p + 8 * i));
-    h = rotate(lanes[0], 1) + rotate(lanes[1], 7) + rotate(lanes[2], 12) + rotate(lanes[3], 18);
-    for (uint64_t lane : lanes) h = (h ^ round_of(0, lane)) * prime1 + prime4;
-  }
-  h += uint64_t(bytes);
-  for (; end - p >= 8; p += 8) h = rotate(h ^ round_of(0, word_at<uint64_t>(p)), 27) * prime1 + prime4;
-  for (; end - p >= 4; p += 4) h = rotate(h ^ word_at<uint32_t>(p) * prime1, 23) * prime2 + prime3;
-  for (; p < end; p++) h = rotate(h ^ word_at<uint8_t>(p) * prime5, 11) * prime1;
-  h = (h ^ h >> 33) * prime2;
-  h = (h ^ h >> 29) * prime3;
-  return h ^ h >> 32;
-}
-
-std::string digits_of(uint64_t x) { return strf("%016llx", static_cast<unsigned long long>(x)); }
-
-// -------------------------------------------------------------------------------------------------------- the manifest
+// ------------------------------------------------------------------------------------------------------------ the seal
 
 namespace {
 const std::string seal_key = "\"checksum\":\"", no_seal(16, '0');
+
+// The version of the format whose checksum holds; 0: the text is damaged.
+int sealed_version(std::string text) {
+  const size_t at = text.find(seal_key);
+  if (at == std::string::npos || text.size() < at + seal_key.size() + 16) return 0;
+  const std::string digits = text.substr(at + seal_key.size(), 16);
+  text.replace(at + seal_key.size(), 16, no_seal);
+  if (digits == digits_of(xxh3(text.data(), int64_t(text.size())))) return 2;
+  return digits == digits_of(xxh64(text.data(), int64_t(text.size()))) ? 1 : 0;
+}
 }  // namespace
 
 std::string seal(json j) {
   j["checksum"] = no_seal;
   std::string text = j.dump() + "\n";
   const size_t at = text.find(seal_key + no_seal) + seal_key.size();
-  return text.replace(at, 16, digits_of(xxh64(text.data(), int64_t(text.size()))));
+  return text.replace(at, 16, digits_of(xxh3(text.data(), int64_t(text.size()))));
 }
 
-namespace {
-bool seal_holds(std::string text) {
-  const size_t at = text.find(seal_key);
-  if (at == std::string::npos || text.size() < at + seal_key.size() + 16) return false;
-  const std::string digits = text.substr(at + seal_key.size(), 16);
-  text.replace(at + seal_key.size(), 16, no_seal);
-  return digits == digits_of(xxh64(text.data(), int64_t(text.size())));
-}
-
-}  // namespace
+// -------------------------------------------------------------------------------------------------------- the manifest
 
 int64_t elements_of(const std::vector<int64_t>& shape) {
   int64_t n = 1;
@@ -87,36 +53,72 @@ std::string tensor_text(const std::string& tensor, const std::string& kind) {
   return strf("tensor '%s' (AdamW's %s)", tensor.c_str(), kind.c_str());
 }
 
+namespace {
+
+// Of a list of tensors: all sizes, and their product, are numbers of elements.
+std::vector<int64_t> read_shape(const CheckedJson& list) {
+  std::vector<int64_t> shape;
+  int64_t most = most_exact;
+  for (const CheckedJson& size : list.items()) {
+    shape.push_back(size.whole(1, most));
+    most /= shape.back();
+  }
+  return shape;
+}
+
+// A piece of the manifest's last file.
+void read_piece(const CheckedJson& p, int version, Manifest* m) {
+  const int64_t size = m->sizes.back();
+  const CheckedJson tensor = p.at("tensor"), kind = p.at("kind");
+  const auto found = m->tensors.find(tensor.text());
+  if (found == m->tensors.end()) tensor.refuse("the name of one of \"tensors\"");
+  if (kind.text() != "weight" && kind.text() != "m" && kind.text() != "v") kind.refuse("weight, m or v");
+  Manifest::Piece piece = {};
+  piece.file = m->files.size() - 1;
+  piece.dtype = Dtype::f32;
+  if (p.has("dtype")) {
+    const std::string& dtype = p.at("dtype").text();
+    if (dtype != "fp32" && dtype != "bf16") p.at("dtype").refuse("fp32 or bf16");
+    if (dtype == "bf16") piece.dtype = Dtype::bf16;
+  }
+  piece.first = p.at("first").whole(0, most_exact);
+  piece.offset = p.at("offset").whole(0, size);
+  piece.count = p.at("count").whole(1, (size - piece.offset) / size_of(piece.dtype));
+  const CheckedJson checksums = p.at(version == 1 ? "xxh64" : "xxh3");
+  piece.checksums = checksums.text();
+  const int64_t chunks = (piece.bytes() - 1) / m->chunk + 1;
+  if (int64_t(piece.checksums.size()) / 16 != chunks || piece.checksums.size() % 16 != 0)
+    checksums.refuse(strf("16 digits for each of %lld chunks", ll(chunks)));
+  found->second.pieces[kind.text()].push_back(std::move(piece));
+}
+
+}  // namespace
+
 Manifest parse_manifest(const std::string& step_dir, const std::string& text) {
   Manifest m;
   m.path = step_dir + "/" + manifest_name;
-  REQUIRE_USER(seal_holds(text), "%s: the checksum does not fit: the file is damaged or cut off; %s", m.path.c_str(),
+  const int sealed = sealed_version(text);
+  REQUIRE_USER(sealed > 0, "%s: the checksum does not fit: the file is damaged or cut off; %s", m.path.c_str(),
                other_step);
-  try {
-    const json j = json::parse(text);
-    REQUIRE_USER(j.at("version") == checkpoint_version,
-                 "%s: written in version %s of the format; this program reads version %d", m.path.c_str(),
-                 j.at("version").dump().c_str(), checkpoint_version);
-    m.chunk = j.at("chunk_bytes");
-    ASSERT(m.chunk > 0 && m.chunk % 4 == 0);
-    m.state = j.at("state");
-    for (const json& t : j.at("tensors")) m.tensors[t.at("name")].shape = t.at("shape").get<std::vector<int64_t>>();
-    for (const json& f : j.at("files")) {
-      const size_t file = m.files.size();
-      m.files.push_back(step_dir + "/" + f.at("file").get<std::string>());
-      m.sizes.push_back(f.at("bytes"));
-      for (const json& p : f.at("parts")) {
-        const Manifest::Piece piece = {file,          p.at("first"),
-                                       p.at("count"), p.at("offset"),
-                                       p.at("xxh64"), p.value("dtype", "fp32") == "bf16" ? Dtype::bf16 : Dtype::f32};
-        const int64_t bytes = piece.bytes(), chunks = (bytes + m.chunk - 1) / m.chunk;
-        ASSERT(piece.count > 0 && piece.offset >= 0 && piece.offset + bytes <= m.sizes.back());
-        ASSERT(int64_t(piece.checksums.size()) == 16 * chunks);
-        m.tensors.at(p.at("tensor")).pieces[p.at("kind")].push_back(piece);
-      }
-    }
-  } catch (const UsageError&) { throw; } catch (const std::exception& e) {
-    throw UsageError(strf("%s: its content makes no sense (%s); %s", m.path.c_str(), e.what(), other_step));
+  const json j = parse_json(text, m.path, other_step);
+  const CheckedJson top(j, m.path, other_step);
+  m.version = int(top.at("version").whole(1, 1 << 20));
+  REQUIRE_USER(m.version <= checkpoint_version,
+               "%s: written in version %d of the format; this program reads versions up to %d", m.path.c_str(),
+               m.version, checkpoint_version);
+  if (m.version != sealed) top.at("version").refuse(strf("%d, whose checksum it has", sealed));
+  m.chunk = top.at("chunk_bytes").whole(4, most_chunk_bytes);
+  if (m.chunk % 4 != 0) top.at("chunk_bytes").refuse("a multiple of 4");
+  m.state = top.at("state").value();
+  for (const CheckedJson& t : top.at("tensors").items())
+    m.tensors[t.at("name").text()].shape = read_shape(t.at("shape"));
+  for (const CheckedJson& f : top.at("files").items()) {
+    // Whoever wrote the manifest may name files of this step, and no others.
+    const CheckedJson name = f.at("file");
+    if (!is_shard_name(name.text())) name.refuse("rank-N.bin");
+    m.files.push_back(step_dir + "/" + name.text());
+    m.sizes.push_back(f.at("bytes").whole(0, most_exact));
+    for (const CheckedJson& p : f.at("parts").items()) read_piece(p, m.version, &m);
   }
   for (auto& [name, tensor] : m.tensors)
     for (auto& [kind, pieces] : tensor.pieces) {
@@ -124,7 +126,7 @@ Manifest parse_manifest(const std::string& step_dir, const std::string& text) {
                 [](const Manifest::Piece& a, const Manifest::Piece& b) { return a.first < b.first; });
       int64_t at = 0;
       for (const Manifest::Piece& p : pieces) {
-        if (p.first != at) break;
+        if (p.first != at || p.count > elements_of(tensor.shape) - at) break;
         at += p.count;
       }
       REQUIRE_USER(at == elements_of(tensor.shape), "%s: %s is incomplete: no file has element %lld; %s",
@@ -136,7 +138,7 @@ Manifest parse_manifest(const std::string& step_dir, const std::string& text) {
 // The tensor that is named is the first one that is incomplete.
 void check_size(const Manifest& m, size_t file) {
   struct stat s;
-  const bool there = ::stat(m.files[file].c_str(), &s) == 0;
+  const bool there = ::lstat(m.files[file].c_str(), &s) == 0;
   const int code = errno;
   if (there && int64_t(s.st_size) == m.sizes[file]) return;
   const int64_t size = there ? int64_t(s.st_size) : 0;
@@ -157,19 +159,30 @@ void check_size(const Manifest& m, size_t file) {
                         ll(size), ll(m.sizes[file]), holds.c_str(), other_step));
 }
 
+std::unique_ptr<files::File> open_of_step(const std::string& path) {
+  // Neither a link, which may lead anywhere, nor a pipe, which would have us wait.
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0)
+    throw UsageError(
+        strf("%s: %s; %s", path.c_str(), errno == ELOOP ? "a link, and not a file" : std::strerror(errno), other_step));
+  auto file = std::make_unique<files::File>(fd, path);
+  struct stat s;
+  REQUIRE_USER(::fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "%s: not a file; %s", path.c_str(), other_step);
+  return file;
+}
+
 namespace {
 std::string read_text(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw UsageError(strf("%s: %s; %s", path.c_str(), std::strerror(errno), other_step));
-  files::File file(fd, path);
+  const std::unique_ptr<files::File> file = open_of_step(path);
   std::string text;
   char buffer[1 << 16];
   for (;;) {
-    const int64_t n = ::read(fd, buffer, sizeof buffer);
+    const int64_t n = ::read(file->fd, buffer, sizeof buffer);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) throw UsageError(strf("%s: read failed: %s; %s", path.c_str(), std::strerror(errno), other_step));
     if (n == 0) return text;
     text.append(buffer, size_t(n));
+    REQUIRE_USER(text.size() < size_t(1) << 30, "%s: more than 1 GiB; %s", path.c_str(), other_step);
   }
 }
 

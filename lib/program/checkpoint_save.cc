@@ -10,11 +10,13 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <utility>
 
 #include "lib/program/checkpoint_manifest.h"
+#include "lib/program/checksum.h"
 #include "lib/program/files.h"
 
 using nlohmann::json;
@@ -24,7 +26,7 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
                         const char* bytes) {
   const std::string tmp = tmp_of(dir, step), name = strf("rank-%d.bin", rank);
   files::make_dir(tmp);
-  const std::unique_ptr<files::File> file = files::create(tmp + "/" + name);
+  const std::unique_ptr<files::File> file = files::create_in(tmp, name);
   json entries = json::array();
   int64_t offset = 0;
   for (const Part& p : parts) {
@@ -32,7 +34,7 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
     std::string checksums;
     for (int64_t at = 0; at < p.bytes(); at += chunk_bytes) {
       const int64_t n = std::min(chunk_bytes, p.bytes() - at);
-      checksums += digits_of(xxh64(bytes + offset + at, n));
+      checksums += digits_of(xxh3(bytes + offset + at, n));
       file->write(bytes + offset + at, n);
     }
     entries.push_back({{"tensor", p.tensor},
@@ -41,7 +43,7 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
                        {"count", p.count},
                        {"offset", offset},
                        {"dtype", name_of(p.dtype)},
-                       {"xxh64", checksums}});
+                       {"xxh3", checksums}});
     offset += p.bytes();
   }
   file->flush_and_close();
@@ -51,22 +53,31 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
 
 namespace {
 // The new step is safe. What goes loses its name first, so that no half step ever has one. Steps above this one are
-// another run's: not counted, not touched.
+// another run's: not counted, not touched. What cannot be removed stops nothing behind it.
 std::vector<std::string> remove_old_steps(const std::string& dir, int64_t step, int64_t keep) {
   std::vector<std::string> notes;
-  try {
-    std::vector<int64_t> steps;
+  auto attempt = [&](const std::function<void()>& f) {
+    try {
+      f();
+    } catch (const Error& e) { notes.push_back(e.what()); }
+  };
+  std::vector<int64_t> steps;
+  attempt([&] {
     for (const auto& [there, identity] : steps_in(dir))
       if (there <= step) steps.push_back(there);
-    std::sort(steps.rbegin(), steps.rend());
-    for (size_t i = size_t(keep); keep > 0 && i < steps.size(); i++) {
+  });
+  std::sort(steps.rbegin(), steps.rend());
+  for (size_t i = size_t(keep); keep > 0 && i < steps.size(); i++)
+    attempt([&] {
       const std::string old = old_of(dir, steps[i]), now = dir + "/" + name_of_step(steps[i]);
       require_step_files(now);
       remove_step(old);
       files::rename(now, old);
-    }
-    remove_leftovers(dir);
-  } catch (const Error& e) { notes.push_back(strf("an old checkpoint could not be deleted: %s", e.what())); }
+    });
+  attempt([&] {
+    for (const std::string& left : remove_leftovers(dir)) notes.push_back(left);
+  });
+  for (std::string& note : notes) note = "an old checkpoint could not be deleted: " + note;
   return notes;
 }
 }  // namespace
@@ -94,7 +105,7 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
     if (!std::exchange(named[p.tensor], true)) manifest["tensors"].push_back({{"name", p.tensor}, {"shape", p.shape}});
 
   const std::string text = seal(manifest);
-  const std::unique_ptr<files::File> file = files::create(tmp + "/" + manifest_name);
+  const std::unique_ptr<files::File> file = files::create_in(tmp, manifest_name);
   file->write(text.data(), int64_t(text.size()));
   file->flush_and_close();
   files::flush_dir(tmp);
@@ -168,7 +179,8 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
       lock_ = std::make_unique<DirectoryLock>(dir_);
       known_ = found ? *found : steps_in(dir_);
       require_known(dir_, known_);  // another run may have saved and ended before the lock was taken
-      remove_leftovers(dir_);
+      for (const std::string& left : remove_leftovers(dir_))
+        notes_.push_back("what an earlier save left could not be deleted: " + left);
     } catch (const Error& e) { error = strf("--save: %s", e.what()); }
   }
   error = talk_.agree(error);
@@ -179,6 +191,7 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
     error = talk_.agree(error);
   }
   if (!error.empty()) throw UsageError(error);
+  report();
 }
 
 Saver::~Saver() {
@@ -237,6 +250,7 @@ bool Saver::idle(int64_t step) {
 
 void Saver::write(int64_t step, const std::string& state) {
   std::string error, shard;
+  const std::string ends_run = "!";  // at the beginning of an error that is not the disk's
   try {
 #if FSDP_CUDA
     if (dev_.backend == Backend::gpu) CUDA_CHECK(cudaSetDevice(dev_.ordinal));  // a thread starts on device 0
@@ -244,35 +258,45 @@ void Saver::write(int64_t step, const std::string& state) {
     synchronize(copied_);
     require_finite(parts_, copy_->get());
     shard = write_shard(dir_, step, world_.rank, parts_, copy_->get());
-  } catch (const Error& e) { error = strf("rank %d: %s", world_.rank, e.what()); }
+  } catch (const files::FileError& e) { error = strf("rank %d: %s", world_.rank, e.what()); } catch (const Error& e) {
+    error = ends_run + strf("rank %d: %s", world_.rank, e.what());
+  }
   error = talk_.agree(error);
   const std::vector<std::string> shards = talk_.gather(shard);
   if (world_.rank == 0) {
+    bool published = false;
     try {
       if (error.empty()) {
         require_known(dir_, known_);  // there may be no locks here
+        published = true;
         notes_ = publish(dir_, step, keep_, shards, parts_, state);
-        known_[step] = steps_in(dir_)[step];
       }
-    } catch (const Error& e) { error = strf("rank 0: %s", e.what()); }
-    if (!error.empty()) {
-      try {
-        remove_step(tmp_of(dir_, step));
-      } catch (const Error&) {}  // the next start removes it
+    } catch (const files::FileError& e) { error = strf("rank 0: %s", e.what()); } catch (const Error& e) {
+      error = ends_run + strf("rank 0: %s", e.what());
     }
+    try {
+      const Steps there = steps_in(dir_);  // the step may have its name, though `latest` could not be moved
+      if (published && there.count(step)) known_[step] = there.at(step);
+      if (!error.empty()) remove_leftovers(dir_);
+    } catch (const Error&) {}  // the next save, or the next start, removes it
   }
   error = talk_.broadcast(error);
+  failed_.clear();
   if (error.empty()) return;
+  const bool ends = error.compare(0, ends_run.size(), ends_run) == 0;
   std::string before;
   try {
-    before = "; resume from " + find_checkpoint(dir_, dir_);
-  } catch (const Error&) { before = "; there is no earlier one to resume from"; }
-  error_ = strf("saving step %lld failed: %s%s", ll(step), error.c_str(), before.c_str());
+    before = "resume from " + find_checkpoint(dir_, dir_);
+  } catch (const Error&) { before = "there is no earlier one to resume from"; }
+  (ends ? error_ : failed_) = strf("saving step %lld failed: %s; %s", ll(step),
+                                   error.substr(ends ? ends_run.size() : 0).c_str(), before.c_str());
+  if (!ends) notes_.push_back("warning: " + failed_ + "; training goes on, and the next save tries again");
 }
 
 void Saver::report() {
+  // What stays as it is was said.
   for (const std::string& note : std::exchange(notes_, {}))
-    if (note_) note_(note);
+    if (note_ && world_.rank == 0 && said_.insert(note).second) note_(note);
   if (!error_.empty() && world_.rank == 0) throw Error(error_);
 }
 
@@ -280,7 +304,8 @@ void Saver::check() {
   if (!busy_) report();
 }
 
-void Saver::finish() {
+std::string Saver::finish() {
   if (writer_.joinable()) writer_.join();
   report();
+  return failed_;
 }

@@ -10,8 +10,6 @@
 #include <random>
 #include <utility>
 
-#include "lib/device/error.h"
-
 std::function<int(const char* call, const std::string& path)> checkpoint_hook;
 
 namespace files {
@@ -22,7 +20,7 @@ void fail(const char* call, const std::string& path, int code) {
   if (code == EACCES || code == EPERM || code == EROFS) remedy = "; check who may write there, or choose another place";
   if (code == ENOENT) remedy = "; the directory must be there, and all ranks must see it";
   if (code == EIO) remedy = "; see what the system's log says about this disk";
-  throw Error(strf("%s: %s failed: %s%s", path.c_str(), call, std::strerror(code), remedy));
+  throw FileError(strf("%s: %s failed: %s%s", path.c_str(), call, std::strerror(code), remedy));
 }
 
 File::~File() {
@@ -81,6 +79,15 @@ std::unique_ptr<File> open_to_append(const std::string& path) {
 
 void cut(File* file, int64_t bytes) {
   change("ftruncate", file->path, [&] { return ::ftruncate(file->fd, off_t(bytes)); });
+}
+
+std::unique_ptr<File> create_in(const std::string& dir, const std::string& name) {
+  const int fd = ::open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (fd < 0) fail("open", dir, errno);
+  const File open_dir(fd, dir);
+  const std::string path = dir + "/" + name;
+  return std::make_unique<File>(int(change("open", path, [&] { return ::openat(fd, name.c_str(), new_file, 0666); })),
+                                path);
 }
 
 void make_dir(const std::string& path) {

@@ -7,7 +7,7 @@
 //   files::rename_new(file->path, "DIR/model");
 //   files::flush_dir("DIR");
 //
-// All functions throw Error. None follows a link that it creates, renames or removes.
+// All functions throw FileError. None follows a link that it creates, renames or removes.
 #pragma once
 
 #include <sys/stat.h>
@@ -19,12 +19,18 @@
 #include <string>
 #include <vector>
 
+#include "lib/device/error.h"
+
 // For tests. Called before every system call that changes the disk or flushes it, with the call's name and the path;
 // it may end the process, or return an errno with which the call then fails.
 extern std::function<int(const char* call, const std::string& path)> checkpoint_hook;
 
 namespace files {
 
+// What a disk, a file system or who may write there refuses: it may be gone the next time.
+struct FileError : Error {
+  using Error::Error;
+};
 [[noreturn]] void fail(const char* call, const std::string& path, int code);
 
 // Makes a system call that changes the disk; all of them pass here. Returns what f returns. `allowed` is an errno that
@@ -62,6 +68,8 @@ constexpr size_t unique_digits = 8;  // at the end of such a name
 // A file that may be there, to write behind what it holds.
 std::unique_ptr<File> open_to_append(const std::string& path);
 void cut(File* file, int64_t bytes);  // leaves so many
+// In a directory that is this program's own: a link in its place is refused.
+std::unique_ptr<File> create_in(const std::string& dir, const std::string& name);
 
 void make_dir(const std::string& path);   // may be there
 void make_dirs(const std::string& path);  // with those above it

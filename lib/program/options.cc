@@ -14,6 +14,7 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/device/error.h"
+#include "lib/program/checked_json.h"
 #include "lib/program/chips.h"
 #include "lib/program/config_file.h"
 #include "lib/program/presets.h"
@@ -29,7 +30,7 @@ struct Allowed {
   const char* open = "";
   std::vector<const char*> words = {};  // strings: one of these; none: anything
 };
-constexpr double most = 9e15;  // whole numbers up to here are exact in double
+constexpr double most = double(most_exact);
 Allowed from(double lo, double hi) { return {lo, hi}; }
 Allowed above(double lo, double hi) { return {lo, hi, "lo"}; }
 Allowed from_to_below(double lo, double hi) { return {lo, hi, "hi"}; }
@@ -230,6 +231,12 @@ std::string quoted(const std::string& value) { return value.empty() ? "''" : exc
   throw UsageError(strf("%s: %s; see --help", given.as.c_str(), allowed_text(s).c_str()));
 }
 
+// Written so that a NaN is not.
+bool in_range(const Spec& s, double x) {
+  const std::string open = s.allowed.open;
+  return (open == "lo" ? x > s.allowed.lo : x >= s.allowed.lo) && (open == "hi" ? x < s.allowed.hi : x <= s.allowed.hi);
+}
+
 template <class T>
 T parse_number(const Spec& s, const Given& given) {
   const std::string& text = given.value;
@@ -243,11 +250,7 @@ T parse_number(const Spec& s, const Given& given) {
     auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), x);
     if (error != std::errc() || end != text.data() + text.size()) refuse(s, given);
   }
-  const std::string open = s.allowed.open;
-  const double d = double(x);
-  // Written so that a NaN is refused.
-  if (!(open == "lo" ? d > s.allowed.lo : d >= s.allowed.lo)) refuse(s, given);
-  if (!(open == "hi" ? d < s.allowed.hi : d <= s.allowed.hi)) refuse(s, given);
+  if (!in_range(s, double(x))) refuse(s, given);
   return x;
 }
 
@@ -563,31 +566,37 @@ void take_over(const nlohmann::json& settings, const std::vector<std::string>& n
   }
 }
 
+namespace {
+// Whether a checkpoint may say that: what the command line takes, and what stands for an option that was not given.
+bool may_be(const Spec& s, const nlohmann::json& value) {
+  if (value == get(s, Options())) return true;
+  if (is_flag(s)) return value.is_boolean();
+  if (is_number(s)) {
+    const bool real = std::holds_alternative<double Options::*>(s.member);
+    return (real ? value.is_number() : value.is_number_integer()) && in_range(s, value.get<double>());
+  }
+  const auto& words = s.allowed.words;
+  return value.is_string() && (words.empty() || std::count(words.begin(), words.end(), value.get<std::string>()) > 0);
+}
+}  // namespace
+
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file) {
   const char* remedy = "resume from another checkpoint";
-  auto require = [&](bool holds, const std::string& key, const nlohmann::json& value, const char* wanted) {
-    REQUIRE_USER(holds, "%s: \"%s\" is %s, not %s; %s", file.c_str(), key.c_str(), value.dump().c_str(), wanted,
-                 remedy);
-  };
-  auto member = [](const nlohmann::json& of, const char* key) {
-    return of.is_object() && of.contains(key) ? of[key] : nlohmann::json();
-  };
-  nlohmann::json read = state, options = member(state, "options");
-  const nlohmann::json step = member(state, "step");
-  require(step.is_number_integer() && step >= 0, "step", step, "a number of steps");
-  require(options.is_object(), "options", options, "an object");
+  const CheckedJson top(state, file, remedy);
+  top.at("step").whole(0, most_exact);
+  nlohmann::json options = top.at("options").object();
+  const CheckedJson settings(state["options"], file, remedy);
   for (const Spec& s : specs) {
     const std::string key = key_of(s.name);
-    if (!options.contains(key)) {
-      options[key] = s.otherwise ? nlohmann::json() : get(s, Options());
-      continue;
-    }
-    const nlohmann::json& value = options[key];
-    if (is_flag(s)) require(value.is_boolean(), key, value, "true or false");
-    else if (std::holds_alternative<double Options::*>(s.member)) require(value.is_number(), key, value, "a number");
-    else if (is_number(s)) require(value.is_number_integer(), key, value, "a whole number");
-    else require(value.is_string(), key, value, "a text");
+    if (!options.contains(key)) options[key] = s.otherwise ? nlohmann::json() : get(s, Options());
+    else if (!may_be(s, options[key]))
+      settings.at(key.c_str())
+          .refuse(is_flag(s)                ? "true or false"
+                  : is_number(s)            ? allowed_text(s).substr(8)
+                  : s.allowed.words.empty() ? "a text"
+                                            : joined(s.allowed.words, " or "));
   }
+  nlohmann::json read = state;
   read["options"] = options;
   return read;
 }
