@@ -353,7 +353,7 @@ void run(const Options& o, const World& world, const std::string& command) {
 WatchdogOptions watchdog_options(const Options& o, const World& world) {
   WatchdogOptions w;
   w.timeout_s = o.timeout;
-  w.records_dir = o.save.empty() ? "." : o.save;
+  w.records_dir = !o.diagnostics.empty() ? o.diagnostics : !o.save.empty() ? o.save : ".";
   w.each_tick = [dir = world.rank == 0 ? o.save : ""] { halt::look(dir); };
   return w;
 }
