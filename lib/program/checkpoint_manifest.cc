@@ -37,7 +37,8 @@ std::string seal(json j) {
   j["checksum"] = no_seal;
   std::string text = j.dump() + "\n";
   const size_t at = text.find(seal_key + no_seal) + seal_key.size();
-  return text.replace(at, 16, digits_of(xxh3(text.data(), int64_t(text.size()))));
+  const auto checksum = j.at("version") == 1 ? xxh64 : xxh3;
+  return text.replace(at, 16, digits_of(checksum(text.data(), int64_t(text.size()))));
 }
 
 // -------------------------------------------------------------------------------------------------------- the manifest

@@ -24,7 +24,7 @@
 constexpr int checkpoint_version = 2;
 constexpr int64_t chunk_bytes = 1 << 20, most_chunk_bytes = 1 << 30;  // written; read
 
-// A manifest's text: JSON with a checksum of its own text.
+// A manifest's text: JSON with a checksum of its own text, that of its version.
 std::string seal(nlohmann::json j);
 
 struct Manifest {
