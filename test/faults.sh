@@ -137,7 +137,7 @@ fault() {
     limit=$((timeout + 1))
     words=("rank $victim " "pid $p" "has not answered")
   else
-    limit=3
+    limit=5
     words=("rank $victim " "pid $p" "is gone")
   fi
   [ "$step" = 0 ] || words+=("step $step")
