@@ -706,7 +706,7 @@ judge "a run that diverges" "gradient norm" "diverged" "$dir/diverged"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
 verdict "a run that diverged leaves what can be loaded" "$(grep -q "resuming after step" "$dir/out" || echo "it does not go on")"
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
-bad "a directory that nobody can write to" "--save|/proc/.tmp-probe-" --save /proc
+bad "a directory that nobody can write to" "--save|/proc/.lock" --save /proc
 verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --log "$dir/saved/step-6/rank-0.bin"
 judge "a log into a step" "--log $dir/saved/step-6/rank-0.bin" "inside a checkpoint in $dir/saved"
