@@ -540,20 +540,24 @@ TEST_CASE("a state that an older or another program wrote", "[options]") {
   CHECK(refusal({{"options", {{"tf32", 1}}}}).find("\"tf32\" is 1, not true or false") != std::string::npos);
   CHECK(refusal({{"options", {{"data", 1}}}}).find("\"data\" is 1, not a text") != std::string::npos);
   CHECK(refusal({{"options", 5}}).find("\"options\" is 5, not an object") != std::string::npos);
-  CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\", not a whole number from 0 to 9000000000000000") != std::string::npos);
+  CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\", not a whole number from 0 to 9000000000000000") !=
+        std::string::npos);
   for (const char* key : {"step", "options"})
     CHECK(refusal({{key, nullptr}}) ==
           strf("DIR/manifest.json: there is no \"%s\"; resume from another checkpoint", key));
   // What the command line refuses, a checkpoint must not bring in.
-  const std::pair<const char*, json> outside[] = {
-      {"grad_accum", 0},  {"nsa_selected", int64_t(1) << 62}, {"depth", -1},    {"lr", 1e308},
-      {"attn", "zzz"},    {"seed", -1},                       {"seq", 1e300},   {"dim", uint64_t(1) << 63},
-      {"device", "gpu2"}, {"beta1", 1},                       {"clip_norm", 2}, {"preset", "large"}};
+  const std::pair<const char*, json> outside[] = {{"grad_accum", 0},  {"nsa_selected", int64_t(1) << 62},
+                                                  {"depth", -1},      {"lr", 1e308},
+                                                  {"attn", "zzz"},    {"seed", -1},
+                                                  {"seq", 1e300},     {"dim", uint64_t(1) << 63},
+                                                  {"device", "gpu2"}, {"beta1", 1},
+                                                  {"clip_norm", 2},   {"preset", "large"}};
   for (const auto& [key, value] : outside) {
     INFO(key << " " << value);
     CHECK(refusal({{"options", {{key, value}}}}).find(strf("\"%s\" is ", key)) != std::string::npos);
   }
-  CHECK(refusal({{"step", INT64_MIN}}).find("\"step\" is -9223372036854775808, not") != std::string::npos);  CHECK_THROWS_AS(read_state(json(7), "F"), UsageError);
+  CHECK(refusal({{"step", INT64_MIN}}).find("\"step\" is -9223372036854775808, not") != std::string::npos);
+  CHECK_THROWS_AS(read_state(json(7), "F"), UsageError);
 }
 
 TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {

@@ -106,7 +106,8 @@ bool is_done_speaking();
 // Where write_records writes; "": nowhere, as it is in the beginning.
 void set_records_dir(const std::string& dir);
 // Writes flight_rank{r}.jsonl for each rank of this host: a header line, a line a channel, then the collectives in the
-// order in which they began. Returns what to tell of it: "; flight records: DIR/flight_rank*.jsonl", or what went wrong, or nothing.
+// order in which they began. Returns what to tell of it: "; flight records: DIR/flight_rank*.jsonl", or what went
+// wrong, or nothing.
 std::string write_records(const std::string& reason);
 
 }  // namespace flight

@@ -53,7 +53,7 @@ class Estimate : public Timeline {
   double seconds(const Cost& c) const;  // alone on the chip
   double seconds(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels) const;
   double step() const;
-  double host() const;                                                       // to issue the step
+  double host() const;                                                            // to issue the step
   double busy(Work kind) const { return sums_.busy[size_t(kind)]; }               // the compute stream
   double slowed() const { return sums_.slowed; }                                  // it, beside collectives
   double exposed(int recorder) const { return sums_.exposed[size_t(recorder)]; }  // it, waiting for that stream

@@ -33,12 +33,12 @@ struct Options {
   double lr = 3e-4, min_lr_ratio = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1, clip = 1.0;
   std::string clip_norm = "2";
   std::string on_nan = "stop";  // or skip, skip:K
-  int64_t warmup = -1;      // steps; -1: a tenth of the steps, 100 at most
-  int64_t steps = 0;        // the schedule's length; 0: chosen by the machine
-  int64_t stop_after = -1;  // end after this many steps without changing the schedule; -1: at its end
-  int64_t tokens = 0;       // end after this many tokens; sets the schedule where --steps does not
-  double epochs = 0;        // the same for passes over the data
-  double minutes = 0;       // end after this much time
+  int64_t warmup = -1;          // steps; -1: a tenth of the steps, 100 at most
+  int64_t steps = 0;            // the schedule's length; 0: chosen by the machine
+  int64_t stop_after = -1;      // end after this many steps without changing the schedule; -1: at its end
+  int64_t tokens = 0;           // end after this many tokens; sets the schedule where --steps does not
+  double epochs = 0;            // the same for passes over the data
+  double minutes = 0;           // end after this much time
   int64_t val_every = 0, val_batches = 4;
   uint64_t seed = 0;
   // Data.
