@@ -692,7 +692,9 @@ void check_overlap(Backend backend) {
     put(10);
     own.compute().sleep(30);
     put(11), put(10);
+    saver.delay_ms = 30;
     saver.begin(10, some_state(10));
+    own.compute().wait(saver.copied());
     put(12);  // behind the copy: not what is saved
     own.compute().synchronize();
     saver.check();
@@ -702,6 +704,7 @@ void check_overlap(Backend backend) {
     CHECK(said == (world.rank == 0));
     put(20);
     saver.begin(20, some_state(20));  // waits; the note opens the gate
+    own.compute().wait(saver.copied());
     put(21);
     saver.finish();
     CHECK(saver.idle(30));
