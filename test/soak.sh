@@ -55,13 +55,13 @@ compare() {
     }' "$1" "$2"
 }
 
-# What is wrong with the directory of a run that has ended.
+# What is wrong with the directory of a run that has ended. Of each kill a flight record stays.
 check_files() {
   local expected name
   expected=$(for ((i = 0; i < keep; i++)); do echo "step-$((steps - 10 * i))"; done; echo latest)
   for name in "$dir/$1"/* "$dir/$1"/.[!.]*; do
     name=${name##*/}
-    [ "$name" = '.[!.]*' ] || grep -qx -- "$name" <<<"$expected" || echo -n "$name is left over; "
+    [[ $name == '.[!.]*' || $name == flight_rank*.jsonl ]] || grep -qx -- "$name" <<<"$expected" || echo -n "$name is left over; "
   done
   for name in $expected; do [ -e "$dir/$1/$name" ] || echo -n "$name is missing; "; done
 }
@@ -97,7 +97,7 @@ for ((leg = 1; SECONDS < minutes * 60; leg++)); do
   awk -v a="$difference" -v b="$limit" 'BEGIN { exit !(a <= b) }' || wrong+="losses differ by $difference; "
   printf '{"run":%d,"ranks":[%s],"kills":%d,"steps":%d,"steps_repeated":%d,"largest_difference":%s,"wrong":"%s","seconds":%d,"gpus":%d,"seed":%d,"commit":"%s","date":"%s"}\n' \
     "$leg" "$sizes" "$kills" "$steps" "$again" "$difference" "$wrong" $((SECONDS - begun)) "$gpus" "$SEED" \
-    "$(./train --version | sed -n 's/^fsdp.cu //p')" "$(date -u +%FT%TZ)" | tee -a "$dir/results"
+    "$(./train --version | sed -n 's/^fsdp.cu \([^,]*\).*/\1/p')" "$(date -u +%FT%TZ)" | tee -a "$dir/results"
   [ -z "$wrong" ] || bad=$((bad + 1))
   rm -rf "${dir:?}/$name" "$dir/$name.jsonl" "$dir/$name.out"
 done
