@@ -60,25 +60,18 @@ int nsa_fallback(Stage s, const Kernel& k) {
   }
 }
 
-NsaSums total(const NsaSums* sums, int64_t n) {
+template <class Half>
+static Half total(const Half* of, int64_t n, Half StatsSum::*half) {
   StatsSum all;
   for (int64_t i = 0; i < n; ++i) {
     StatsSum one;
-    one.sums = sums[i];
+    one.*half = of[i];
     all.merge(one);
   }
-  return all.sums;
+  return all.*half;
 }
-
-NsaMaxima total(const NsaMaxima* maxima, int64_t n) {
-  StatsSum all;
-  for (int64_t i = 0; i < n; ++i) {
-    StatsSum one;
-    one.maxima = maxima[i];
-    all.merge(one);
-  }
-  return all.maxima;
-}
+NsaSums total(const NsaSums* sums, int64_t n) { return total(sums, n, &StatsSum::sums); }
+NsaMaxima total(const NsaMaxima* maxima, int64_t n) { return total(maxima, n, &StatsSum::maxima); }
 
 NsaStats summary(const NsaSums& sums, const NsaMaxima& maxima) {
   NsaStats s = {};

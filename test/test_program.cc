@@ -393,9 +393,10 @@ TEST_CASE("a resumed run is the checkpoint's where it is told nothing", "[progra
     int ranks;
     int64_t batch, grad_accum;
   };
-  for (const Cut& c : {Cut{"--batch 3", 2, 3, 1}, Cut{"--batch 3", 1, 3, 2}, Cut{"--batch 3", 3, 2, 1},
-                       Cut{"--batch 1 --grad-accum 3", 2, 1, 3}, Cut{"--batch 1 --grad-accum 3", 1, 1, 6},
-                       Cut{"--batch 4", 1, 3, 2}, Cut{"--batch 8", 6, 1, 1}, Cut{"--batch 2", 4, 2, 1}}) {
+  for (const Cut& c :
+       {Cut{"--batch 3", 2, 3, 1}, Cut{"--batch 3", 1, 3, 2}, Cut{"--batch 3", 3, 2, 1},
+        Cut{"--batch 1 --grad-accum 3", 2, 1, 3}, Cut{"--batch 1 --grad-accum 3", 1, 1, 6}, Cut{"--batch 4", 1, 3, 2},
+        Cut{"--grad-accum 4", 1, 2, 4}, Cut{"--batch 8", 6, 1, 1}, Cut{"--batch 2", 4, 2, 1}}) {
     INFO(c.line << " on " << c.ranks);
     const Run cut = resolve(resumed(c.line), c.ranks, 0);
     CHECK(cut.batch == c.batch);

@@ -97,7 +97,7 @@ struct Options {
   std::string config;                 // the file that --config named
   std::vector<std::string> given;     // what the command line, the environment or the file names
   std::vector<std::string> warnings;  // of environment variables that look like an option's
-  bool keeps_global_batch = false;    // a checkpoint's: --batch and --grad-accum only say how it is cut
+  bool keeps_global_batch = false;    // a checkpoint's: --batch only says how it is cut
   bool gives(const std::string& name) const;
 };
 

@@ -34,7 +34,7 @@ void take_up(const json& state, Options* o) {
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
   // The same command on other ranks goes on with the same global batch.
-  if (!o->gives("global-batch")) also({"global-batch"}), o->keeps_global_batch = true;
+  if (!o->gives("global-batch")) also({"global-batch"}), o->keeps_global_batch = o->gives("batch");
   if (!o->gives("batch") && !o->gives("grad-accum")) also({"grad-accum"});
   if (!o->gives("tokens") && !o->gives("epochs")) also({"steps"});
   take_over(was, names, o);
