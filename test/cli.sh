@@ -780,7 +780,8 @@ wait $! 2>/dev/null
 status=$?
 wrong=""
 [ "$status" != 0 ] && [ "$status" != 124 ] || wrong="exit status $status"
-grep -q "signal 9" "$dir/out" || wrong="$wrong; no rank was killed"
+# mpirun tells it, or a rank that saw it first and ended all.
+grep -qE "signal 9|is gone, killed or crashed" "$dir/out" || wrong="$wrong; no rank was killed: $(tail -n 5 "$dir/out")"
 mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
 [ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
 verdict "a rank that is killed ends all" "${wrong#; }"
