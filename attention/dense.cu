@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "attention/dq_order.h"
 #include "attention/tiles.cuh"
 #include "cpu/attention.h"
 
@@ -10,6 +11,7 @@
 #include "attention/fp32.cuh"
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
+#include "attention/sm90_backward.cuh"
 #endif
 
 std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
@@ -51,19 +53,39 @@ static int kv_parts(const AttentionShape& a) {
   });
 }
 
+// Does one kernel make all gradients, or a pair of them?
+#ifndef ATTENTION_IN_ONE
+#define ATTENTION_IN_ONE 1
+#endif
+static constexpr bool in_one = ATTENTION_IN_ONE;
+
+// Numbers of the workspace: sums of parts of dK and dV; sums of dQ.
+static int64_t part_numbers(const AttentionShape& a, int parts) {
+  return parts > 1 ? 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D : 0;
+}
+static int64_t dq_sum_numbers(const attention::Problem& a, const attention::DqOrder& order) {
+  return int64_t(order.counts()) * order.queries * a.D;
+}
+
 #if FSDP_CUDA
 namespace attention {
 
 // Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
 // past T get delta 0 and lse +inf, which makes their probabilities 0. A gate g multiplies do: taken off lse as its
 // logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them. 8 lanes take a
-// row of one head. Reads do and o once.
+// row of one head. Reads do and o once. Also for the backward in one kernel: zeros `counts`, and dq of a sequence's
+// first `unseeing` queries, which see no key.
 template <class E>
 __global__ void __launch_bounds__(256)
-    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate) {
-  int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 8;
+    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate, E* dq,
+            int unseeing, unsigned* counts, int n_counts) {
+  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < n_counts) counts[i] = 0;
+  i /= 8;
   if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
   int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
+  if (t < unseeing)
+    for (int d = threadIdx.x % 8; d < a.D; d += 8) dq[(int64_t(b) * a.T + t) * a.ld_dq + h * a.D + d] = E(0.f);
   float sum = 0;
   if (t < a.T) {
     int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.D;
@@ -160,13 +182,27 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
   attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
-  prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate);
-  CUDA_CHECK_LAUNCH();
+  auto prepare_with = [&](int unseeing, unsigned* counts, int n_counts) {
+    prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate, dq, unseeing,
+                                                                  counts, n_counts);
+    CUDA_CHECK_LAUNCH();
+  };
   if constexpr (std::is_same_v<T, bf16>) {
     const int parts = kv_parts(shape);
     float* part_sums = delta + rows;
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
+      if (arch == 90 && in_one) {
+        const DqOrder order(a, parts);
+        float* sums = part_sums + part_numbers(shape, parts);
+        auto* counts = reinterpret_cast<unsigned*>(sums + dq_sum_numbers(a, order));
+        prepare_with(order.unseeing(mask), counts, order.counts() + 1);
+        auto run = [&](auto backward) {
+          backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order, part_sums, sums, counts);
+        };
+        return a.D == 128 ? run(sm90::backward_in_one<128, Mask>) : run(sm90::backward_in_one<64, Mask>);
+      }
+      prepare_with(0, nullptr, 0);
       auto run = [&](auto backward) {
         backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
       };
@@ -179,6 +215,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       CUDA_CHECK_LAUNCH();
     }
   } else {
+    prepare_with(0, nullptr, 0);
     with_mask(shape, [&](const auto& mask) {
       a.D > 64 ? fp32::backward<128>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask)
                : fp32::backward<64>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
@@ -235,8 +272,15 @@ template <class T>
 int64_t attention_backward_workspace(const AttentionShape& a) {
   check(a);
   int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
-  const int parts = std::is_same_v<T, bf16> ? kv_parts(a) : 1;
-  if (parts > 1) numbers += 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D;
+  if constexpr (std::is_same_v<T, bf16>) {
+    const int parts = kv_parts(a);
+    numbers += part_numbers(a, parts);
+    if (in_one) {
+      const attention::Problem p(a);
+      const attention::DqOrder order(p, parts);
+      numbers += dq_sum_numbers(p, order) + order.counts() + 1;
+    }
+  }
   return numbers;
 }
 

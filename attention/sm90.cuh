@@ -133,10 +133,11 @@ __device__ inline void named_barrier(int id, int threads) {
 __device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // Writes a warpgroup's 64 x D accumulator as bf16 to rows [row, row + 64) of one head (TMA leaves out rows past T), by
-// way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's.
+// way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's. They are columns
+// from col on.
 template <int D, int R>
 __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, uint32_t to, int id,
-                                  const CUtensorMap& map, int row, int head, int b) {
+                                  const CUtensorMap& map, int row, int head, int b, int col = 0) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   int r = warp * 16 + lane % 16;
 #pragma unroll
@@ -152,7 +153,7 @@ __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, u
   named_barrier(id, 128);
   if (threadIdx.x % 128 == 0) {
 #pragma unroll
-    for (int c = 0; c < D / 64; ++c) tma_store(map, to + c * R * 128, c * 64, row, head, b);
+    for (int c = 0; c < D / 64; ++c) tma_store(map, to + c * R * 128, col + c * 64, row, head, b);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
