@@ -65,11 +65,9 @@ struct DqLoop {
   template <class Mask>
   HD DqLoop(const Mask& mask, const DqOrder& order, int j, int part) {
     const auto adds = [&](int i) { return order.first_keys(mask, i) <= j && j < order.last_keys(mask, i); };
-    int first = mask.first_query(j * order.keys) / order.queries;
+    const int first = mask.first_query(j * order.keys) / order.queries;
     last = ceil_div(mask.last_query((j + 1) * order.keys), order.queries);
-    // Masks speak of elements; a ragged end may make them differ by a tile.
-    while (first < last && !adds(first)) ++first;
-    while (first < last && !adds(last - 1)) --last;
+    while (first < last && !adds(last - 1)) --last;  // whose queries that would see the keys lie past T
     const int tiles = first < last ? last - first : 0;
     begin = int(int64_t(tiles) * order.group * part / order.parts);
     end = int(int64_t(tiles) * order.group * (part + 1) / order.parts);
