@@ -9,6 +9,7 @@
 
 #if FSDP_CUDA
 #include "attention/fp32.cuh"
+#include "attention/prepare.cuh"
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
 #include "attention/sm90_backward.cuh"
@@ -59,58 +60,13 @@ static int kv_parts(const AttentionShape& a) {
 #endif
 static constexpr bool in_one = ATTENTION_IN_ONE;
 
-// Numbers of the workspace: sums of parts of dK and dV; sums of dQ.
+// Numbers of the workspace for sums of parts of dK and dV.
 static int64_t part_numbers(const AttentionShape& a, int parts) {
   return parts > 1 ? 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D : 0;
-}
-static int64_t dq_sum_numbers(const attention::Problem& a, const attention::DqOrder& order) {
-  return int64_t(order.counts()) * order.queries * a.D;
 }
 
 #if FSDP_CUDA
 namespace attention {
-
-// Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
-// past T get delta 0 and lse +inf, which makes their probabilities 0. A gate g multiplies do: taken off lse as its
-// logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them. 8 lanes take a
-// row of one head. Reads do and o once. Also for the backward in one kernel: zeros `counts`, and dq of a sequence's
-// first `unseeing` queries, which see no key.
-template <class E>
-__global__ void __launch_bounds__(256)
-    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate, E* dq,
-            int unseeing, unsigned* counts, int n_counts) {
-  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < n_counts) counts[i] = 0;
-  i /= 8;
-  if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
-  int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
-  if (t < unseeing)
-    for (int d = threadIdx.x % 8; d < a.D; d += 8) dq[(int64_t(b) * a.T + t) * a.ld_dq + h * a.D + d] = E(0.f);
-  float sum = 0;
-  if (t < a.T) {
-    int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.D;
-    constexpr int n = 16 / sizeof(E);
-    for (int d = threadIdx.x % 8 * n; d < a.D; d += 8 * n) {
-      alignas(16) E x[n], y[n];
-      *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
-      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + at + d);
-#pragma unroll
-      for (int e = 0; e < n; ++e) sum += float(x[e]) * float(y[e]);
-    }
-  }
-  unsigned lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);
-  for (int x = 4; x; x /= 2) sum += __shfl_xor_sync(lanes, sum, x);
-  if (threadIdx.x % 8) return;
-  float l = t < a.T ? lse[int64_t(b * a.H + h) * a.T + t] : -INFINITY, log2_gate = 0;
-  if (gate.gate && t < a.T) {
-    const int64_t at = (int64_t(b) * a.T + t) * gate.ld + h;
-    const float e = __expf(-fabsf(float(gate.gate[at]))), g = (float(gate.gate[at]) < 0 ? e : 1.f) / (1 + e);
-    gate.dgate[at] = E(g * (1 - g) * sum);
-    log2_gate = log2f(g);
-  }
-  lse2[int64_t(b * a.H + h) * a.Tp + t] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate;
-  delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
-}
 
 // dk, dv (B,keys,HKV,D) that were summed in parts: the sums over parts of part_sums (2,parts,B,HKV,keys,D), first part
 // first. A thread owns 4 columns.
@@ -183,9 +139,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
   auto prepare_with = [&](int unseeing, unsigned* counts, int n_counts) {
-    prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate, dq, unseeing,
-                                                                  counts, n_counts);
-    CUDA_CHECK_LAUNCH();
+    prepare(stream, lse2, delta, d_o, o, lse, a, gate, dq, unseeing, counts, n_counts);
   };
   if constexpr (std::is_same_v<T, bf16>) {
     const int parts = kv_parts(shape);
@@ -195,10 +149,10 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       if (arch == 90 && in_one) {
         const DqOrder order(a, parts);
         float* sums = part_sums + part_numbers(shape, parts);
-        auto* counts = reinterpret_cast<unsigned*>(sums + dq_sum_numbers(a, order));
+        auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
         prepare_with(order.unseeing(mask), counts, order.counts() + 1);
         auto run = [&](auto backward) {
-          backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order, part_sums, sums, counts);
+          backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order, part_sums, sums, counts, {});
         };
         return a.D == 128 ? run(sm90::backward_in_one<128, Mask>) : run(sm90::backward_in_one<64, Mask>);
       }
@@ -278,7 +232,7 @@ int64_t attention_backward_workspace(const AttentionShape& a) {
     if (in_one) {
       const attention::Problem p(a);
       const attention::DqOrder order(p, parts);
-      numbers += dq_sum_numbers(p, order) + order.counts() + 1;
+      numbers += order.sums(a.D) + order.counts() + 1;
     }
   }
   return numbers;

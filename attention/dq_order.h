@@ -30,6 +30,7 @@ struct DqOrder {
 
   int blocks() const { return units * k_tiles * parts; }
   HD int counts() const { return slots * group * q_tiles; }
+  int64_t sums(int64_t D) const { return int64_t(counts()) * queries * D; }  // numbers
   HD int64_t tile_at(int unit, int h, int i) const { return (int64_t(unit % slots) * group + h) * q_tiles + i; }
   // Block n's unit, tile of keys and part of the loop over queries: a few units together, so that the blocks in work
   // are of several; of those the keys with most queries first, so that what is drawn last is short.

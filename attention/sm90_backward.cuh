@@ -19,12 +19,19 @@
 
 namespace attention::sm90 {
 
+// Gradients, of the same q, that are added to dQ: null, or (B,T,H,D) with a row stride.
+struct Addends {
+  const bf16* p[2] = {};
+  int64_t ld[2] = {};
+};
+
 template <int D>
 struct Backward {
   static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4, ahead = 4;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
-  static constexpr int ds = d_o + stages * BM * D * 2;  // two tiles of BN keys x BM queries
-  static constexpr int stats = ds + 2 * BN * BM * 2, bars = stats + stages * BM * 8;
+  static constexpr int ds = d_o + stages * BM * D * 2;                          // two tiles of BN keys x BM queries
+  static constexpr int stats = ds + 2 * BN * BM * 2, stat_bytes = BM * 8 + 16;  // lse2, delta, two words of a mask
+  static constexpr int bars = stats + stages * stat_bytes;
   static constexpr int word = bars + 16 * (stages + ahead + 1) + 8 * ahead, bytes = word + 16 + 1024;
   static constexpr int adders = D == 128 ? 8 : 4;  // warps that add a step's dQ
 };
@@ -45,6 +52,19 @@ __device__ inline void add(float* p, float x, float y, float z, float w) {
 }
 #endif
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// y += 64 x 64 numbers of rows of ld, of which `valid` rows exist.
+__device__ inline void add_rows(float (&y)[32], const bf16* p, int64_t ld, int valid) {
+  const int r = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, c = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (r + i % 2 * 8 >= valid) continue;
+    const uint32_t x = *reinterpret_cast<const uint32_t*>(p + (r + i % 2 * 8) * ld + i / 2 * 8 + c);
+    y[2 * i] += __uint_as_float(x << 16), y[2 * i + 1] += __uint_as_float(x & 0xffff0000u);
+  }
+}
+#endif
+
 // Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D);
 // sums: order.counts() tiles of 64 x D; counts: as many, and behind them the number of blocks drawn, all 0.
 template <int D, class Mask>
@@ -53,7 +73,7 @@ __global__ void __launch_bounds__(384, 1)
                     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ CUtensorMap dk_map,
                     const __grid_constant__ CUtensorMap dv_map, const float* lse2, const float* delta, Problem a,
-                    Mask mask, DqOrder order, float* part_sums, float* sums, unsigned* counts) {
+                    Mask mask, DqOrder order, float* part_sums, float* sums, unsigned* counts, Addends more) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2, ds_bytes = BN * BM * 2;
@@ -91,11 +111,13 @@ __global__ void __launch_bounds__(384, 1)
       for (int n = 0; n < steps; ++n, next()) {
         int slot = ring.slot(n), h = head * a.group + g;
         int64_t stats = int64_t(b * a.H + h) * a.Tp + i * BM;
-        bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
+        bar = ring.acquire(n, 2 * tile + 2 * BM * 4 + (Mask::chooses ? 16 : 0));
         load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, i * BM, h, b);
-        bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
+        bulk_load(base + L::stats + slot * L::stat_bytes, lse2 + stats, BM * 4, bar);
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, i * BM, h, b);
-        bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
+        bulk_load(base + L::stats + slot * L::stat_bytes + BM * 4, delta + stats, BM * 4, bar);
+        if constexpr (Mask::chooses)
+          bulk_load(base + L::stats + slot * L::stat_bytes + BM * 8, mask.words_at(b, head, i, jt * 2), 16, bar);
       }
     } else if (warp == 1 && threadIdx.x % 32 == 0) {  // opens the turns
       for (int n = 0; n < steps; ++n, next()) {
@@ -139,7 +161,7 @@ __global__ void __launch_bounds__(384, 1)
       multiply_nt<D, BN, BM>(x, v_rows, base + L::d_o + ring.slot(n) * tile);
       wgmma_commit();
     };
-    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
+    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * L::stat_bytes + lane % 4 * 8; };
     auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores and packed
 #pragma unroll
       for (int e = 0; e < BM / 8; ++e) {
@@ -147,10 +169,11 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[4 * e + c] = exp2_approx(fmaf(s[4 * e + c], a.scale_log2, -(c % 2 ? l.y : l.x)));
       }
-      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
+      const auto rule = rule_of(mask, base + L::stats + ring.slot(n) * L::stat_bytes + BM * 8 + wg * 8, 0);
+      if (!rule.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
 #pragma unroll
         for (int e = 0; e < BM / 2; ++e)
-          if (!mask.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
+          if (!rule.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
       }
       pack_rows(p, s);
     };
@@ -285,9 +308,14 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         if (t + c * stride >= loop.end) break;
-        store_rows<64, 64>(y[c], a.scale, a.scale, q_rows + c * 64 * 128, 1 + wg, dq_map,
-                           loop.tile(t + c * stride, a.group) * BM, head * a.group + (t + c * stride) % a.group, b,
-                           D == 128 ? wg * 64 : 0);
+        const int row = loop.tile(t + c * stride, a.group) * BM, h = head * a.group + (t + c * stride) % a.group;
+        const int col = D == 128 ? wg * 64 : 0;
+#pragma unroll
+        for (int e = 0; e < 32; ++e) y[c][e] *= a.scale;
+        for (int m = 0; m < 2; ++m)
+          if (more.p[m])
+            add_rows(y[c], more.p[m] + (int64_t(b) * a.T + row) * more.ld[m] + h * D + col, more.ld[m], a.T - row);
+        store_rows<64, 64>(y[c], 1, 1, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
       }
     }
     if (finishes) {
@@ -308,14 +336,14 @@ __global__ void __launch_bounds__(384, 1)
 template <int D, class Mask>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,
-                     const DqOrder& order, float* part_sums, float* sums, unsigned* counts) {
+                     const DqOrder& order, float* part_sums, float* sums, unsigned* counts, const Addends& more) {
   auto kernel = backward_kernel<D, Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Backward<D>::bytes));
   kernel<<<order.blocks(), 384, Backward<D>::bytes, stream>>>(
       tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
       tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, a.T, a),
       tensor_map(dq, a.ld_dq, a.H, a.T, a), tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a),
-      tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a, mask, order, part_sums, sums, counts);
+      tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a, mask, order, part_sums, sums, counts, more);
   CUDA_CHECK_LAUNCH();
 }
 
