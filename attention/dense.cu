@@ -5,6 +5,7 @@
 
 #include "attention/dq_order.h"
 #include "attention/tiles.cuh"
+#include "attention/untried.h"
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
@@ -54,11 +55,12 @@ static int kv_parts(const AttentionShape& a) {
   });
 }
 
-// Does one kernel make all gradients, or a pair of them?
-#ifndef ATTENTION_IN_ONE
-#define ATTENTION_IN_ONE 1
-#endif
-static constexpr bool in_one = ATTENTION_IN_ONE;
+// Does one kernel make all gradients, or a pair of them? One, unless its sums of dQ take more than half of dq's memory:
+// few keys and many queries keep several KV heads in work at a time.
+static bool in_one(const attention::Problem& a, const attention::DqOrder& order) {
+  const int64_t dq = int64_t(a.B) * a.T * a.H * a.D * 2;
+  return ATTENTION_UNTRIED && order.sums(a.D) * 4 <= std::max(int64_t(64) << 20, dq / 2);
+}
 
 // Numbers of the workspace for sums of parts of dK and dV.
 static int64_t part_numbers(const AttentionShape& a, int parts) {
@@ -146,8 +148,8 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
     float* part_sums = delta + rows;
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
-      if (arch == 90 && in_one) {
-        const DqOrder order(a, parts);
+      const DqOrder order(a, parts);
+      if (arch == 90 && in_one(a, order)) {
         float* sums = part_sums + part_numbers(shape, parts);
         auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
         prepare_with(order.unseeing(mask), counts, order.counts() + 1);
@@ -229,11 +231,9 @@ int64_t attention_backward_workspace(const AttentionShape& a) {
   if constexpr (std::is_same_v<T, bf16>) {
     const int parts = kv_parts(a);
     numbers += part_numbers(a, parts);
-    if (in_one) {
-      const attention::Problem p(a);
-      const attention::DqOrder order(p, parts);
-      numbers += order.sums(a.D) + order.counts() + 1;
-    }
+    const attention::Problem p(a);
+    const attention::DqOrder order(p, parts);
+    if (in_one(p, order)) { numbers += order.sums(a.D) + order.counts() + 1; }
   }
   return numbers;
 }

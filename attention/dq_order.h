@@ -8,7 +8,8 @@
 // block waits only for blocks that were drawn before it, so a launch of any size ends.
 //
 // Sums are in fp32, in as many slots as units are in work at one time: unit u has slot u % slots, and its first summand
-// waits for the last of unit u - slots.
+// waits for the last of unit u - slots. Twice as many, so that nobody waits where one chunk of units follows another,
+// as long as 128 MiB hold them; a wait is as long as the shortest blocks are, a sequence that needs more is long.
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -19,14 +20,18 @@ struct DqOrder {
   static constexpr int queries = 64, keys = 128;  // of a tile
   int q_tiles, k_tiles, group, units, chunk, slots, parts;
 
-  explicit DqOrder(const Problem& a, int parts_)
+  DqOrder(const Problem& a, int parts_)
       : q_tiles(ceil_div(a.T, queries)),
         k_tiles(ceil_div(a.keys, keys)),
         group(a.group),
         units(a.B * a.HKV),
-        chunk(ceil_div(264, k_tiles)),
-        slots(2 * chunk < units ? 2 * chunk : units),
-        parts(parts_) {}
+        chunk(ceil_div(264, k_tiles * parts_)),
+        parts(parts_) {
+    if (chunk > units) chunk = units;
+    const int64_t unit_bytes = int64_t(group) * q_tiles * queries * a.D * 4;
+    slots = 2 * chunk * unit_bytes <= int64_t(128) << 20 ? 2 * chunk : chunk;
+    if (slots > units) slots = units;
+  }
 
   int blocks() const { return units * k_tiles * parts; }
   HD int counts() const { return slots * group * q_tiles; }
