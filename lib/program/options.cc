@@ -72,6 +72,8 @@ const std::vector<Spec> specs = flat({
   {"vocab", "N", &Options::vocab, from(2, 1 << 24), "vocabulary size; token ids are 0 to vocab - 1", "the preset's"},
   {"seq", "N", &Options::seq, from(1, 1 << 24), "tokens per sequence", "the preset's"},
   {"rope-base", "X", &Options::rope_base, from(1, 1e12), "base of the rotary angles"},
+  {"rope-scaling", "HOW", &Options::rope_scaling, any, "none; llama3:F:LOW:HIGH:N: slow long waves down by F, as Llama 3.1 does, which has llama3:8:1:4:8192"},
+  {"norm-eps", "X", &Options::norm_eps, above(0, 1), "what norms add to the variance"},
   {"tie-embeddings", "", &Options::tie_embeddings, flag, "use the embedding's weight for the head"},
   {"freeze", "NAMES", &Options::freeze, any, "parameters not to train: name prefixes, separated by commas (--show-params lists the names)", "none"},
 }},
