@@ -431,10 +431,11 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   REQUIRE(one.size() == 1);
   CHECK(one[0] == "differs from the checkpoint: --freeze \"head\" (was \"\"), --lr 0.01 (was 0.0003)");
   // Each option that a resumed run carries over, told otherwise.
-  for (const char* told : {"--rope-base 9", "--rope-scaling llama3:8:1:4:8192", "--norm-eps 0.1", "--nsa-block 64",
-                           "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5", "--nsa-window 9",
-                           "--min-lr-ratio 0.3", "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1",
-                           "--weight-decay 0", "--clip 9", "--clip-norm 1", "--data random", "--val-every 3"}) {
+  for (const char* told :
+       {"--rope-base 9", "--rope-scaling llama3:8:1:4:8192", "--norm-eps 0.1", "--max-positions 99", "--nsa-block 64",
+        "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5", "--nsa-window 9", "--min-lr-ratio 0.3",
+        "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1", "--weight-decay 0", "--clip 9", "--clip-norm 1",
+        "--data random", "--val-every 3"}) {
     INFO(told);
     const Words said = notices(was + told);
     REQUIRE(said.size() == 1);

@@ -18,10 +18,9 @@ namespace {
 
 // What a run that goes on takes over, and may be told otherwise.
 const std::vector<std::string> carried = {
-    "rope-base",    "rope-scaling", "norm-eps",     "nsa-block",    "nsa-stride", "nsa-select-block",
-    "nsa-selected", "nsa-window",   "lr",           "min-lr-ratio", "warmup",     "beta1",
-    "beta2",        "eps",          "weight-decay", "clip",         "clip-norm",  "data",
-    "val-data",     "val-every"};
+    "rope-base",    "rope-scaling", "norm-eps", "max-positions", "nsa-block", "nsa-stride", "nsa-select-block",
+    "nsa-selected", "nsa-window",   "lr",       "min-lr-ratio",  "warmup",    "beta1",      "beta2",
+    "eps",          "weight-decay", "clip",     "clip-norm",     "data",      "val-data",   "val-every"};
 
 }  // namespace
 

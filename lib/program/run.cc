@@ -235,9 +235,10 @@ Run resolve(const Options& o, int world_size, int gpus) {
   const bool gpu = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || only_planned));
   r.backend = gpu ? Backend::gpu : Backend::cpu;
   const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
-  r.preset = p.name;
+  r.preset = o.init.empty() ? p.name : "";
   if (!gpu && o.device == "auto")
-    r.notices.push_back(strf("no GPU found: training preset %s in %s on the CPU", p.name,
+    r.notices.push_back(strf("no GPU found: training %s in %s on the CPU",
+                             r.preset.empty() ? o.init.c_str() : ("preset " + r.preset).c_str(),
                              o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
   r.model = resolve_model(o, p.model);
   const bool autocast = !o.autocast.empty();
