@@ -69,7 +69,8 @@ void check_folder(const std::string& dir) {
   files::remove_dir(files::make_unique_dir(start_of_folder(dir)));
 }
 
-// What stands where: every rank knows all tensors, and so makes the same.
+// What stands where: every rank knows all tensors, and so makes the same. In the order of their names, since that of
+// the parts depends on how the model is sharded.
 struct Layout {
   struct Place {
     size_t file;
@@ -90,12 +91,13 @@ Layout lay_out_files(const std::vector<Part>& parts, const std::map<std::string,
     all.bytes.push_back(bytes + int64_t(all.headers.back().size()));
     tensors.clear(), bytes = 0;
   };
-  for (const Part& p : parts) {
-    if (std::strcmp(p.kind, "weight") != 0) continue;
-    const int64_t size = elements_of(p.shape) * size_of(dtype);
+  std::map<std::string, std::vector<int64_t>> shapes;
+  for (const Part& p : parts) shapes[p.tensor] = p.shape;
+  for (const auto& [tensor, shape] : shapes) {
+    const int64_t size = elements_of(shape) * size_of(dtype);
     if (bytes > 0 && bytes + size > shard_bytes) end_file();
-    all.places[p.tensor] = {all.headers.size(), bytes};
-    tensors.push_back({names.at(p.tensor), p.shape});
+    all.places[tensor] = {all.headers.size(), bytes};
+    tensors.push_back({names.at(tensor), shape});
     bytes += size;
   }
   end_file();
@@ -146,10 +148,16 @@ void write_parts(const Layout& all, const std::vector<std::string>& paths, Dtype
                  const std::vector<Part>& parts) {
   constexpr int64_t most = 1 << 20;
   HostBuffer<char> buffer(dev, most * 4);
+  std::vector<std::pair<Layout::Place, const Part*>> jobs;
+  for (const Part& p : parts)
+    if (std::strcmp(p.kind, "weight") == 0 && p.count > 0) jobs.push_back({all.places.at(p.tensor), &p});
+  // Each file once, from front to back.
+  std::sort(jobs.begin(), jobs.end(), [](const auto& a, const auto& b) {
+    return std::make_pair(a.first.file, a.first.offset) < std::make_pair(b.first.file, b.first.offset);
+  });
   std::unique_ptr<files::File> file;
-  for (const Part& p : parts) {
-    if (std::strcmp(p.kind, "weight") != 0 || p.count == 0) continue;
-    const Layout::Place& place = all.places.at(p.tensor);
+  for (const auto& [place, part] : jobs) {
+    const Part& p = *part;
     const std::string& path = paths[place.file];
     if (!file || file->path != path) {
       if (file) file->flush_and_close();

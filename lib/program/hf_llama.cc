@@ -44,10 +44,12 @@ void take_positions(const CheckedJson& config, json* settings) {
   const std::string& type = rope.at(type_key).text();
   if (type == "default") return;
   if (type != "llama3") rope.at(type_key).refuse("default or llama3, and this program has no other");
-  const std::string text = strf("llama3:%.15g:%.15g:%.15g:%lld", positive(rope.at("factor")),
-                                positive(rope.at("low_freq_factor")), positive(rope.at("high_freq_factor")),
-                                static_cast<long long>(rope.at("original_max_position_embeddings").whole(1, 1 << 24)));
-  if (rope.at("factor").value() != 1) (*settings)["rope_scaling"] = text;
+  const double factor = positive(rope.at("factor")), low = positive(rope.at("low_freq_factor")),
+               high = positive(rope.at("high_freq_factor"));
+  const int64_t original = rope.at("original_max_position_embeddings").whole(1, 1 << 24);
+  if (factor != 1)
+    (*settings)["rope_scaling"] =
+        strf("llama3:%.15g:%.15g:%.15g:%lld", factor, low, high, static_cast<long long>(original));
 }
 
 // Keys that would make it another model, and the one value that makes it this one; null and none are that value too.

@@ -125,11 +125,12 @@ void read_parts(const ModelFolder& from, Device& dev, const std::vector<Part>& p
 
 void load_model(const ModelFolder& from, Device& dev, const World& world, const std::vector<Part>& parts) {
   ASSERT(dev.mode == Mode::run);
+  TextChannel talk(world);
   std::string error;
   try {
     read_parts(from, dev, parts);
   } catch (const Error& e) { error = strf("--init: rank %d: %s", world.rank, e.what()); }
-  error = agree(error);
+  error = talk.agree(error);
   if (!error.empty()) throw UsageError(error);
 }
 
