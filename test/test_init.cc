@@ -204,13 +204,13 @@ TEST_CASE("what is exported is read back bit for bit", "[init]") {
       Loaded<float, float> third(World(), from + " --wrap single");
       std::map<std::string, std::string> names;
       for (const Part& p : parts_of(third.model->fsdp)) names[p.tensor] = p.tensor + ".x";
-      export_folder(alone, {{config_name, "{}"}}, names, 10000, Dtype::f32, third.dev, World(),
+      export_folder(alone, {{config_name, "{}"}}, names, 20000, Dtype::f32, third.dev, World(),
                     parts_of(third.model->fsdp, true));
       third.write(narrow);
       CHECK((text_of_files(narrow, true) == was));
-      CHECK(files::names_in(alone).size() > 6);
+      CHECK(files::names_in(alone).size() >= 4);
       for (const std::string& name : files::names_in(alone))
-        if (has(name, "model-")) CHECK(fs::file_size(alone + "/" + name) < 10000 + 4096);
+        if (has(name, "model-")) CHECK(fs::file_size(alone + "/" + name) < 20000 + 4096);
       const json map = json::parse(read_all(alone + "/" + index_name)).at("weight_map");
       CHECK(map.size() == names.size());
       // The same numbers, tensor by tensor.
@@ -321,7 +321,7 @@ TEST_CASE("a folder that is not whole is refused", "[init]") {
     CHECK(has(refusal(index_name, replace("weight_map", "weights")), "there is no \"weight_map\""));
     CHECK(has(refusal("config.json", replace("\"hidden_size\": 64", "\"hidden_size\": 128")), "\"head_dim\" is 16"));
     CHECK(has(refusal("config.json", replace("\"intermediate_size\": 96", "\"intermediate_size\": 104")),
-              "and config.json makes it [64,104]"));
+              "and config.json makes it [104,64]"));
     CHECK(has(refusal("config.json", replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3")),
               "there is no tensor 'model.layers.2."));
     CHECK(has(refusal("config.json", replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1")),
@@ -353,6 +353,7 @@ TEST_CASE("an export to a folder replaces nothing and leaves nothing half-writte
   CHECK(has(error, "No space left"));
   barrier();
   CHECK(files::names_in(dir.path).empty());
+  barrier();
   // A directory that is there, with files of the user's.
   if (world.rank == 0) fs::create_directory(to), std::ofstream(to + "/notes.txt") << "mine";
   barrier();
