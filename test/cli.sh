@@ -656,7 +656,7 @@ mpi -np 2 ./train --init test/hf-llama --attn nsa --nsa-block 8 --nsa-stride 4 -
   --seq 48 --batch 1 --data random --steps 2
 verdict "sparse attention begins with dense weights, and that is said in a line" \
   "$([ "$status" = 0 ] && grep -q "the three branches begin with its keys and values" "$dir/out" || echo "it does not")"
-bad "a folder that is not there" "--init $dir/none|not a directory" --init "$dir/none" --preset tiny
+bad "a folder that is not there" "--init $dir/none|not a directory" --init "$dir/none"
 bad "a preset beside a folder" "--preset tiny|test/hf-llama/config.json" --init test/hf-llama
 cp -r test/hf-llama "$dir/damaged"
 rm "$dir/damaged/model-00002-of-00002.safetensors"

@@ -287,6 +287,25 @@ TEST_CASE("an option that contradicts config.json is refused, and what is free i
   CHECK(plain.run.model.rope.scaling == RopeScaling{8, 1, 4, 16});
 }
 
+TEST_CASE("a tokenizer goes with the model", "[init]") {
+  CommonDirectory dir;
+  const std::string from = dir.path + "/from", to = dir.path + "/to";
+  if (test_world().rank == 0) {
+    fs::copy(fixture, from), std::ofstream(from + "/tokenizer.json") << "{\"words\": 3}";
+    fs::create_directory(to), std::ofstream(to + "/tokenizer.model") << "mine";
+    std::ofstream(from + "/tokenizer.model") << "theirs";
+  }
+  barrier();
+  Loaded<float, float> model(test_world(), "--batch 1 --init " + from);
+  model.write(to);
+  barrier();
+  CHECK(read_all(to + "/tokenizer.json") == "{\"words\": 3}");
+  CHECK(read_all(to + "/tokenizer.model") == "mine");
+  CHECK(read_all(to + "/generation_config.json") == read_all(fixture + "/generation_config.json"));
+  const json config = json::parse(read_all(to + "/config.json"));
+  CHECK((config["bos_token_id"] == 1 && config["eos_token_id"] == 2 && config["pad_token_id"].is_null()));
+}
+
 TEST_CASE("a folder that is not whole is refused", "[init]") {
   CommonDirectory dir;
   if (test_world().rank == 0) {

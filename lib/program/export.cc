@@ -255,7 +255,7 @@ void export_folder(const std::string& path, const std::map<std::string, std::str
     std::map<std::string, std::string> others = texts;
     if (count > 1) others[index_name] = index_text(all, names);
     for (const auto& [name, text] : others)
-      if (name != config_name) create(name, text, int64_t(text.size()));
+      if (name != config_name && files::kind_of(dir + "/" + name) == 0) create(name, text, int64_t(text.size()));
     const std::string& config = others.at(config_name);
     create(config_name, config, int64_t(config.size()));
   });
@@ -289,12 +289,18 @@ std::string export_model(const Run& r, Device& dev, const World& world, const st
     export_safetensors(to, dtype, dev, world, parts);
     return "exported the model to " + to;
   }
-  std::map<std::string, std::string> names = own_names(parts),
-                                     texts = {{config_name, model_config_json(r).dump(2) + "\n"}};
+  std::map<std::string, std::string> names = own_names(parts), texts;
   if (is_llama(r.model)) {
     for (auto& [ours, theirs] : names) theirs = llama_name(ours);
     texts[generation_name] = json{{"_from_model_config", true}}.dump(2) + "\n";
   }
+  json config = model_config_json(r);
+  if (!r.o.init.empty()) {
+    const BesideModel beside = read_beside_model(r.o.init);
+    config.update(beside.token_ids);
+    for (const auto& [name, text] : beside.files) texts[name] = text;
+  }
+  texts[config_name] = config.dump(2) + "\n";
   export_folder(to, texts, names, r.o.export_shard_mb << 20, dtype, dev, world, parts);
   return strf("exported the model to %s (%s)", to.c_str(),
               is_llama(r.model) ? "LlamaForCausalLM, for transformers" : "for --init and peers/read_export.py");

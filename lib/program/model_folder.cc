@@ -126,6 +126,22 @@ ModelFolder parse_model_folder(const std::string& folder, const std::string& tex
   return m;
 }
 
+BesideModel read_beside_model(const std::string& dir) {
+  BesideModel all;
+  for (const char* name : {generation_name, "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+                           "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"})
+    try {
+      all.files[name] = files::read_all(dir + "/" + name, most_text);
+    } catch (const Error&) {}
+  try {
+    const std::string path = dir + "/" + config_name;
+    const json config = parse_json(files::read_all(path, most_text), path, remedy);
+    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
+      if (config.is_object() && config.contains(key)) all.token_ids[key] = config[key];
+  } catch (const Error&) {}
+  return all;
+}
+
 json parse_model_config(const std::string& text, const std::string& path, std::string* model_type) {
   const json j = parse_json(text, path, remedy);
   const CheckedJson config(j, path, remedy);

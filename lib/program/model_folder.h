@@ -35,6 +35,15 @@ struct ModelFolder {
 std::string read_model_folder(const std::string& dir);
 ModelFolder parse_model_folder(const std::string& dir, const std::string& text);
 
+// What stands beside a model's weights and belongs to it whatever they become: the tokenizer's files, and how to
+// generate text; by name. And the tokens' ids in its config.json that begin, end and pad. What cannot be read is left
+// out: the folder may be gone by now.
+struct BesideModel {
+  std::map<std::string, std::string> files;
+  nlohmann::json token_ids = nlohmann::json::object();
+};
+BesideModel read_beside_model(const std::string& dir);
+
 // The settings in a config.json: of either kind. Fills in its model type.
 nlohmann::json parse_model_config(const std::string& text, const std::string& path, std::string* model_type);
 // The config.json of a run's model.
