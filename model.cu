@@ -428,7 +428,7 @@ G* Model<T, G>::grad(const ParamRef& p) const {
 
 template <class T, class G>
 void Model<T, G>::init_weights() {
-  if (rope_table_) ops::rope_table<T>(dev_.compute(), rope_table_, c_.seq, c_.head_dim(), c_.rope_base);
+  if (rope_table_) ops::rope_table<T>(dev_.compute(), rope_table_, c_.seq, c_.head_dim(), c_.rope);
   fsdp.init_weights();
 }
 
@@ -687,7 +687,7 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   } else {
     v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
     ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, weight(at.norm1), weight_if_any(at.norm1_bias),
-                         M, C);
+                         M, C, c_.norm_eps);
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
@@ -776,7 +776,7 @@ Buffer<T> Model<T, G>::middle(int64_t block, Saved* v) {
   if (!v->stats2) v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
   Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
   ops::norm_forward<T>(dev_.compute(), norm_, n, v->x2, v->stats2, v->x, v->x2, weight(at.norm2),
-                       weight_if_any(at.norm2_bias), M, C);
+                       weight_if_any(at.norm2_bias), M, C, c_.norm_eps);
   return n;
 }
 
@@ -1164,7 +1164,7 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   Buffer<A> stats = mem.take<A>(2 * M, "final statistics"), losses = mem.take<A>(M, "losses");
   Buffer<T> n = mem.take<T>(M * C, "final normed, then its gradient");
   ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, weight(head_norm_), weight_if_any(head_norm_bias_), M,
-                       C);
+                       C, c_.norm_eps);
   if (backward) gradient(t);
   {
     Buffer<T> logits = mem.take<T>(chunk_ * V, "logits of a chunk");

@@ -59,7 +59,8 @@ enum class BackwardPrefetch { pre, post, none };
 struct ModelConfig {
   Arch arch = Arch::rope;
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
-  double rope_base = 500000;
+  Rope rope = {};
+  double norm_eps = 1e-5;
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaGate nsa_gate = NsaGate::linear;
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model

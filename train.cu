@@ -15,6 +15,7 @@
 #include "lib/program/data.h"
 #include "lib/program/export.h"
 #include "lib/program/halt.h"
+#include "lib/program/init.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
@@ -312,6 +313,9 @@ std::string train(const Job& job) {
     if (!job.saved.state.is_null()) {
       load_checkpoint(job.saved.step_dir, r.o.save, dev, job.world, parts, note);
       t.first += job.saved.state.at("step").template get<int64_t>();
+    } else if (job.init) {
+      load_model(*job.init, dev, job.world, parts);
+      if (t.speaks()) note(init_text(*job.init, r));
     }
     if (!r.o.save.empty())
       t.saver = std::make_unique<Saver>(dev, job.world, r.o.save, r.o.keep, own_parts, note, job.found);
@@ -331,10 +335,9 @@ std::string train(const Job& job) {
     wrong = t.unsaved;
     if (r.o.export_to.empty()) return;
     flight::set_phase("exporting the model");
-    const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {
-      export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
-      if (t.speaks()) note("exported the model to " + r.o.export_to);
+      const std::string made = export_model(r, dev, job.world, own_parts);
+      if (t.speaks()) note(made);
     } catch (const Error& e) { wrong = e.what(); }
   });
   return wrong;

@@ -21,8 +21,6 @@ using ops::GradNorm;
 using ops::Norm;
 using ops::TokenIndex;
 
-constexpr double norm_eps = 1e-5;
-
 // ------------------------------------------------------------------------------------------------------- building bits
 
 // sum of f(0) .. f(n-1), in 16 partial sums that a compiler may keep in vector registers. The order is fixed.
@@ -174,7 +172,7 @@ void norm_apply(Norm, T* y, const acc_t<T>* stats, const T* x, const T* gamma, c
 // The statistics are those of the sum as it is stored (rounded to T): the backward has nothing else.
 template <class T>
 void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma, const T* beta,
-                  int64_t M, int64_t C) {
+                  int64_t M, int64_t C, double eps) {
   using A = acc_t<T>;
   for (int64_t m = 0; m < M; ++m) {
     const T* row = x + m * C;
@@ -184,7 +182,7 @@ void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T*
     }
     const A mean = kind == Norm::layer ? sum_of<A>(C, [=](int64_t c) { return A(row[c]); }) / A(C) : A(0);
     const A variance = sum_of<A>(C, [=](int64_t c) { return (A(row[c]) - mean) * (A(row[c]) - mean); }) / A(C);
-    stats[2 * m] = mean, stats[2 * m + 1] = A(1) / std::sqrt(variance + A(norm_eps));
+    stats[2 * m] = mean, stats[2 * m + 1] = A(1) / std::sqrt(variance + A(eps));
     normalize_row(y + m * C, row, stats + 2 * m, gamma, beta, C);
   }
 }
@@ -293,10 +291,10 @@ void copy_columns(T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int
 // ---------------------------------------------------------------------------------------------------------- positions
 
 template <class T>
-void rope_table(acc_t<T>* table, int64_t T_, int64_t D, double base) {
+void rope_table(acc_t<T>* table, int64_t T_, int64_t D, const Rope& how) {
   for (int64_t t = 0; t < T_; ++t)
     for (int64_t i = 0; i < D / 2; ++i) {
-      const double angle = double(t) * std::pow(base, -2.0 * double(i) / double(D));
+      const double angle = double(t) * how.angle(i, D);
       table[(t * (D / 2) + i) * 2] = acc_t<T>(std::cos(angle));
       table[(t * (D / 2) + i) * 2 + 1] = acc_t<T>(std::sin(angle));
     }

@@ -305,7 +305,7 @@ double loss_by_definition(const ModelConfig& c, int64_t batch, const int32_t* ho
     for (double v : x) square += (v - mean) * (v - mean) / double(x.size());
     Vector y(x.size());
     for (size_t i = 0; i < x.size(); ++i)
-      y[i] = (x[i] - mean) / std::sqrt(square + 1e-5) * weight(u, name.c_str(), int64_t(i)) +
+      y[i] = (x[i] - mean) / std::sqrt(square + c.norm_eps) * weight(u, name.c_str(), int64_t(i)) +
              weight(u, (name + ".bias").c_str(), int64_t(i));
     return y;
   };
@@ -328,7 +328,7 @@ double loss_by_definition(const ModelConfig& c, int64_t batch, const int32_t* ho
     const size_t D = size_t(c.head_dim());
     for (size_t head = 0; rotates && head < x.size(); head += D)
       for (size_t i = 0; i < D / 2; ++i) {
-        const double angle = double(t) * std::pow(c.rope_base, -2.0 * double(i) / double(D));
+        const double angle = double(t) * c.rope.angle(i, D);
         const double a = x[head + i], b = x[head + i + D / 2];
         x[head + i] = a * std::cos(angle) - b * std::sin(angle);
         x[head + i + D / 2] = b * std::cos(angle) + a * std::sin(angle);

@@ -141,7 +141,7 @@ TEST_CASE("norms: gradients", "[ops]") {
     // The block's output is a function of y and of the residual stream: sum dy y + dres sum.
     const auto loss = [&] {
       cpu::norm_forward(kind, y.data(), sum.data(), stats.data(), x.data(), delta.data(), gamma.data(),
-                        layer ? beta.data() : nullptr, M, C);
+                        layer ? beta.data() : nullptr, M, C, 1e-5);
       return dot(dy, y) + dot(dres, sum);
     };
     loss();
@@ -277,10 +277,45 @@ TEST_CASE("matmul in bf16 rounds once", "[ops]") {
   CHECK(same_bits(alone, g));
 }
 
+TEST_CASE("norms add eps to the variance", "[ops]") {
+  const float x[4] = {1, -3, 5, 1}, gamma[4] = {1, 1, 2, 1}, beta[4] = {0, 1, 0, 0};
+  float y[4], stats[2];
+  for (double eps : {1e-6, 0.5}) {
+    cpu::norm_forward<float>(Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, 1, 4, eps);
+    CHECK(stats[1] == Approx(1 / std::sqrt(9 + eps)).epsilon(1e-7));
+    CHECK(y[2] == Approx(10 / std::sqrt(9 + eps)).epsilon(1e-6));
+    cpu::norm_forward<float>(Norm::layer, y, nullptr, stats, x, nullptr, gamma, beta, 1, 4, eps);
+    CHECK(stats[1] == Approx(1 / std::sqrt(8 + eps)).epsilon(1e-7));
+    CHECK(y[1] == Approx(1 - 4 / std::sqrt(8 + eps)).epsilon(1e-6));
+  }
+}
+
+// By wavelength, as the paper's appendix and transformers tell it.
+TEST_CASE("Llama 3's scaling slows long waves alone", "[ops]") {
+  const Rope plain = {500000, {}};
+  Rope scaled = plain;
+  scaled.scaling = {8, 1, 4, 8192};
+  const int64_t D = 128;
+  int64_t kept = 0, mixed = 0, slowed = 0;
+  for (int64_t i = 0; i < D / 2; ++i) {
+    const double angle = std::pow(500000.0, -2.0 * double(i) / D), length = 2 * 3.14159265358979 / angle;
+    CHECK(plain.angle(i, D) == angle);
+    double want = angle;
+    if (length > 8192 / 1.0) want = angle / 8, slowed++;
+    else if (length < 8192 / 4.0) kept++;
+    else {
+      const double smooth = (8192 / length - 1) / (4 - 1);
+      want = (1 - smooth) * angle / 8 + smooth * angle, mixed++;
+    }
+    CHECK(scaled.angle(i, D) == Approx(want).epsilon(1e-12));
+  }
+  CHECK((kept > 20 && mixed > 3 && slowed > 20));
+}
+
 TEST_CASE("RoPE turns and its inverse is its transpose", "[ops]") {
   const int64_t M = 7, T = 3, heads = 2, D = 8, ld = 20;
   Doubles table(T * D), x = normals<double>(M * ld, 1), y = normals<double>(M * ld, 2);
-  cpu::rope_table<double>(table.data(), T, D, 500000);
+  cpu::rope_table<double>(table.data(), T, D, Rope());
   Doubles turned = x, back = y;
   cpu::rope(turned.data(), table.data(), M, T, heads, D, ld, false);
   cpu::rope(back.data(), table.data(), M, T, heads, D, ld, true);
@@ -659,7 +694,7 @@ TEST_CASE("operations through their streams on the CPU", "[ops]") {
   const int64_t M = 6, C = 40;
   const auto body = [&](Space& a) {
     auto *y = a.out<float>(M * C), *stats = a.out<float>(2 * M), *x = a.in<float>(M * C), *gamma = a.in<float>(C);
-    ops::norm_forward<float>(a.s, Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, M, C);
+    ops::norm_forward<float>(a.s, Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, M, C, 1e-5);
     ops::gelu_forward(a.s, y, static_cast<const float*>(y), M * C);
   };
   const auto first = run_on(Backend::cpu, body), second = run_on(Backend::cpu, body);
@@ -692,7 +727,7 @@ TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
       ops::matmul<T>(a.s, y, x, w, bias, residual, M, N, K);
       ops::matmul<T>(a.s, sum, x, w, none, sum, M, N, K);
       ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
-      ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N);
+      ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N, 1e-5);
       a.dev.fuse = true;
     });
   };
@@ -719,7 +754,7 @@ bool apply_repeats_forward(Backend backend, Norm kind, int64_t M, int64_t C) {
     auto *y = a.out<T>(M * C), *again = a.out<T>(M * C), *sum = a.work<T>(M * C), *x = a.in<T>(M * C),
          *delta = a.in<T>(M * C), *gamma = a.in<T>(C), *beta = kind == Norm::layer ? a.in<T>(C) : nullptr;
     auto* stats = a.work<acc_t<T>>(2 * M);
-    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C, 1e-5);
     ops::norm_apply<T>(a.s, kind, again, stats, sum, gamma, beta, M, C);
   });
   return same_bits(r[0].bits, r[1].bits) && !std::isnan(r[0].values[M * C - 1]);
@@ -759,7 +794,7 @@ void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_pla
          *delta = with_delta ? a.in<T>(M * C) : nullptr, *gamma = a.in<T>(C), *beta = layer ? a.in<T>(C) : nullptr;
     T* sum = !with_delta ? nullptr : in_place ? x : a.out<T>(M * C);
     auto* stats = a.out<float>(2 * M);
-    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C, with_delta ? 1e-5 : 0.25);
   });
   compare(
       [&](Space& a) {
@@ -862,9 +897,9 @@ void compare_positions() {
         compare([&](Space& a) {
           auto *x = a.inout<T>(M * ld), *far = a.inout<T>(M * ld);
           auto *table = a.out<float>(T_ * D), *long_table = a.work<float>(4096 * D);
-          ops::rope_table<T>(a.s, table, T_, D, 500000);
+          ops::rope_table<T>(a.s, table, T_, D, Rope());
           ops::rope<T>(a.s, x, table, M, T_, heads, D, ld, inverse);
-          ops::rope_table<T>(a.s, long_table, 4096, D, 10000);
+          ops::rope_table<T>(a.s, long_table, 4096, D, Rope{10000, {8, 1, 4, 1024}});
           ops::rope<T>(a.s, far, long_table + 3900 * D, M, 196, heads, D, ld, inverse);
         });
       }

@@ -243,7 +243,15 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(m.hidden == 2 * tiny.hidden);  // a width alone keeps the MLP's proportion
   CHECK(m.heads == 4);
   CHECK(m.depth == tiny.depth);
-  CHECK(m.rope_base == 7);
+  CHECK(m.rope.base == 7);
+  CHECK(m.rope.scaling == RopeScaling());
+  CHECK(m.norm_eps == 1e-5);
+  CHECK(on_cpu("--norm-eps 1e-6 --rope-scaling llama3:32:1:4.5:8192").model.rope.scaling ==
+        RopeScaling{32, 1, 4.5, 8192});
+  CHECK(on_cpu("--norm-eps 1e-6").model.norm_eps == 1e-6);
+  for (const char* bad : {"linear:2", "llama3", "llama3:8:1:4", "llama3:8:1:4:8192:", "llama3:1:1:4:8192",
+                          "llama3:nan:1:4:8192", "llama3:8:4:4:8192", "llama3:8:1:4:0"})
+    says(refusal([&] { on_cpu(std::string("--rope-scaling ") + bad); }), {bad, "llama3:8:1:4:8192"});
   CHECK(on_cpu("--preset tiny --dim 256 --hidden 64").model.hidden == 64);
   CHECK(on_cpu("--preset tiny").model.sparse);
   CHECK(!on_cpu("--preset tiny --attn dense").model.sparse);
@@ -424,9 +432,10 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   CHECK(one[0] == "differs from the checkpoint: --freeze \"head\" (was \"\"), --lr 0.01 (was 0.0003)");
   // Each option that a resumed run carries over, told otherwise.
   for (const char* told :
-       {"--rope-base 9", "--nsa-block 64", "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5",
-        "--nsa-window 9", "--min-lr-ratio 0.3", "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1",
-        "--weight-decay 0", "--clip 9", "--clip-norm 1", "--data random", "--val-every 3"}) {
+       {"--rope-base 9", "--rope-scaling llama3:8:1:4:8192", "--norm-eps 0.1", "--max-positions 99", "--nsa-block 64",
+        "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5", "--nsa-window 9", "--min-lr-ratio 0.3",
+        "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1", "--weight-decay 0", "--clip 9", "--clip-norm 1",
+        "--data random", "--val-every 3"}) {
     INFO(told);
     const Words said = notices(was + told);
     REQUIRE(said.size() == 1);

@@ -222,16 +222,16 @@ void copy_columns(cudaStream_t stream, T* to, const T* from, int64_t M, int64_t 
 struct RopeTable {
   float2* table;  // (T_,D/2)
   int64_t half, D;
-  double base;
+  Rope how;
   template <int N>
   __device__ void at(int64_t i) const {
-    const double angle = double(i / half) * pow(base, -2.0 * double(i % half) / double(D));
+    const double angle = double(i / half) * how.angle(i % half, D);
     table[i] = make_float2(float(cos(angle)), float(sin(angle)));
   }
 };
 template <class T>
-void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, double base) {
-  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, base}, T_ * (D / 2), false);
+void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, const Rope& how) {
+  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, how}, T_ * (D / 2), false);
 }
 
 // x (M,ld), table (T_,D/2,2). threadIdx.x runs along the D / 2 pairs of a head, threadIdx.y and blockIdx.x along rows,

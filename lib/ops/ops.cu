@@ -92,12 +92,13 @@ void add(Stream& s, T* y, const T* a, const T* b, int64_t n) {
 
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
-                  const T* beta, int64_t M, int64_t C) {
+                  const T* beta, int64_t M, int64_t C, double eps) {
   if (delta && !s.device().fuse) {
     add(s, sum, x, delta, M * C);
-    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C);
+    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C, eps);
   }
-  RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+  RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C,
+      eps);
 }
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
@@ -142,8 +143,8 @@ void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t
 }
 
 template <class T>
-void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base) {
-  RUN(is_double<T>, moves<T>(T_ * D), rope_table<T>, table, T_, D, base);
+void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, const Rope& how) {
+  RUN(is_double<T>, moves<T>(T_ * D), rope_table<T>, table, T_, D, how);
 }
 template <class T>
 void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
@@ -216,7 +217,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
 
 #define FOR(T)                                                                                                  \
   template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t, \
-                             int64_t);                                                                          \
+                             int64_t, double);                                                                  \
   template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
   template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                     \
   template void add(Stream&, T*, const T*, const T*, int64_t);                                                  \
@@ -227,7 +228,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
   template void silu_forward(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                   \
   template void silu_backward(Stream&, T*, T*, const T*, int64_t, int64_t, int64_t);                            \
   template void copy_columns(Stream&, T*, const T*, int64_t, int64_t, int64_t, int64_t);                        \
-  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, double);                                    \
+  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, const Rope&);                               \
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
   template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \

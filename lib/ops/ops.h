@@ -8,6 +8,7 @@
 #pragma once
 
 #include "lib/device/stream.h"
+#include "lib/ops/rope.h"
 
 namespace ops {
 
@@ -53,13 +54,14 @@ void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
 template <class T>
 void add(Stream& s, T* y, const T* a, const T* b, int64_t n);
 
-// ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without; eps 1e-5.
+// ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without.
 enum class Norm { layer, rms };
 // sum (M,C) = x (M,C) + delta (M,C); y (M,C) = norm(sum) * gamma (C) (+ beta (C)); stats (M,2): mean (0 for rms) and
-// 1/std of each row. delta may be null: then sum is not written and may be null. sum may equal x or delta.
+// 1/std of each row, of the variance + eps. delta may be null: then sum is not written and may be null. sum may equal x
+// or delta.
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
-                  const T* beta, int64_t M, int64_t C);
+                  const T* beta, int64_t M, int64_t C, double eps);
 // y (M,C) again from the saved input x (M,C) and stats (M,2): the same bits as norm_forward's y.
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
@@ -100,9 +102,9 @@ void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t
 // ---- positions
 // RoPE (Su et al. 2021), half-split pairs (i, i + D/2), in place on `heads` consecutive heads of D at the start of each
 // row of x (M,ld); the row's position is row % T_. inverse: the transposed rotation, which is the backward.
-// table (T_,D/2,2): cos and sin in fp32, made by rope_table; base: e.g. 500000.
+// table (T_,D/2,2): cos and sin in fp32, made by rope_table.
 template <class T>
-void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base);
+void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, const Rope& how);
 template <class T>
 void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
           bool inverse);

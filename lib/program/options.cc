@@ -72,6 +72,8 @@ const std::vector<Spec> specs = flat({
   {"vocab", "N", &Options::vocab, from(2, 1 << 24), "vocabulary size; token ids are 0 to vocab - 1", "the preset's"},
   {"seq", "N", &Options::seq, from(1, 1 << 24), "tokens per sequence", "the preset's"},
   {"rope-base", "X", &Options::rope_base, from(1, 1e12), "base of the rotary angles"},
+  {"rope-scaling", "HOW", &Options::rope_scaling, any, "none; llama3:F:LOW:HIGH:N: slow long waves down by F, as Llama 3.1 does, which has llama3:8:1:4:8192"},
+  {"norm-eps", "X", &Options::norm_eps, above(0, 1), "what norms add to the variance"},
   {"tie-embeddings", "", &Options::tie_embeddings, flag, "use the embedding's weight for the head"},
   {"freeze", "NAMES", &Options::freeze, any, "parameters not to train: name prefixes, separated by commas (--show-params lists the names)", "none"},
 }},
@@ -144,7 +146,11 @@ const std::vector<Spec> specs = flat({
   {"save-every", "STEPS", &Options::save_every, at_least(0), "save every so many steps; 0: only at the end"},
   {"keep", "N", &Options::keep, from(0, 1 << 20), "saved steps to keep; 0: all"},
   {"resume", "DIR", &Options::resume, any, "resume from a saved step, from the latest in DIR, or from the `latest` in --save; any number of ranks", "start from scratch"},
-  {"export", "FILE", &Options::export_to, any, "write the unsharded model as safetensors at the end", "no file"},
+  {"init", "DIR", &Options::init, any, "begin with the weights and sizes of DIR: config.json and safetensors files of a Hugging Face Llama, or of --export; with --attn nsa the three branches share its keys and values; "
+    "--resume, once there is a checkpoint, goes before", "random weights"},
+  {"export", "PATH", &Options::export_to, any, "write the unsharded model at the end: to a directory with config.json, in Hugging Face's names for llama with dense attention; or to one file, if the name ends in .safetensors", "not written"},
+  {"export-shard-mb", "MiB", &Options::export_shard_mb, from(1, 1 << 20), "--export to a directory: cut the weights into files of at most this size"},
+  {"max-positions", "N", &Options::max_positions, from(1, 1 << 24), "--export to a directory: the longest text that the model is for, as config.json says it", "the model's of --init, else --seq"},
   {"export-dtype", "TYPE", &Options::export_dtype, one_of({"bf16", "fp32"}), "type of the exported weights"},
 }},
 {"Memory", {
@@ -486,6 +492,10 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
   for (const char* name : {"val-data", "val-batches"})
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
+  const std::string end = ".safetensors";
+  const bool to_file = o.export_to.size() >= end.size() && o.export_to.substr(o.export_to.size() - end.size()) == end;
+  REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !to_file),
+               "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
   const bool instead = o.show_schedule || o.show_params || o.hardware || o.version;
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
     REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
@@ -578,7 +588,21 @@ bool may_be(const Spec& s, const nlohmann::json& value) {
   const auto& words = s.allowed.words;
   return value.is_string() && (words.empty() || std::count(words.begin(), words.end(), value.get<std::string>()) > 0);
 }
+
+// For errors about values in files: "a whole number from 1 to 64", "bf16 or fp32".
+std::string kind_text(const Spec& s) {
+  if (is_flag(s)) return "true or false";
+  if (is_number(s)) return allowed_text(s).substr(std::string("must be ").size());
+  return s.allowed.words.empty() ? "a text" : joined(s.allowed.words, " or ");
+}
 }  // namespace
+
+std::string option_allows(const std::string& name, const nlohmann::json& value) {
+  const auto s = std::find_if(specs.begin(), specs.end(), [&](const Spec& spec) { return spec.name == name; });
+  ASSERT(s != specs.end());
+  const bool unset = s->otherwise && value == get(*s, Options());  // stands for what the machine chooses
+  return may_be(*s, value) && !unset ? "" : kind_text(*s);
+}
 
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file) {
   const char* remedy = "resume from another checkpoint";
@@ -589,12 +613,7 @@ nlohmann::json read_state(const nlohmann::json& state, const std::string& file) 
   for (const Spec& s : specs) {
     const std::string key = key_of(s.name);
     if (!options.contains(key)) options[key] = s.otherwise ? nlohmann::json() : get(s, Options());
-    else if (!may_be(s, options[key]))
-      settings.at(key.c_str())
-          .refuse(is_flag(s)                ? "true or false"
-                  : is_number(s)            ? allowed_text(s).substr(8)
-                  : s.allowed.words.empty() ? "a text"
-                                            : joined(s.allowed.words, " or "));
+    else if (!may_be(s, options[key])) settings.at(key.c_str()).refuse(kind_text(s));
   }
   nlohmann::json read = state;
   read["options"] = options;

@@ -16,7 +16,8 @@ struct Options {
   std::string preset;  // empty: chosen by the machine
   std::string arch;    // simple, rope, llama, mlp
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
-  double rope_base = 500000;
+  double rope_base = 500000, norm_eps = 1e-5;
+  std::string rope_scaling = "none";  // or llama3:FACTOR:LOW:HIGH:ORIGINAL_SEQ
   bool tie_embeddings = false;
   std::string freeze;  // beginnings of names, with commas
   // Attention.
@@ -68,8 +69,11 @@ struct Options {
   int64_t save_every = 0;  // steps; 0: at the end alone
   int64_t keep = 2;        // steps that stay; 0: all
   std::string resume;      // a directory, or "latest" of --save
-  std::string export_to;   // safetensors file, written at the end
+  std::string init;        // a folder with a model (model_folder.h); empty: random weights
+  std::string export_to;   // written at the end: a safetensors file, or a folder
   std::string export_dtype = "bf16";
+  int64_t export_shard_mb = 4096;
+  int64_t max_positions = 0;  // in an exported config.json; 0: seq
   // Memory.
   std::string recompute = "none";  // none, mlp, attn, both, block
   int64_t keep_attention = 0;
@@ -114,5 +118,7 @@ void take_over(const nlohmann::json& settings, const std::vector<std::string>& n
 // that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
 // by the machine or the preset. Throws UsageError that names `file` and the key of a value of another type.
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
+// Whether a file may say that of the option of this name: empty, or what it may ("a whole number from 1 to 64").
+std::string option_allows(const std::string& name, const nlohmann::json& value);
 // What --config reads: a line for every option that is not at its default.
 std::string to_config(const Options& o);

@@ -9,6 +9,7 @@
 
 #include "nlohmann/json.hpp"
 
+#include "lib/program/init.h"
 #include "lib/program/presets.h"
 #include "lib/program/launch.h"
 #include "lib/program/report.h"
@@ -305,12 +306,13 @@ std::string hardware_text() {
 
 }  // namespace
 
-int answer(const Options& o, const std::string& command) {
+int answer(Options o, const std::string& command) {
   const Launcher by = launcher_of(std::getenv);
   if (by.of_mpi() && by.rank != 0) return 0;
   const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
   for (const std::string& warning : o.warnings) std::fprintf(stderr, "note: %s\n", warning.c_str());
   std::string text;
+  if (!o.init.empty() && o.resume.empty()) take_model(parse_model_folder(o.init, read_model_folder(o.init)), &o);
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
   else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);

@@ -17,11 +17,10 @@ json state_at(const Run& r, int64_t step) {
 namespace {
 
 // What a run that goes on takes over, and may be told otherwise.
-const std::vector<std::string> carried = {"rope-base",    "nsa-block",  "nsa-stride", "nsa-select-block",
-                                          "nsa-selected", "nsa-window", "lr",         "min-lr-ratio",
-                                          "warmup",       "beta1",      "beta2",      "eps",
-                                          "weight-decay", "clip",       "clip-norm",  "data",
-                                          "val-data",     "val-every"};
+const std::vector<std::string> carried = {
+    "rope-base",    "rope-scaling", "norm-eps", "max-positions", "nsa-block", "nsa-stride", "nsa-select-block",
+    "nsa-selected", "nsa-window",   "lr",       "min-lr-ratio",  "warmup",    "beta1",      "beta2",
+    "eps",          "weight-decay", "clip",     "clip-norm",     "data",      "val-data",   "val-every"};
 
 }  // namespace
 

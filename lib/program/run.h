@@ -15,7 +15,7 @@
 
 struct Run {
   Options o;
-  std::string preset;
+  std::string preset;  // empty: the model's sizes are those of --init
   ModelConfig model;
   FsdpOptions fsdp;
   Backend backend = Backend::cpu;
@@ -26,6 +26,7 @@ struct Run {
   int64_t nan_skips = 0;                         // bad steps in a row that --on-nan skips; 0: it stops
   std::vector<std::string> notices;              // what was chosen that a user may not expect
   int64_t tokens_per_step() const { return global_batch * model.seq; }
+  int64_t max_positions() const { return o.max_positions ? o.max_positions : model.seq; }
 };
 
 // gpus: those that this process can use.

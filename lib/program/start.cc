@@ -9,6 +9,7 @@
 #include "lib/comm/flight.h"
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
+#include "lib/program/init.h"
 #include "lib/program/outputs.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
@@ -54,11 +55,16 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   if (!o.resume.empty()) {
     job->saved = load_state(o.resume, o.save, world);
     job->saved.state = read_state(job->saved.state, job->saved.step_dir + "/manifest.json");
+  } else if (!o.init.empty()) {
+    job->init = folder_for_all(o.init, world);
   }
   Run& r = job->r;
   try {
     take_up(job->saved.state, &o);
+    if (job->init) take_model(*job->init, &o);
     r = resolve(o, world.size, gpus);
+    if (job->init) check_tensors(*job->init, r);
+    else if (!o.init.empty()) r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
     for (const std::string& notice : notices)
       if (!notice.empty()) r.notices.push_back(notice);
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);

@@ -12,7 +12,9 @@
 #include "lib/device/error.h"
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/data.h"
+#include "lib/program/model_folder.h"
 #include "lib/program/options.h"
+#include "lib/program/safetensors.h"
 #include "lib/program/summary.h"
 #include "lib/program/telemetry.h"
 
@@ -82,11 +84,20 @@ void log_file(const std::string& bytes) {
   summary_markdown(summarize({file.path}, ""));
 }
 
-const std::map<std::string, void (*)(const std::string&)> targets = {{"command-line", command_line},
-                                                                     {"config", config_file},
-                                                                     {"tokens", tokens},
-                                                                     {"manifest", manifest},
-                                                                     {"log", log_file}};
+// The header of a file that is as long as it says the most.
+void safetensors(const std::string& bytes) {
+  constexpr int64_t data = 96;
+  parse_safetensors(bytes, "FILE", 8 + int64_t(bytes.size()) + data);
+}
+
+void model_config(const std::string& bytes) {
+  std::string model_type;
+  parse_model_config(bytes, "config.json", &model_type);
+}
+
+const std::map<std::string, void (*)(const std::string&)> targets = {
+    {"command-line", command_line}, {"config", config_file},      {"tokens", tokens}, {"manifest", manifest},
+    {"model-config", model_config}, {"safetensors", safetensors}, {"log", log_file}};
 
 }  // namespace
 
