@@ -109,8 +109,8 @@ const std::vector<Spec> specs = flat({
   {"seed", "N", &Options::seed, at_least(0), "seed of the initial weights and of the data order"},
 }},
 {"Data", {
-  {"data", "FILE", &Options::data, any, "text or token file (data/README.md), or random", "a built-in synthetic corpus"},
-  {"val-data", "FILE", &Options::val_data, any, "validation data", "the last tenth of the data"},
+  {"data", "FILES", &Options::data, any, "text or token files (data/README.md): a file, patterns such as 'shard_*.bin' and names with commas between them; or random", "a built-in synthetic corpus"},
+  {"val-data", "FILES", &Options::val_data, any, "validation data", "the last tenth of the data"},
   {"val-every", "STEPS", &Options::val_every, at_least(0), "validate every so many steps; 0: never"},
   {"val-batches", "N", &Options::val_batches, from(1, 1 << 20), "batches of the global batch size per validation"},
 }},
@@ -584,6 +584,8 @@ nlohmann::json read_state(const nlohmann::json& state, const std::string& file) 
   const char* remedy = "resume from another checkpoint";
   const CheckedJson top(state, file, remedy);
   top.at("step").whole(0, most_exact);
+  if (top.has("data_files"))
+    for (const CheckedJson& f : top.at("data_files").items()) f.at("file").text(), f.at("tokens").whole(1, most_exact);
   nlohmann::json options = top.at("options").object();
   const CheckedJson settings(state["options"], file, remedy);
   for (const Spec& s : specs) {
