@@ -44,6 +44,12 @@ struct Options {
   // Data.
   std::string data;      // text or token files; empty: the built-in synthetic corpus; "random": uniform tokens
   std::string val_data;  // empty: the last tenth of the data
+  // Evaluation and samples.
+  std::string eval;                      // text, tokens or questions; empty: none
+  int64_t sample = 0, sample_every = 0;  // tokens; steps, 0: at the end alone
+  std::string prompt;                    // empty: what begins a document
+  double temperature = 0.8;
+  int64_t top_k = 0;
   // Numbers.
   std::string param_dtype;   // bf16 or fp32; empty: bf16 on a GPU, fp32 on a CPU
   std::string reduce_dtype;  // bf16 or fp32; empty: as param_dtype

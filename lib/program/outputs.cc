@@ -56,7 +56,7 @@ void check_outputs(const Options& o) {
   const std::vector<std::pair<const char*, std::string>> outputs = {
       {"--log", o.log}, {"--trace", o.trace}, {"--export", o.export_to}};
   std::vector<std::pair<const char*, std::string>> taken = {{"--config", o.config}};
-  for (const auto& [option, names] : {std::pair("--data", o.data), {"--val-data", o.val_data}})
+  for (const auto& [option, names] : {std::pair("--data", o.data), {"--val-data", o.val_data}, {"--eval", o.eval}})
     for (const std::string& path : names.empty() || names == "random" ? std::vector<std::string>() : data_files(names))
       taken.push_back({option, path});
   for (const auto& [option, path] : outputs) {

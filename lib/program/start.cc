@@ -14,6 +14,7 @@
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
+#include "lib/program/sampling.h"
 
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
@@ -69,6 +70,8 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
     };
     job->data = open(o.data, splits ? Split::training : Split::all);
     if (o.val_every > 0) job->val_data = splits ? open(o.data, Split::validation) : open(o.val_data, Split::all);
+    if (!o.eval.empty()) job->eval = open_eval(o.eval, r.model.vocab, r.model.seq, {world.rank, world.size});
+    if (o.sample > 0) job->prompt = parse_prompt(o.prompt, *job->data, r.model.vocab);
     r.data_files = job->data->files;
     limit_epochs(Sampler{job->data.get(), r.model.seq, o.seed}.windows(), &r);
     compare(job->saved.state, &r);
