@@ -7,12 +7,13 @@
 #include <fstream>
 
 #include "lib/device/error.h"
+#include "lib/program/token_file.h"
 
 using ll = long long;
 
 namespace {
 
-constexpr int32_t magic = 20240522, version = 1;
+constexpr int32_t magic = int32_t(questions_magic), version = 1;
 constexpr int64_t header_bytes = 1024;
 
 bool is_regular(const std::string& path) {

@@ -121,6 +121,8 @@ TokenHeader read_token_header(const std::string& path, const uint8_t* p, int64_t
     h.format = "llm.c, " + width_text(h.width);
     return h;
   }
+  REQUIRE_USER(magic != questions_magic, "data file %s holds questions, which --eval alone takes, one file at a time",
+               file);
   // Anything may be text, but a file with such a name is not meant to be.
   REQUIRE_USER(!ends_with(path, ".bin") && !ends_with(path, ".tokens"),
                "data file %s has a wrong magic number: a .bin or .tokens file starts with \"TOKENS02\", \"TOKENS01\" "

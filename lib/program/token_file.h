@@ -25,6 +25,7 @@ struct TokenHeader {
 };
 constexpr const char* bytes_tokenizer = "bytes";  // a token is a byte of the text
 constexpr int64_t longest_token_header = 1024;
+constexpr uint32_t questions_magic = 20240522;  // of a file that is none of tokens: see hellaswag.h
 
 // p: the first bytes of the file, as many as the longest header has, or all; bytes: how many it has. Throws UsageError
 // that names the file and the field: a magic number or a version that is none, a field that cannot be.
