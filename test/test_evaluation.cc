@@ -148,6 +148,7 @@ TEST_CASE("a file of fewer tokens than a window, or than there are ranks", "[eva
 TEST_CASE("questions are answered by the lowest mean loss, at any number of ranks", "[evaluation]") {
   Harness h(sized(32, 2));
   std::vector<Question> questions;
+  std::vector<double> of_answers;
   int64_t by_mean = 0, by_sum = 0;
   for (int64_t i = 0; i < 7; i++) {
     Question q;
@@ -164,7 +165,7 @@ TEST_CASE("questions are answered by the lowest mean loss, at any number of rank
       double sum = 0;
       for (size_t t = tokens.size() - answer.size(); t < tokens.size(); t++)
         sum += h.loss({tokens.begin(), tokens.end() - 1}, int64_t(t) - 1, tokens[t]);
-      sums.push_back(sum), means.push_back(sum / double(answer.size()));
+      sums.push_back(sum), means.push_back(sum / double(answer.size())), of_answers.push_back(sum);
     }
     const int64_t best = std::min_element(means.begin(), means.end()) - means.begin();
     q.right = i % 3 == 2 ? (best + 1) % 4 : best;
@@ -177,7 +178,9 @@ TEST_CASE("questions are answered by the lowest mean loss, at any number of rank
   const File file(questions_file(questions));
   const auto set = open_eval(file.path, h.r.model.vocab, 32);
   REQUIRE(set->sequences() == 28);
-  const Finding f = set->result(h.losses(*set));
+  const std::vector<double> losses = h.losses(*set);
+  for (size_t i = 0; i < losses.size(); i++) CHECK(losses[i] == Approx(of_answers[i]).epsilon(1e-5));
+  const Finding f = set->result(losses);
   const nlohmann::json found = f.record.at("eval");
   CHECK(found.at("right_norm") == by_mean);
   CHECK(found.at("questions") == 7);
