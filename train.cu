@@ -294,6 +294,8 @@ std::string loop(Training<T, G>& t) {
 // What is found out by the last weights, unless somebody wants the machine.
 template <class T, class G>
 void conclude(Training<T, G>& t) {
+  const bool asked = t.job.eval || t.r.o.sample > 0;
+  if (t.halted && asked && t.speaks()) t.job.telemetry->note("--eval and --sample are left out: " + t.stop);
   if (t.halted) return;
   const bool sampled = t.issued >= t.first && t.samples(t.issued);
   for (const Finding& f : last_findings(t.job, t.model, std::max(t.issued, t.first - 1), sampled))

@@ -866,6 +866,11 @@ mpi -np 2 ./train "${small[@]}" --eval "$t/odd.txt" --sample 3 --log "$t/memory.
 ran=$(head -n 1 "$t/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
 planned=$(./train --plan --world 2 "${small[@]}" --eval "$t/odd.txt" --sample 3 | awk '$1 == "arena" { print $2 }')
 verdict "the plan knows of samples and evaluations" "$([ -n "$ran" ] && [ "$ran" = "$planned" ] || echo "planned $planned MiB, ran $ran")"
+# Who is asked to stop does not evaluate for an hour first.
+stop_it() { touch "$t/halted/.HALT"; }
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 1000000 --minutes 0.3 --eval "$t/odd.txt" --save "$t/halted")
+mpi_until stop_it
+verdict "a run that is asked to stop evaluates nothing" "$(grep -q 'eval and --sample are left out: ' "$dir/out" && ! grep -q '^evaluated' "$dir/out" || echo "it does, or does not say so")"
 bad "a prompt without a sample" "--prompt|--sample N" --prompt "Once"
 bad "samples every so often of nothing" "--sample-every|--sample N" --sample-every 2
 bad "a prompt of no token ids" "--prompt|'Once'|299" --data "$t/named.bin" --vocab 304 --sample 3 --prompt "Once 3"
