@@ -864,6 +864,206 @@ mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
 [ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
 verdict "a rank that is killed ends all" "${wrong#; }"
 
+# ------------------------------------------------------------------------------------------------------------ text
+# Many files: one order for any ranks, and the files that a checkpoint had.
+t="$dir/text.d"
+mkdir "$t"
+head -c 21000 "$dir/mine/text" >"$t/part_0.txt"
+tail -c +21001 "$dir/mine/text" | head -c 30 >"$t/part_1.txt"
+tail -c +21031 "$dir/mine/text" >"$t/part_2.txt"
+many=(--device cpu --preset tiny --seq 64 --global-batch 6 --steps 3)
+mpi -np 2 ./train "${many[@]}" --data "$dir/mine/text" --log "$t/one.jsonl"
+mpi -np 2 ./train "${many[@]}" --data "$t/part_*.txt" --log "$t/many.jsonl" --save "$t/saved" --stop-after 2
+mpi -np 2 ./train "${many[@]}" --log "$t/rest.jsonl" --save "$t/saved" --resume latest
+steps_of() { sed -n 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\),.*/\2 \1/p' "$@"; }
+wrong=""
+[ "$(steps_of "$t/one.jsonl" | wc -l)" = 3 ] || wrong="not three steps"
+[ "$(steps_of "$t/one.jsonl")" = "$(steps_of "$t/many.jsonl" "$t/rest.jsonl")" ] || wrong="$wrong; the losses are not those of one file that holds all"
+verdict "three files are trained on as one, and resumed" "$wrong"
+for n in 1 3 4; do
+  mpi -np $n ./train "${many[@]}" --data "$t/part_*.txt" --log "$t/$n.jsonl"
+  steps_of "$t/one.jsonl" | paste - <(steps_of "$t/$n.jsonl") | awk '{ d = $2 - $4; n += NF == 4 && d * d < 1e-10 } END { exit n != 3 }'
+  verdict "three files are drawn in one order with $n ranks" "$([ $? = 0 ] || echo "the losses are $(steps_of "$t/$n.jsonl" | xargs), not $(steps_of "$t/one.jsonl" | xargs)")"
+done
+echo "one more" >"$t/part_3.txt"
+mpi -np 2 ./train "${many[@]}" --resume "$t/saved"
+judge "files that a checkpoint did not have" "--data $t/part_*.txt" "part_3.txt is new" "4 now, 3 then"
+rm "$t/part_3.txt"
+echo "longer" >>"$t/part_2.txt"
+mpi -np 2 ./train "${many[@]}" --resume "$t/saved"
+judge "a file that has grown since a checkpoint" "part_2.txt has 41977 tokens, and had 41970"
+mv "$t/part_1.txt" "$t/moved"
+mpi -np 2 ./train "${many[@]}" --resume "$t/saved"
+judge "a file that a checkpoint had" "part_1.txt is missing"
+bad "a pattern that nothing matches" "$t/none_*.bin|no file matches" --data "$t/none_*.bin"
+bad "a file that is named twice" "part_0.txt is named twice" --data "$t/part_0.txt,$t/part_*.txt"
+bad "files of different kinds" "$dir/tokens.bin|2 bytes a token and 1|differ" --data "$dir/tokens.bin,$t/part_0.txt"
+bad "a log onto one of many files" "--log $t/part_0.txt|the same file as --data" --data "$t/part_*.txt" --log "$t/part_0.txt"
+{ printf TOKENS02 && u16 2 0 300 0 200 0 0 0 0 0 0 0 65535 65535 0 0 && printf 'somebody' && head -c 208 /dev/zero && u16 $(seq 0 199); } >"$t/named.bin"
+bad "a tokenizer with more tokens than the model" "$t/named.bin|vocabulary in its header, 300 (somebody)|256|--vocab 304" --data "$t/named.bin"
+good "a tokenizer is named" "(uint16 tokens of somebody)" "${small[@]}" --data "$t/named.bin" --vocab 304
+
+# What a model has learnt by heart it writes, in a window that moves on; with any ranks.
+yes "the quick brown fox jumps over the lazy dog" | head -n 500 >"$t/fox.txt"
+for n in 1 2 3; do
+  mpi -np $n ./train --device cpu --preset tiny --seq 64 --global-batch 6 --steps 50 --lr 0.003 --data "$t/fox.txt" --prompt "the quick" \
+    --sample 100 --temperature 0 --log "$t/fox.jsonl"
+  head -c 109 "$t/fox.txt" >"$t/want"
+  tr -d '\r' <"$dir/out" | sed -n '/^sample after step 50: /,$p' | sed '1s/^[^:]*: //' | head -c 109 | cmp -s - "$t/want"
+  verdict "a text that was learnt is written by $n ranks" "$([ $? = 0 ] || echo "another is: $(tail -n 3 "$dir/out" | xargs -0)")"
+done
+# Samples and evaluations by initial weights, which are the same bits: so are they, with any ranks. 1231 bytes are 19
+# windows of 64 and a shorter one; the questions are four, whose answers' means are 0 or more tokens apart.
+head -c 1231 README.md >"$t/odd.txt"
+question() { # RIGHT: of a context of 3 tokens and answers of 1, 2 and 5
+  u16 65535 40 0 "$1" 3 3 5 6 7 1 8 2 9 10 5 11 12 13 14 15
+}
+{ u16 $((20240522 & 65535)) $((20240522 >> 16)) 1 0 3 0 40 0 && head -c 1008 /dev/zero && question 0 && question 1 && question 2; } >"$t/questions.bin"
+ask=(--device cpu --preset tiny --seq 64 --batch 2 --stop-after 0)
+: >"$t/found"
+for n in 1 2 3 4; do
+  mpi -np $n ./train "${ask[@]}" --sample 40 --temperature 1 --top-k 50 --prompt "Once" --eval "$t/odd.txt" --log "$t/asked.jsonl"
+  mpi -np $n ./train "${ask[@]}" --eval "$t/questions.bin" --log "$t/answered.jsonl"
+  grep -hE '^\{"(sample|eval)"' "$t/asked.jsonl" "$t/answered.jsonl" >"$t/found-$n"
+  [ "$(wc -l <"$t/found-$n")" = 3 ] && cmp -s "$t/found-1" "$t/found-$n"
+  verdict "a sample and evaluations with $n ranks" "$([ $? = 0 ] || echo "they are $(xargs -0 <"$t/found-$n"), not $(xargs -0 <"$t/found-1")")"
+done
+wrong=""
+grep -q '"targets":1230}' "$t/found-1" || wrong="not 1230 targets"
+grep -q '"questions":3,"right_norm":1}' "$t/found-1" || wrong="$wrong; not one of three questions is answered right, by whichever answer"
+verdict "how many tokens and questions are evaluated" "${wrong#; }"
+# Behind steps too, and from a checkpoint; a step's numbers are those of a run that was not asked.
+mpi -np 2 ./train "${many[@]}" --data "$dir/mine/text" --sample 5 --sample-every 1 --save "$t/sampled" --log "$t/sampled.jsonl"
+wrong=""
+[ "$(steps_of "$t/sampled.jsonl")" = "$(steps_of "$t/one.jsonl")" ] || wrong="the losses are others"
+[ "$(grep -o '"after_step":[0-9]*' "$t/sampled.jsonl" | xargs)" = "after_step:1 after_step:2 after_step:3" ] || wrong="$wrong; not once behind each step"
+mpi -np 3 ./train --device cpu --preset tiny --seq 64 --resume "$t/sampled" --stop-after 0 --sample 5 --log "$t/again.jsonl"
+[ "$(grep '^{"sample"' "$t/again.jsonl")" = "$(grep '^{"sample"' "$t/sampled.jsonl" | tail -n 1)" ] || wrong="$wrong; the checkpoint writes another"
+verdict "samples behind steps, and from a checkpoint" "${wrong#; }"
+mpi -np 2 ./train "${small[@]}" --eval "$t/odd.txt" --sample 3 --log "$t/memory.jsonl"
+ran=$(head -n 1 "$t/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
+planned=$(./train --plan --world 2 "${small[@]}" --eval "$t/odd.txt" --sample 3 | awk '$1 == "arena" { print $2 }')
+verdict "the plan knows of samples and evaluations" "$([ -n "$ran" ] && [ "$ran" = "$planned" ] || echo "planned $planned MiB, ran $ran")"
+# Who is asked to stop does not evaluate for an hour first.
+stop_it() { touch "$t/halted/.HALT"; }
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 1000000 --minutes 0.3 --eval "$t/odd.txt" --save "$t/halted")
+mpi_until stop_it
+verdict "a run that is asked to stop evaluates nothing" "$(grep -q 'eval and --sample are left out: ' "$dir/out" && ! grep -q '^evaluated' "$dir/out" || echo "it does, or does not say so")"
+bad "a prompt without a sample" "--prompt|--sample N" --prompt "Once"
+bad "samples every so often of nothing" "--sample-every|--sample N" --sample-every 2
+bad "a prompt of no token ids" "--prompt|'Once'|299" --data "$t/named.bin" --vocab 304 --sample 3 --prompt "Once 3"
+bad "nothing to begin a sample with" "--sample|--prompt" --data random --sample 3
+bad "an evaluation of what is not there" "$t/none|No such file" --eval "$t/none"
+head -c 1100 "$t/questions.bin" >"$t/cut.bin"
+bad "questions that are cut" "--eval $t/cut.bin|question 1|byte 1100|ends before" --eval "$t/cut.bin"
+bad "training on questions" "$t/questions.bin|--eval" --data "$t/questions.bin"
+bad "a log onto what is evaluated" "--log $t/odd.txt|the same file as --eval" --eval "$t/odd.txt" --log "$t/odd.txt"
+
+# Text to tokens and back.
+python=$(command -v python3)
+to_tokens() { # OPTION...: prepare.py in $t, output in $dir/out
+  (cd "$t" && timeout -k 5 $limit "$python" "$OLDPWD/data/prepare.py" "$@") >"$dir/out" 2>&1 </dev/null
+  status=$?
+}
+# For each tokenizer: the same tokens from one process and from two, cut into files or not, and the text comes back.
+round_trip() { # NAME OPTION...
+  local name=$1 wrong=""
+  shift
+  rm -f "$t"/rt*.bin
+  to_tokens a.txt b.jsonl "$@" --workers 1 --out rt.bin
+  [ "$status" = 0 ] || wrong="exit status $status"
+  to_tokens a.txt b.jsonl "$@" --workers 2 --out rt2.bin
+  cmp -s "$t/rt.bin" "$t/rt2.bin" || wrong="$wrong; two processes write something else"
+  to_tokens a.txt b.jsonl "$@" --shard-tokens 100000 --out rts.bin
+  tail -q -c +257 "$t"/rts_*.bin | cmp -s - <(tail -c +257 "$t/rt.bin") || wrong="$wrong; shards hold something else"
+  (cd "$t" && "$python" "$OLDPWD/data/decode.py" rt.bin "$@") >"$t/back" 2>"$dir/out"
+  cmp -s "$t/back" "$t/text-of-all" || wrong="$wrong; another text comes back"
+  verdict "text to tokens and back, $name" "${wrong#; }"
+}
+if [ -n "$python" ]; then
+  # More than a piece, with and without ends of lines, and documents; é and 東 are two and three bytes.
+  { for i in $(seq 1 45000); do echo "line $i of 東京, é"; done && for i in $(seq 1 60000); do printf '%s東東東東東東東東' "$i"; done; } >"$t/a.txt"
+  for i in $(seq 1 300); do echo "{\"text\": \"document $i:\\n caf\\u00e9 \\ud83d\\ude00\", \"n\": 3}"; done >"$t/b.jsonl"
+  echo '{"text": ""}' >>"$t/b.jsonl"
+  { cat "$t/a.txt" && echo && for i in $(seq 1 300); do printf 'document %s:\n café 😀\n' "$i"; done; } >"$t/text-of-all"
+  round_trip bytes
+  printf 'one<|end|>\ntwo\nlines<|end|>three' >"$t/parts.txt"
+  to_tokens parts.txt --separator '<|end|>' --out parts.bin
+  verdict "a separator ends documents" "$([ "$(tail -c +257 "$t/parts.bin" | tr '\0' '|')" = $'one|two\nlines|three|' ] || echo "not so: $(tail -c +257 "$t/parts.bin" | tr '\0' '|')")"
+  mpi -np 2 ./train "${small[@]}" --data "$t/rts_*.bin" --eval "$t/parts.bin" --sample 5 --log "$t/bytes.jsonl"
+  verdict "files of prepare.py are trained on" "$([ "$status" = 0 ] && grep -q "files, bytes of bytes)" "$dir/out" && grep -q '"bits_per_byte":[0-9]' "$t/bytes.jsonl" || echo "they are not")"
+  to_tokens a.txt --out rt.bin
+  judge "tokens over a file that is there" "rt.bin exists"
+  printf '{"text": "a"}\n{"txt": "b"}\n' >"$t/bad.jsonl"
+  to_tokens bad.jsonl --out none.bin
+  judge "a JSON line without text" 'bad.jsonl:2' '"text"' "--field"
+  printf '{"text": "a"}\n{"text":\n' >"$t/bad.jsonl"
+  to_tokens bad.jsonl --out none.bin
+  judge "a line that is no JSON" 'bad.jsonl:2' "not JSON"
+  printf 'zero \0 byte' >"$t/zero.txt"
+  to_tokens zero.txt --out none.bin
+  judge "bytes that end documents in one" "zero.txt" "byte 5 of it is 0"
+  to_tokens none.txt --out none.bin
+  judge "no text file" "none.txt" "No such file"
+  verdict "what fails leaves nothing" "$(cd "$t" && find . -name 'none*')"
+  "$python" data/decode.py "$t/rt.bin" --tokenizer none.json >"$dir/out" 2>&1
+  status=$?
+  judge "a tokenizer that is not there" "none.json"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: text to tokens: there is no python3"
+fi
+# A tokenizer.json of bytes, two merges and a special token, whose text stands in a document too.
+if "$python" -c 'import tokenizers' 2>/dev/null; then
+  "$python" - "$t/tokenizer.json" <<'END'
+import sys
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+vocab = {c: i for i, c in enumerate(letters + ["in", "lin"])}
+made = Tokenizer(models.BPE(vocab, [("i", "n"), ("l", "in")]))
+made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+made.add_special_tokens(["<|endoftext|>"])
+made.save(sys.argv[1])
+END
+  round_trip tokenizers --tokenizer tokenizer.json
+  # 259 tokens: two bytes each; "lin" is one, and what looks like the special token is text.
+  printf 'lin<|endoftext|>' >"$t/special.txt"
+  to_tokens special.txt --tokenizer tokenizer.json --out special.bin
+  verdict "a special token's text is text" "$([ "$(wc -c <"$t/special.bin")" = $((256 + 2 * (1 + 13 + 1))) ] || echo "$(wc -c <"$t/special.bin") bytes")"
+  mpi -np 2 ./train "${small[@]}" --data "$t/rt.bin"
+  judge "a tokenizer.json that is larger than the model" "$t/rt.bin" "259 (tokenizer.json sha256:" "--vocab 264"
+  mpi -np 2 ./train "${small[@]}" --vocab 264 --data "$t/rt.bin" --sample 4 --eval "$t/special.bin" --log "$t/ids.jsonl"
+  cp "$dir/out" "$t/told"
+  "$python" data/decode.py --tokenizer "$t/tokenizer.json" <"$t/told" >"$dir/out" 2>&1
+  verdict "samples are decoded" "$([ "$(grep -cE '^sample after step 2: ([0-9]+ ?)+' "$t/told")" = 1 ] && ! grep -qE '^sample after step 2: ([0-9]+ ?)+$' "$dir/out" && grep -q '^step  *2/2' "$dir/out" || echo "they are not")"
+  to_tokens a.txt --tokenizer tokenizer.json --end-token '<none>' --out none.bin
+  judge "an end token that there is not" "<none>" "--end-token"
+  "$python" data/decode.py "$t/rt.bin" >"$dir/out" 2>&1
+  status=$?
+  judge "a token file of another tokenizer" "$t/rt.bin" "tokenizer.json sha256:" "bytes"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: a tokenizer.json: Python's package tokenizers is not here"
+fi
+if "$python" -c 'import tiktoken' 2>/dev/null; then
+  mkdir -p "$t/plugins/tiktoken_ext"
+  cat >"$t/plugins/tiktoken_ext/small.py" <<'END'
+def small():
+    ranks = {bytes([i]): i for i in range(256)} | {b"li": 256, b"lin": 257}
+    return {"name": "small", "pat_str": r"\S+|\s+", "mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 258}}
+
+
+ENCODING_CONSTRUCTORS = {"small": small}
+END
+  export PYTHONPATH="$t/plugins${PYTHONPATH:+:$PYTHONPATH}"
+  round_trip tiktoken --tiktoken small
+  to_tokens a.txt --tiktoken none --out none.bin
+  judge "an encoding that there is not" "--tiktoken none"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: an encoding of tiktoken: Python's package tiktoken is not here"
+fi
+
 # ------------------------------------------------------------------------------------------- builds that are not here
 env -u MAKEFLAGS -u MAKELEVEL make --no-print-directory syntax >"$dir/out" 2>&1 # not a part of the make that runs this
 status=$?

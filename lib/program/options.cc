@@ -104,17 +104,25 @@ const std::vector<Spec> specs = flat({
   {"weight-decay", "X", &Options::weight_decay, from(0, 10), "AdamW's weight decay, on matrices only"},
   {"clip", "X", &Options::clip, from(0, 1e9), "maximum global gradient norm; 0: no clipping"},
   {"steps", "N", &Options::steps, at_least(1), "length of the schedule", "200 on a GPU, 32 on a CPU"},
-  {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export the initial weights", "at the end of the schedule"},
+  {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export, --eval or --sample with the initial or the resumed weights", "at the end of the schedule"},
   {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens; sets the length of the schedule unless --steps does", "no limit"},
   {"epochs", "X", &Options::epochs, above(0, 1e6), "stop after this many passes over the data, in whole steps; sets the length of the schedule unless --steps does", "no limit"},
   {"minutes", "X", &Options::minutes, above(0, 1e6), "stop after this many minutes", "no limit"},
   {"seed", "N", &Options::seed, at_least(0), "seed of the initial weights and of the data order"},
 }},
 {"Data", {
-  {"data", "FILE", &Options::data, any, "text or token file (data/README.md), or random", "a built-in synthetic corpus"},
-  {"val-data", "FILE", &Options::val_data, any, "validation data", "the last tenth of the data"},
+  {"data", "FILES", &Options::data, any, "text or token files (data/README.md): a file, patterns such as 'shard_*.bin' and names with commas between them; or random", "a built-in synthetic corpus"},
+  {"val-data", "FILES", &Options::val_data, any, "validation data", "the last tenth of the data"},
   {"val-every", "STEPS", &Options::val_every, at_least(0), "validate every so many steps; 0: never"},
   {"val-batches", "N", &Options::val_batches, from(1, 1 << 20), "batches of the global batch size per validation"},
+}},
+{"Evaluation and samples", {
+  {"eval", "FILES", &Options::eval, any, "at the end print loss, perplexity and bits per byte of all of a text or token file, each token once; of an llm.c file of questions (HellaSwag), acc_norm", "none"},
+  {"sample", "N", &Options::sample, from(0, 1 << 20), "at the end write N tokens behind --prompt; 0: none"},
+  {"sample-every", "STEPS", &Options::sample_every, at_least(0), "write a sample every so many steps too; 0: only at the end"},
+  {"prompt", "TEXT", &Options::prompt, any, "what a sample begins with: text where tokens are bytes; otherwise token ids, as in '464 3290', and ids are written (data/decode.py turns them into text)", "the token that ends a document, or a line end"},
+  {"temperature", "X", &Options::temperature, from(0, 100), "divides the logits before a token is drawn; 0: take the most likely token"},
+  {"top-k", "N", &Options::top_k, from(0, 1 << 24), "draw among the N most likely tokens; 0: among all"},
 }},
 {"Precision", {
   {"param-dtype", "TYPE", &Options::param_dtype, one_of({"bf16", "fp32"}), "type of gathered parameters and activations; master weights are fp32", "bf16 on a GPU, fp32 on a CPU"},
@@ -496,6 +504,8 @@ void check_combinations(const Options& o) {
   const bool to_file = o.export_to.size() >= end.size() && o.export_to.substr(o.export_to.size() - end.size()) == end;
   REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !to_file),
                "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
+  for (const char* name : {"sample-every", "prompt", "temperature", "top-k"})
+    REQUIRE_USER(o.sample > 0 || !o.gives(name), "--%s needs --sample N, the tokens to write", name);
   const bool instead = o.show_schedule || o.show_params || o.hardware || o.version;
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
     REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
@@ -608,6 +618,8 @@ nlohmann::json read_state(const nlohmann::json& state, const std::string& file) 
   const char* remedy = "resume from another checkpoint";
   const CheckedJson top(state, file, remedy);
   top.at("step").whole(0, most_exact);
+  if (top.has("data_files"))
+    for (const CheckedJson& f : top.at("data_files").items()) f.at("file").text(), f.at("tokens").whole(1, most_exact);
   nlohmann::json options = top.at("options").object();
   const CheckedJson settings(state["options"], file, remedy);
   for (const Spec& s : specs) {

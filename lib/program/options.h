@@ -43,8 +43,14 @@ struct Options {
   int64_t val_every = 0, val_batches = 4;
   uint64_t seed = 0;
   // Data.
-  std::string data;      // text or token file; empty: the built-in synthetic corpus; "random": uniform tokens
+  std::string data;      // text or token files; empty: the built-in synthetic corpus; "random": uniform tokens
   std::string val_data;  // empty: the last tenth of the data
+  // Evaluation and samples.
+  std::string eval;                      // text, tokens or questions; empty: none
+  int64_t sample = 0, sample_every = 0;  // tokens; steps, 0: at the end alone
+  std::string prompt;                    // empty: what begins a document
+  double temperature = 0.8;
+  int64_t top_k = 0;
   // Numbers.
   std::string param_dtype;   // bf16 or fp32; empty: bf16 on a GPU, fp32 on a CPU
   std::string reduce_dtype;  // bf16 or fp32; empty: as param_dtype
@@ -116,7 +122,8 @@ std::string key_of(std::string name);  // there, of an option
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // The state of a checkpoint, {"step": N, "options": {...}}, as this program takes it: with a value for every option
 // that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
-// by the machine or the preset. Throws UsageError that names `file` and the key of a value of another type.
+// by the machine or the preset. "data_files": [{"file": NAME, "tokens": N}, ...] may stand beside them. Throws
+// UsageError that names `file` and the key of a value of another type.
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
 // Whether a file may say that of the option of this name: empty, or what it may ("a whole number from 1 to 64").
 std::string option_allows(const std::string& name, const nlohmann::json& value);

@@ -27,7 +27,6 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
   Event copied(dev);
   const int32_t* const unread = nullptr;  // host memory, in a dry run
   const ops::AdamW* const adamw = nullptr;
-  const bool first = true;
   Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
   dev.timeline = timeline;
@@ -38,7 +37,7 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
     dev.timeline->next_step();
     step_program(dev, model, r, unread, adamw, copied);
   }
-  if (r.o.val_every > 0) validation_program(dev, model, unread, first, copied);
+  other_programs(dev, model, r, unread, copied);
   return issued;
 }
 
@@ -68,7 +67,7 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
 namespace {
 void plan_step(Run r, const World& world, Device* dev, Estimate* estimate) {
   dev->timeline = estimate;
-  r.o.val_every = 0;  // a step alone
+  r.o.val_every = 0, r.o.sample = 0, r.o.eval.clear();  // a step alone
   plan(*dev, world, world.size > 1 ? Transport::nccl : Transport::none, r);
 }
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "nlohmann/json_fwd.hpp"
 
+#include "lib/program/data_files.h"
 #include "lib/program/options.h"
 #include "model.h"
 
@@ -25,6 +26,7 @@ struct Run {
   int64_t steps = 0, last_step = 0, warmup = 0;  // length of the schedule; where this run ends
   int64_t nan_skips = 0;                         // bad steps in a row that --on-nan skips; 0: it stops
   std::vector<std::string> notices;              // what was chosen that a user may not expect
+  std::vector<DataFile> data_files = {};         // that --data names, once they are open
   int64_t tokens_per_step() const { return global_batch * model.seq; }
   int64_t max_positions() const { return o.max_positions ? o.max_positions : model.seq; }
 };

@@ -15,6 +15,7 @@
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
+#include "lib/program/sampling.h"
 
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
@@ -70,10 +71,14 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
     if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
-    job->data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? Split::training : Split::all);
-    if (o.val_every > 0)
-      job->val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, Split::validation)
-                             : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, Split::all);
+    auto open = [&](const std::string& names, Split split) {
+      return open_corpus(names, r.model.vocab, r.model.seq, o.seed, split, {world.rank, world.size});
+    };
+    job->data = open(o.data, splits ? Split::training : Split::all);
+    if (o.val_every > 0) job->val_data = splits ? open(o.data, Split::validation) : open(o.val_data, Split::all);
+    if (!o.eval.empty()) job->eval = open_eval(o.eval, r.model.vocab, r.model.seq, {world.rank, world.size});
+    if (o.sample > 0) job->prompt = parse_prompt(o.prompt, *job->data, r.model.vocab);
+    r.data_files = job->data->files;
     limit_epochs(Sampler{job->data.get(), r.model.seq, o.seed}.windows(), &r);
     compare(job->saved.state, &r);
   } catch (const Error& e) { error = e.what(); }

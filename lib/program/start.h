@@ -14,6 +14,7 @@
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/diagnostics.h"
+#include "lib/program/evaluation.h"
 #include "lib/program/launch.h"
 #include "lib/program/model_folder.h"
 #include "lib/program/run.h"
@@ -26,6 +27,8 @@ struct Job {
   Steps found = {};                      // in --save's directory, rank 0's
   Run r = {};
   std::unique_ptr<Corpus> data = {}, val_data = {};
+  std::unique_ptr<EvalSet> eval = {};  // with --eval
+  std::vector<int32_t> prompt = {};    // with --sample
   Transport transport = Transport::none;
   int gpus_used = 0;                          // by all ranks
   std::unique_ptr<Device> dev = {};           // its memory is planned and taken

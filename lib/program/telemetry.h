@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string>
 
+#include "lib/program/finding.h"
 #include "lib/program/format.h"
 #include "nlohmann/json.hpp"
 
@@ -34,6 +35,7 @@ class Telemetry {
   void step(const StepRecord& r);
   void record(const nlohmann::json& j);  // another line of the file
   void note(const std::string& line);    // a line for people; the live line goes on below it
+  void tell(const Finding& f) { note(f.line), record(f.record); }
 
  private:
   FILE* file_ = nullptr;

@@ -15,6 +15,8 @@
 #include "lib/program/model_folder.h"
 #include "lib/program/options.h"
 #include "lib/program/safetensors.h"
+#include "lib/program/hellaswag.h"
+#include "lib/program/sampling.h"
 #include "lib/program/summary.h"
 #include "lib/program/telemetry.h"
 
@@ -63,6 +65,22 @@ void tokens(const std::string& bytes) {
   }
 }
 
+void questions(const std::string& bytes) {
+  const File file(bytes);
+  if (has_questions(file.path)) read_questions(file.path, 256, 4);
+}
+
+// As text, and as ids; and as what a model might write.
+void prompt(const std::string& bytes) {
+  struct : Corpus {
+    void read(int64_t, int64_t, int32_t*) const override {}
+  } text, ids;
+  text.tokenizer = "bytes", ids.vocab = 300;
+  const std::vector<int32_t> tokens = parse_prompt(bytes, text, 256);
+  (void)nlohmann::json(sample_text(tokens, /*text=*/true)).dump();  // throws where it is no UTF-8
+  parse_prompt(bytes, ids, 300);
+}
+
 // The text as it is, and sealed anew, so that what lies behind the checksum is reached too.
 void manifest(const std::string& bytes) {
   const auto read = [](const std::string& text) {
@@ -96,7 +114,8 @@ void model_config(const std::string& bytes) {
 }
 
 const std::map<std::string, void (*)(const std::string&)> targets = {
-    {"command-line", command_line}, {"config", config_file},      {"tokens", tokens}, {"manifest", manifest},
+    {"command-line", command_line}, {"config", config_file},      {"tokens", tokens},
+    {"questions", questions},       {"prompt", prompt},           {"manifest", manifest},
     {"model-config", model_config}, {"safetensors", safetensors}, {"log", log_file}};
 
 }  // namespace
