@@ -31,7 +31,8 @@
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
 //   reshard(u)    release, and the slot is empty
 //   gradient(u)   a slot to write the unit's unsharded gradient into; compute waits for the slot's last reduction
-//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my fp32 gradient shard
+//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my fp32 gradient shard; or send every
+//                 rank its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
 //   end_step()    global gradient norm, clip, AdamW on the shards
 //
 // There are as many slots as the options say, and no other buffers: their number is the rate limiter.
@@ -42,6 +43,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -114,13 +116,28 @@ struct FsdpOptions {
   ops::GradNorm norm = ops::GradNorm::two;
   bool gather_over_mpi = false;        // where reductions go over NCCL
   bool gather_by_copy_engine = false;  // see Channel
-  bool unsharded_init = false;         // make the full model's weights on every rank, then cut: to show what that costs
-  uint64_t seed = 0;                   // of the initial weights
+  // Parts go to their owners by all_to_all, who sums them in fp32 and in rank order: by copy engines over NCCL. What is
+  // replicated is all_reduced all the same.
+  bool reduce_by_copy_engine = false;
+  bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
+  bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
+  uint64_t seed = 0;            // of the initial weights
 };
 
 // What was issued, in order: for tests and for people.
 struct Issued {
-  enum Kind { all_gather, reduce_scatter, all_reduce, broadcast, optimizer, use, release, cast, remark } kind;
+  enum Kind {
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    all_reduce,
+    broadcast,
+    optimizer,
+    use,
+    release,
+    cast,
+    remark
+  } kind;
   int unit;       // -1: all
   int64_t bytes;  // of the unsharded buffer; 0: nothing moves between ranks
   Dtype dtype;
@@ -275,6 +292,8 @@ class Fsdp {
   void keep_state();
   void keep_gather_slots();
   void keep_gradient_slots();
+  bool exchanges() const { return options_.reduce_by_copy_engine && shard_world_.size > 1; }
+  void open_exchange(Transport transport, Links links);
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
@@ -307,6 +326,10 @@ class Fsdp {
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
+  // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the
+  // reduce stream comes to the next all_to_all, which waits for that on all ranks.
+  std::optional<Channel> exchange_channel_;
+  void* received_ = nullptr;
   Event scalars_ready_, scalars_summed_, counted_, wanted_;
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;

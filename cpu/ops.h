@@ -409,6 +409,14 @@ void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate
   else
     for (int64_t i = 0; i < n; ++i) shard[i] = float(grad[i]);
 }
+template <class To, class E>
+void sum_parts(To* to, const E* parts, int64_t n, int ranks, bool accumulate) {
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<E> sum = acc_t<E>(parts[i]);
+    for (int r = 1; r < ranks; ++r) sum += acc_t<E>(parts[r * n + i]);
+    to[i] = To(accumulate ? float(to[i]) + float(sum) : sum);
+  }
+}
 inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate,
                        double* own = nullptr) {
   double total = 0;

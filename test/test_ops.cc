@@ -521,6 +521,27 @@ TEST_CASE("casts and accumulation", "[ops]") {
   CHECK(same_bits(sum, back));
 }
 
+TEST_CASE("parts are summed in their order, and not rounded before the end", "[ops]") {
+  const int64_t n = 100;
+  for (int ranks : {1, 2, 3, 7}) {
+    const auto x = normals<float>(n * ranks, 3);
+    std::vector<bf16> parts(x.begin(), x.end());
+    const std::vector<float> before = normals<float>(n, 4);
+    std::vector<float> set(n, NAN), added = before;
+    std::vector<bf16> narrow(n);
+    cpu::sum_parts(set.data(), parts.data(), n, ranks, false);
+    cpu::sum_parts(added.data(), parts.data(), n, ranks, true);
+    cpu::sum_parts(narrow.data(), parts.data(), n, ranks, false);
+    for (int64_t i = 0; i < n; ++i) {
+      float sum = 0;
+      for (int r = 0; r < ranks; ++r) sum += float(parts[size_t(r * n + i)]);
+      CHECK(set[size_t(i)] == sum);
+      CHECK(added[size_t(i)] == before[size_t(i)] + sum);
+      CHECK(narrow[size_t(i)].bits == bf16(sum).bits);
+    }
+  }
+}
+
 // --------------------------------------------------------------------------------- one call on two backends, compared
 
 namespace {
@@ -1020,6 +1041,16 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
         ops::fill(a.s, fresh, 2.5f, n + shift);
         ops::accumulate_gradient<bf16>(a.s, fresh + shift, b, n, false);
       });
+      for (int ranks : {1, 2, 3, 8})
+        compare([&](Space& a) {
+          auto *x = a.in<float>(n * ranks + shift), *set = a.out<float>(n), *added = a.inout<float>(n + shift);
+          auto *parts = a.out<bf16>(n * ranks + shift), *narrow = a.out<bf16>(n);
+          ops::cast<bf16, float>(a.s, parts, x, n * ranks + shift);
+          ops::sum_parts<float, bf16>(a.s, set, parts, n, ranks, false);
+          ops::sum_parts<float, bf16>(a.s, added + shift, parts + shift, n, ranks, true);
+          ops::sum_parts<bf16, bf16>(a.s, narrow, parts, n, ranks, false);
+          ops::sum_parts<float, float>(a.s, added + shift, x + shift, n, ranks, true);
+        });
       compare([&](Space& a) {
         auto *w = a.out<float>(n), *cut = a.out<float>(n);
         ops::init_normal(a.s, w, 99, 3, 1000000001 + shift, n, 0.1f, 0.02f);

@@ -412,6 +412,40 @@ void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64
   each<common_width<float, G>>(stream, AccumulateGradient<G>{shard, grad, accumulate}, n, aligned(shard, grad));
 }
 
+// What the ranks have sent of a shard, summed: ranks * sizeof(E) bytes read an element and sizeof(To) written, and read
+// if it accumulates: with bf16 parts of two ranks 8 bytes, or 12. A thread owns a vector of all parts, whose loads do
+// not wait for each other.
+template <class To, class E>
+struct SumParts {
+  To* to;          // (n)
+  const E* parts;  // (ranks, n)
+  int64_t n;
+  int ranks;
+  bool accumulate;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float sum[N], x[N];
+    load(sum, parts + i);
+#pragma unroll 4
+    for (int r = 1; r < ranks; ++r) {
+      load(x, parts + r * n + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += x[j];
+    }
+    if (accumulate) {
+      load(x, to + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += x[j];
+    }
+    store(to + i, sum);
+  }
+};
+template <class To, class E>
+void sum_parts(cudaStream_t stream, To* to, const E* parts, int64_t n, int ranks, bool accumulate) {
+  constexpr int N = common_width<To, E>;
+  each<N>(stream, SumParts<To, E>{to, parts, n, ranks, accumulate}, n, aligned(to, parts) && n % N == 0);
+}
+
 // 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read. Random bits as
 // in the twin: a draw serves four elements, both moments of each.
 template <class M>

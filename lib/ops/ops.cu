@@ -187,6 +187,11 @@ void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool
   RUN(is_double<G>, moves<char>(n * (sizeof(G) + (accumulate ? 8 : 4))), accumulate_gradient, shard, grad, n,
       accumulate);
 }
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate) {
+  const int64_t bytes = ranks * int64_t(sizeof(E)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
+  RUN(is_double<E>, moves<char>(n * bytes), sum_parts, to, parts, n, ranks, accumulate);
+}
 void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
                 double* own) {
   RUN(false, moves<float>(n, 2, Work::optimizer), sum_powers, p, out, x, partials, n, accumulate, own);
@@ -250,6 +255,11 @@ FOR(double, double)
 
 template void sum(Stream&, float*, const float*, float*, int64_t, bool);
 template void sum(Stream&, double*, const double*, double*, int64_t, bool);
+template void sum_parts(Stream&, float*, const float*, int64_t, int, bool);
+template void sum_parts(Stream&, float*, const bf16*, int64_t, int, bool);
+template void sum_parts(Stream&, bf16*, const bf16*, int64_t, int, bool);
+template void sum_parts(Stream&, float*, const double*, int64_t, int, bool);
+template void sum_parts(Stream&, double*, const double*, int64_t, int, bool);
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);

@@ -156,6 +156,10 @@ void cast(Stream& s, To* to, const From* from, int64_t n);
 // shard (n) = (accumulate ? shard : 0) + grad (n)
 template <class G>
 void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
+// to (n) = (accumulate ? to : 0) + the sum of parts (ranks, n) over ranks, in that order, in fp32 (fp64 of fp64). To is
+// float, or E where nothing is accumulated.
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate);
 // The p-norm of a gradient x (n), in pieces: out (1) = sum of |x|^p in a fixed order (the largest |x| where p is
 // infinity), of what it was before too if accumulate; own (1), where there is one: of this piece alone; and out = the
 // square of the norm, from that. partials: sum_partials() doubles. loss (1), where there is one: the norm is not finite
