@@ -276,8 +276,8 @@ template <class T, class G>
 void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
   dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
   dev_.compute().copy(&scalars_->steps, &adamw_->summand, 2 * sizeof(double));
+  dev_.compute().zero(unit_sums_, int64_t(units_.size() * sizeof(double)));
   clip_ = clip;
-  norm_begun_ = false;
   ASSERT(clip == 0 || !options_.update_in_backward);
 }
 
@@ -431,8 +431,16 @@ typename Fsdp<T, G>::Reduction Fsdp<T, G>::next_reduction(int u) {
   const bool last_of_micro_batch = ++state.reductions == units_[size_t(u)].reductions;
   if (last_of_micro_batch) state.reductions = 0;
   const bool complete = last_of_micro_batch && last_micro_batch_;
-  if (complete && options_.update_in_backward) return Reduction::update;
-  return options_.reduce_last && !complete ? Reduction::accumulate : Reduction::shard;
+  if (complete) return options_.update_in_backward ? Reduction::update : Reduction::complete;
+  return options_.reduce_last ? Reduction::accumulate : Reduction::shard;
+}
+
+// A replicated unit counts once.
+template <class T, class G>
+ops::PowerSum Fsdp<T, G>::share_of_norm(int u, Reduction how) {
+  const bool elsewhere = units_[size_t(u)].replicated && shard_world_.rank > 0;
+  if (elsewhere || (how != Reduction::complete && how != Reduction::update)) return {};
+  return {options_.norm, unit_sums_ + u, partials_};
 }
 
 template <class T, class G>
@@ -446,7 +454,7 @@ void Fsdp<T, G>::reduce(int u) {
   const bool first_unsharded = !state.unsharded_gradient.get(), first_shard = !state.gradient.get();
   if (how == Reduction::accumulate && first_unsharded)
     state.unsharded_gradient = dev_.mem.take<float>(flat.padded, "unsharded gradient", Purpose::gradients);
-  if (how == Reduction::shard && first_shard)
+  if ((how == Reduction::shard || how == Reduction::complete) && first_shard)
     state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
   float* unsharded = state.unsharded_gradient.get();
   float* shard = state.gradient.get() ? state.gradient.get() : s.fp32_shard;
@@ -469,12 +477,12 @@ void Fsdp<T, G>::reduce(int u) {
       if (s.narrow) ops::cast(stream, s.narrow, unsharded ? unsharded : s.p, flat.padded);
     }
     if (unsharded && !s.narrow) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
-    if (s.narrow) sum_over_ranks(u, s.narrow, shard, !first_shard);
-    else sum_over_ranks(u, s.p, shard, !first_shard);
+    const ops::PowerSum norm = share_of_norm(u, how);
+    if (s.narrow) sum_over_ranks(u, s.narrow, shard, !first_shard, norm);
+    else sum_over_ranks(u, s.p, shard, !first_shard, norm);
     s.read_by_reduction[0] = std::move(state.unsharded_gradient);
   }
   if (how == Reduction::update) {
-    add_to_norm(stream, u, shard);
     update(stream, u, shard, 0);
     note(Issued::optimizer, u);
     s.read_by_reduction[1] = std::move(state.gradient);
@@ -484,10 +492,11 @@ void Fsdp<T, G>::reduce(int u) {
   if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
 }
 
-// gradient (padded): this rank's. Adds this rank's shard of the sum over all ranks to `shard`, or sets it.
+// gradient (padded): this rank's. Adds this rank's shard of the sum over all ranks to `shard`, or sets it;
+// norm: of that, if asked for.
 template <class T, class G>
 template <class E>
-void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulate) {
+void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulate, ops::PowerSum norm) {
   const Unit& unit = units_[size_t(u)];
   const FlatParam& flat = unit.with_gradient;
   const Dtype dtype = dtype_of<E>;
@@ -508,7 +517,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
     E* parts = static_cast<E*>(received_);
     exchange_channel_->set_unit(unit.name);
     exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
-    if (summed_in_shard) ops::sum_parts(stream, shard, parts, flat.shard, shard_world_.size, accumulate);
+    if (summed_in_shard) ops::sum_parts(stream, shard, parts, flat.shard, shard_world_.size, accumulate, norm);
     else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);
   }
   replica_channel_.all_reduce(mine, flat.shard, dtype);
@@ -516,7 +525,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
   // another order: the group takes its first rank's sum, or its copies of the unit would drift apart.
   const bool several = unit.replicated && shard_world_.size > 1 && replica_world_.size > 1;
   if (several) reduce_channel_.broadcast(mine, bytes, 0);
-  if (!summed_in_shard) ops::accumulate_gradient(stream, shard, mine, flat.shard, accumulate);
+  if (!summed_in_shard) ops::accumulate_gradient(stream, shard, mine, flat.shard, accumulate, norm);
   if (shard_world_.size > 1 || replica_world_.size == 1)
     note(kind, u, flat.padded * size_of(dtype), dtype, shard_world_.size);
   if (replica_world_.size > 1) note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
@@ -524,15 +533,6 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
-
-template <class T, class G>
-void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
-  const Unit& unit = units_[size_t(u)];
-  if (unit.replicated && shard_world_.rank > 0) return s.zero(unit_sums_ + u, sizeof(double));  // counted once
-  ops::sum_powers(s, options_.norm, &scalars_->norm2, gradient, partials_, unit.with_gradient.shard, norm_begun_,
-                  unit_sums_ + u);
-  norm_begun_ = true;
-}
 
 template <class T, class G>
 void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
@@ -615,12 +615,8 @@ void Fsdp<T, G>::end_step() {
     await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)
-    for (size_t i = 0; i < units_.size(); i++) {
-      if (!units_[i].trained()) continue;
-      ASSERT(state_[i].gradient.get() != nullptr);
-      add_to_norm(s, int(i), state_[i].gradient.get());
-    }
-  if (!norm_begun_) s.zero(&scalars_->norm2, sizeof(double));
+    for (size_t i = 0; i < units_.size(); i++) ASSERT(!units_[i].trained() || state_[i].gradient.get() != nullptr);
+  ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
   sum_scalars();
   timing_ = false;
   // AdamW records when a unit can be gathered again. For a frozen unit somebody else must: where this step is a graph,

@@ -204,7 +204,7 @@ class Fsdp {
   void empty_slots();
   StepScalars* scalars() const { return scalars_; }  // on the device
   // Of the latest step, on the device: each unit's share of the norm as this rank's shard has it (units; what is not
-  // trained has none). One that is not finite tells in whose gradient something went wrong.
+  // trained has 0). One that is not finite tells in whose gradient something went wrong.
   const double* unit_sums() const { return unit_sums_; }
 
   const std::vector<Unit>& units() const { return units_; }
@@ -285,7 +285,8 @@ class Fsdp {
   enum class Reduction {
     accumulate,  // add it to the unsharded fp32 gradient: nothing is sent (reduce_last, before the last micro-batch)
     shard,       // reduce_scatter, and add my shard of the sum to my gradient shard
-    update,      // the same, and AdamW on the shard at once (update_in_backward, in the last micro-batch)
+    complete,    // the same for the last time: with its share of the norm
+    update,      // the same, and AdamW on the shard at once (update_in_backward)
   };
   enum class Waits { gathers, reductions };
 
@@ -302,8 +303,8 @@ class Fsdp {
   void await_reduction(GradientSlot& s);
   Reduction next_reduction(int u);
   template <class E>
-  void sum_over_ranks(int u, E* gradient, float* shard, bool accumulate);
-  void add_to_norm(Stream& s, int u, const float* gradient);
+  void sum_over_ranks(int u, E* gradient, float* shard, bool accumulate, ops::PowerSum norm);
+  ops::PowerSum share_of_norm(int u, Reduction how);
   void update(Stream& s, int u, const float* gradient, float clip);
   void timed_wait(Waits of, const Event& e);
   void all_reduce_scalars(Stream& s);
@@ -321,7 +322,7 @@ class Fsdp {
   int64_t releases_ = 0;
   ops::AdamW* adamw_;
   float clip_ = 0;
-  bool last_micro_batch_ = true, norm_begun_ = false;
+  bool last_micro_batch_ = true;
   const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
