@@ -18,6 +18,7 @@ namespace cpu {
 
 using ops::AdamW;
 using ops::GradNorm;
+using ops::PowerSum;
 using ops::Norm;
 using ops::TokenIndex;
 
@@ -400,29 +401,40 @@ void cast(To* to, const From* from, int64_t n) {
   else
     for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
 }
+// Of |x|^p; of infinity, the largest.
+inline double power_sum(GradNorm p, const float* x, int64_t n) {
+  if (p == GradNorm::inf) {
+    double most = 0;
+    for (int64_t i = 0; i < n; ++i) most = std::max(most, x[i] == x[i] ? std::fabs(double(x[i])) : double(INFINITY));
+    return most;
+  }
+  return sum_of<double>(n, [=](int64_t i) {
+    const double a = std::fabs(double(x[i]));
+    return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
+  });
+}
+inline void total_power(GradNorm p, double* out, const double* pieces, int64_t n) {
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total = p == GradNorm::inf ? std::max(total, pieces[i]) : total + pieces[i];
+  *out = total;
+}
 template <class G>
-void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate) {
+void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {}) {
   if (accumulate)
     for (int64_t i = 0; i < n; ++i) shard[i] += float(grad[i]);
   else
     for (int64_t i = 0; i < n; ++i) shard[i] = float(grad[i]);
+  if (sum.out) *sum.out = power_sum(sum.p, shard, n);
 }
-inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate,
-                       double* own = nullptr) {
-  double total = 0;
-  if (p == GradNorm::inf) {
-    for (int64_t i = 0; i < n; ++i) total = std::max(total, x[i] == x[i] ? std::fabs(double(x[i])) : double(INFINITY));
-    if (own) *own = total;
-    if (accumulate) total = std::max(total, *out);
-  } else {
-    total = sum_of<double>(n, [=](int64_t i) {
-      const double a = std::fabs(double(x[i]));
-      return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
-    });
-    if (own) *own = total;
-    if (accumulate) total += *out;
+template <class To, class E>
+void sum_parts(To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {}) {
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<E> total = acc_t<E>(parts[i]);
+    for (int r = 1; r < ranks; ++r) total += acc_t<E>(parts[r * n + i]);
+    to[i] = To(accumulate ? float(to[i]) + float(total) : total);
   }
-  *out = total;
+  if constexpr (std::is_same_v<To, float>)
+    if (sum.out) *sum.out = power_sum(sum.p, to, n);
 }
 inline void squared_norm(GradNorm p, double* out, const double* loss = nullptr) {
   if (p == GradNorm::inf) *out *= *out;

@@ -120,6 +120,8 @@ bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-d
 bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
 bad "a graph without a GPU" "--graph 1|CPU" --graph 1
 bad "copy engines without a GPU" "--gather copy-engine" --gather copy-engine
+bad "NCCL's reductions without a GPU" "--reduce nccl|NCCL" --reduce nccl
+bad "owners where nothing is sharded" "--reduce copy-engine|--shard none" --reduce copy-engine --shard none
 bad "frozen parameters that there are not" "--freeze blok|--show-params" --freeze blok
 bad "all parameters frozen" "--freeze embedding,block,head|nothing is left to train" --freeze embedding,block,head
 if [ "$(./train --hardware 2>/dev/null | grep -c '"gpus": *0')" = 1 ]; then
@@ -278,6 +280,10 @@ knob 'reduce all_reduce all ' 2 1 --clip-norm inf
 knob 'no clipping' 1 0 --clip 0
 knob "gathers by NCCL's kernels" 1 0 --gather nccl
 knob 'gathers by copy engines, into' 1 1 --gather copy-engine
+knob 'reduce all_to_all [a-z.0-9]+ bf16, 4 ranks' 4 0 --reduce copy-engine
+knob 'reduce (all_to_all|all_reduce) [a-z.0-9]+ bf16, 2 ranks' 8 0 --reduce copy-engine --shard hybrid:2
+knob 'beside it: 4 all_to_all,.*reductions by all-to-all and a sum in rank order' 1 0 --reduce copy-engine
+knob "reductions by NCCL's kernels" 1 1 --reduce nccl
 knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
 knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
 knob 'epilogues are kernels of their own' 1 0 --fuse 0
@@ -286,7 +292,8 @@ knob 'reduce_scatter head' 0 1 --tie-embeddings
 knob 'reduce_scatter block.0' 0 1 --freeze block.0
 # What it says before a run is what the run takes, on CPU ranks too.
 wrong=""
-for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both" "--autocast bf16 --accum-sync last --grad-accum 2"; do
+for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both" "--autocast bf16 --accum-sync last --grad-accum 2" \
+  "--reduce copy-engine --reduce-dtype bf16"; do
   # shellcheck disable=SC2086
   mpi -np 2 ./train "${small[@]}" --log "$dir/memory.jsonl" $with
   ran=$(head -n 1 "$dir/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
@@ -337,6 +344,7 @@ judge_plan() { # NAME WORD OPTION...: refused before the run as in it
   judge "$name" "$word"
 }
 judge_plan "a plan of copy engines between hosts" "several hosts" --world 16 --gather copy-engine
+judge_plan "a plan of reductions by copy engines between hosts" "several hosts" --world 16 --reduce copy-engine
 judge_plan "a plan of a graph on a CPU" "--graph 1" --device cpu --graph 1
 judge_plan "a plan of copy engines on a CPU" "--gather copy-engine" --device cpu --world 2 --gather copy-engine
 good "a run" "step" "${small[@]}" --log "$dir/log.jsonl"

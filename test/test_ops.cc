@@ -437,8 +437,7 @@ TEST_CASE("AdamW follows the paper, with clipping", "[ops]") {
   const auto w0 = normals<float>(n, 1), m0 = normals<float>(n, 2), g = normals<float>(n, 3, 5);
   auto v0 = normals<float>(n, 4);
   for (float& v : v0) v *= v;
-  double sumsq = 0;
-  cpu::sum_powers(ops::GradNorm::two, &sumsq, g.data(), nullptr, n, false);
+  const double sumsq = cpu::power_sum(ops::GradNorm::two, g.data(), n);
   double exact = 0;
   for (float x : g) exact += double(x) * x;
   CHECK(sumsq == Approx(exact).epsilon(1e-14));
@@ -474,14 +473,19 @@ TEST_CASE("norms of a gradient", "[ops]") {
       want = p == ops::GradNorm::inf ? std::max(want, a) : want + std::pow(a, double(int(p)));
     }
     if (p != ops::GradNorm::inf) want = std::pow(want, 1.0 / int(p));
-    cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
-    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
-    double own = 0, alone = 0;
-    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true, &own);
-    cpu::sum_powers(p, &alone, g.data() + 20, nullptr, n - 20, false);
-    CHECK(own == alone);
-    cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
-    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
+    // In two pieces: of what is set, and of what is there once it has been added to.
+    auto norm_of = [&](const std::vector<float>& x) {
+      double pieces[2];
+      std::vector<float> set(20), added(x.begin() + 20, x.end());
+      const std::vector<bf16> more(added.size(), bf16(0.0f));
+      cpu::accumulate_gradient(set.data(), x.data(), 20, false, {p, &pieces[0]});
+      cpu::accumulate_gradient(added.data(), more.data(), n - 20, true, {p, &pieces[1]});
+      cpu::total_power(p, &got, pieces, 2);
+      double summed = 0;
+      cpu::sum_parts(set.data(), x.data(), 20, 1, false, {p, &summed});
+      CHECK(same_bits(std::vector<double>{summed}, std::vector<double>{pieces[0]}));
+    };
+    norm_of(g);
     const double loss = 1, no_loss = INFINITY;
     cpu::squared_norm(p, &got, &loss);
     CHECK(std::sqrt(got) == Approx(want).epsilon(1e-12));
@@ -489,8 +493,7 @@ TEST_CASE("norms of a gradient", "[ops]") {
     CHECK(std::isnan(got));
     auto broken = g;
     broken[7] = NAN;
-    cpu::sum_powers(p, &got, broken.data(), nullptr, 20, false);
-    cpu::sum_powers(p, &got, broken.data() + 20, nullptr, n - 20, true);
+    norm_of(broken);
     // NCCL's maximum may lose a NaN, so there it is infinity.
     CHECK((p == ops::GradNorm::inf ? std::isinf(got) : std::isnan(got)));
   }
@@ -554,6 +557,27 @@ TEST_CASE("casts and accumulation", "[ops]") {
   }
   cpu::accumulate_gradient(sum.data(), b.data(), 100, false);
   CHECK(same_bits(sum, back));
+}
+
+TEST_CASE("parts are summed in their order, and not rounded before the end", "[ops]") {
+  const int64_t n = 100;
+  for (int ranks : {1, 2, 3, 7}) {
+    const auto x = normals<float>(n * ranks, 3);
+    std::vector<bf16> parts(x.begin(), x.end());
+    const std::vector<float> before = normals<float>(n, 4);
+    std::vector<float> set(n, NAN), added = before;
+    std::vector<bf16> narrow(n);
+    cpu::sum_parts(set.data(), parts.data(), n, ranks, false);
+    cpu::sum_parts(added.data(), parts.data(), n, ranks, true);
+    cpu::sum_parts(narrow.data(), parts.data(), n, ranks, false);
+    for (int64_t i = 0; i < n; ++i) {
+      float sum = 0;
+      for (int r = 0; r < ranks; ++r) sum += float(parts[size_t(r * n + i)]);
+      CHECK(set[size_t(i)] == sum);
+      CHECK(added[size_t(i)] == before[size_t(i)] + sum);
+      CHECK(narrow[size_t(i)].bits == bf16(sum).bits);
+    }
+  }
 }
 
 // --------------------------------------------------------------------------------- one call on two backends, compared
@@ -995,21 +1019,21 @@ TEST_CASE("GPU: sums", "[ops][gpu]") {
             ops::sum<float>(a.s, total, x, partials, n, true);
           },
           5);
-      compare(
-          [&](Space& a) {
-            auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
-            const float* x = a.in(positive) + shift;
-            ops::sum_powers(a.s, ops::GradNorm::two, total, x, partials, n, false);
-            ops::sum_powers(a.s, ops::GradNorm::two, total, x, partials, n, true);
-          },
-          1e6);
-      for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::three, ops::GradNorm::inf})
+      for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::two, ops::GradNorm::three, ops::GradNorm::inf})
         compare(
             [&](Space& a) {
-              auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
+              auto *pieces = a.out<double>(3), *total = a.out<double>(1),
+                   *partials = a.work<double>(ops::sum_partials());
+              auto *fresh = a.out<float>(n + shift), *more = a.inout<float>(n + shift), *sum = a.out<float>(n);
               const float* x = a.in<float>(n + shift) + shift;
-              ops::sum_powers(a.s, p, total, x, partials, n, false);
-              ops::sum_powers(a.s, p, total, x, partials, n, true, a.out<double>(1));
+              auto *narrow = a.out<bf16>(n + shift), *parts = a.out<bf16>(3 * n);
+              ops::cast<bf16, float>(a.s, narrow, x - shift, n + shift);
+              ops::cast<bf16, float>(a.s, parts, a.in<float>(3 * n), 3 * n);
+              ops::fill(a.s, fresh, 2.5f, n + shift);
+              ops::accumulate_gradient<float>(a.s, fresh + shift, x, n, false, {p, pieces, partials});
+              ops::accumulate_gradient<bf16>(a.s, more + shift, narrow + shift, n, true, {p, pieces + 1, partials});
+              ops::sum_parts<float, bf16>(a.s, sum, parts, n, 3, false, {p, pieces + 2, partials});
+              ops::total_power(a.s, p, total, pieces, 3);
               ops::squared_norm(a.s, p, total, a.in(std::vector<double>{2.0}));
             },
             1e6);
@@ -1055,6 +1079,16 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
         ops::fill(a.s, fresh, 2.5f, n + shift);
         ops::accumulate_gradient<bf16>(a.s, fresh + shift, b, n, false);
       });
+      for (int ranks : {1, 2, 3, 8})
+        compare([&](Space& a) {
+          auto *x = a.in<float>(n * ranks + shift), *set = a.out<float>(n), *added = a.inout<float>(n + shift);
+          auto *parts = a.out<bf16>(n * ranks + shift), *narrow = a.out<bf16>(n);
+          ops::cast<bf16, float>(a.s, parts, x, n * ranks + shift);
+          ops::sum_parts<float, bf16>(a.s, set, parts, n, ranks, false);
+          ops::sum_parts<float, bf16>(a.s, added + shift, parts + shift, n, ranks, true);
+          ops::sum_parts<bf16, bf16>(a.s, narrow, parts, n, ranks, false);
+          ops::sum_parts<float, float>(a.s, added + shift, x + shift, n, ranks, true);
+        });
       compare([&](Space& a) {
         auto *w = a.out<float>(n), *cut = a.out<float>(n);
         ops::init_normal(a.s, w, 99, 3, 1000000001 + shift, n, 0.1f, 0.02f);

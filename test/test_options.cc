@@ -210,6 +210,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "1",
                             "--gather",
                             "copy-engine",
+                            "--reduce",
+                            "copy-engine",
                             "--tie-embeddings",
                             "--freeze",
                             "embedding,block.0.mlp",

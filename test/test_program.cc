@@ -329,7 +329,7 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   CHECK(!engines("--gather nccl", 4, Transport::nccl, here, pay));
   CHECK(engines("--gather copy-engine", 4, Transport::nccl, here, !pay));
   auto refused = [](const Run& r, Transport transport, bool one_host) {
-    return refusal([&] { check_gathers(r, transport, one_host); });
+    return refusal([&] { check_collectives(r, transport, one_host); });
   };
   says(refused(on_gpus("--gather copy-engine", 4), Transport::nccl, !here), {"--gather copy-engine", "hosts"});
   says(refused(on_gpus("--gather nccl", 4), Transport::mpi, here), {"--gather nccl", "GPU per rank"});
@@ -338,6 +338,17 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   says(refused(on_gpus("--graph 1", 4), Transport::mpi, here), {"--graph 1", "MPI"});
   CHECK(refused(on_gpus("--graph 1", 4), Transport::nccl, here).empty());
   CHECK(refused(on_cpu("--gather mpi", 4), Transport::mpi, here).empty());
+  // A CPU's ranks are each other's copy engines, wherever they are; who is told to sum what nobody sends is not obeyed.
+  CHECK(refused(on_cpu("--reduce copy-engine", 4), Transport::mpi, !here).empty());
+  CHECK(on_cpu("--reduce copy-engine", 4).fsdp.reduce_by_copy_engine);
+  CHECK(!on_gpus("--reduce nccl", 4).fsdp.reduce_by_copy_engine);
+  CHECK(refused(on_gpus("--reduce copy-engine --shard hybrid:2", 4), Transport::nccl, here).empty());
+  says(refused(on_gpus("--reduce copy-engine", 4), Transport::nccl, !here), {"--reduce copy-engine", "hosts"});
+  says(refused(on_gpus("--reduce copy-engine", 4), Transport::mpi, here), {"--reduce copy-engine", "GPU per rank"});
+  says(refused(on_cpu("--reduce nccl", 4), Transport::mpi, here), {"--reduce nccl", "NCCL"});
+  for (const char* shard : {"none", "hybrid:1"})
+    says(refused(on_gpus(std::string("--reduce copy-engine --shard ") + shard, 4), Transport::nccl, here),
+         {"--reduce copy-engine", "--shard", shard});
 }
 
 // --------------------------------------------------------------------------------------------------------- resume

@@ -372,10 +372,6 @@ inline void fill(cudaStream_t stream, float* w, float value, int64_t n) {
   each<4>(stream, Fill{w, value}, n, aligned(w));
 }
 
-// Vectors of the narrower of two types.
-template <class A, class B>
-constexpr int common_width = width<A> > width<B> ? width<A> : width<B>;
-
 template <class To, class From>
 struct Cast {
   To* to;            // (n)
@@ -390,26 +386,6 @@ struct Cast {
 template <class To, class From>
 void cast(cudaStream_t stream, To* to, const From* from, int64_t n) {
   each<common_width<To, From>>(stream, Cast<To, From>{to, from}, n, aligned(to, from));
-}
-
-template <class G>
-struct AccumulateGradient {
-  float* shard;   // (n)
-  const G* grad;  // (n)
-  bool accumulate;
-  template <int N>
-  __device__ void at(int64_t i) const {
-    float g[N], s[N] = {};
-    load(g, grad + i);
-    if (accumulate) load(s, shard + i);
-#pragma unroll
-    for (int j = 0; j < N; ++j) s[j] += g[j];
-    store(shard + i, s);
-  }
-};
-template <class G>
-void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64_t n, bool accumulate) {
-  each<common_width<float, G>>(stream, AccumulateGradient<G>{shard, grad, accumulate}, n, aligned(shard, grad));
 }
 
 // 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read. Random bits as

@@ -184,13 +184,17 @@ void cast(Stream& s, To* to, const From* from, int64_t n) {
   RUN(is_double<From>, moves<char>(n * (sizeof(To) + sizeof(From))), cast, to, from, n);
 }
 template <class G>
-void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate) {
-  RUN(is_double<G>, moves<char>(n * (sizeof(G) + (accumulate ? 8 : 4))), accumulate_gradient, shard, grad, n,
-      accumulate);
+void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum) {
+  const int64_t bytes = int64_t(sizeof(G)) + (accumulate ? 8 : 4);
+  RUN(is_double<G>, moves<char>(n * bytes, sum.out ? 2 : 1), accumulate_gradient, shard, grad, n, accumulate, sum);
 }
-void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
-                double* own) {
-  RUN(false, moves<float>(n, 2, Work::optimizer), sum_powers, p, out, x, partials, n, accumulate, own);
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum) {
+  const int64_t bytes = ranks * int64_t(sizeof(E)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
+  RUN(is_double<E>, moves<char>(n * bytes, sum.out ? 2 : 1), sum_parts, to, parts, n, ranks, accumulate, sum);
+}
+void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n) {
+  RUN(false, moves<double>(n, 1, Work::optimizer), total_power, p, out, pieces, n);
 }
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss) {
   RUN(false, moves<double>(1, 1, Work::optimizer), squared_norm, p, out, loss);
@@ -232,7 +236,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
   template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \
-  template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool);
+  template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool, PowerSum);
 FOR(float)
 FOR(bf16)
 FOR(double)
@@ -251,6 +255,11 @@ FOR(double, double)
 
 template void sum(Stream&, float*, const float*, float*, int64_t, bool);
 template void sum(Stream&, double*, const double*, double*, int64_t, bool);
+template void sum_parts(Stream&, float*, const float*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const bf16*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, bf16*, const bf16*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const double*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, double*, const double*, int64_t, int, bool, PowerSum);
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);

@@ -155,18 +155,26 @@ void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t fi
 void fill(Stream& s, float* w, float value, int64_t n);
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n);
+// The p-norm of a gradient is made in pieces. out (1), where somebody asks for it: the sum of |x|^p over what an
+// operation writes, in a fixed order; where p is infinity the largest |x|, and of a NaN infinity. partials:
+// sum_partials() doubles.
+enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
+struct PowerSum {
+  GradNorm p = GradNorm::two;
+  double *out = nullptr, *partials = nullptr;
+};
+// out (1) = what pieces (n) make together.
+void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n);
+// out (1) = the square of the norm, from that. loss (1), where there is one: the norm is not finite if that is not, so
+// that adamw leaves the step out.
+void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullptr);
 // shard (n) = (accumulate ? shard : 0) + grad (n)
 template <class G>
-void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
-// The p-norm of a gradient x (n), in pieces: out (1) = sum of |x|^p in a fixed order (the largest |x| where p is
-// infinity), of what it was before too if accumulate; own (1), where there is one: of this piece alone; and out = the
-// square of the norm, from that. partials: sum_partials() doubles. loss (1), where there is one: the norm is not finite
-// if that is not, so that adamw leaves the step out.
-enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
-void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
-                double* own = nullptr);
-void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullptr);
-
+void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
+// to (n) = (accumulate ? to : 0) + the sum of parts (ranks, n) over ranks, in that order, in fp32 (fp64 of fp64). To is
+// float; or E, where nothing is accumulated and no powers are summed.
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {});
 struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW() = default;
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1

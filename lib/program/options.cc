@@ -148,6 +148,8 @@ const std::vector<Spec> specs = flat({
   {"meta-init", "0|1", &Options::meta_init, from(0, 1), "1: initialize the shards only; 0: initialize the full model on every rank, then shard (to see what that costs)"},
   {"gather", "HOW", &Options::gather, one_of({"nccl", "copy-engine", "mpi"}), "what moves gathered parameters: NCCL's kernels; copy engines, which leave the SMs free; MPI through host memory",
     "copy-engine if each shard group is Hopper or newer GPUs of one host, else nccl; mpi unless each rank has a GPU"},
+  {"reduce", "HOW", &Options::reduce, one_of({"nccl", "copy-engine"}), "what moves gradients: NCCL's reduce-scatter; an all-to-all by copy engines (by MPI on CPUs), which leave the SMs free, "
+    "and a sum in fp32 and in rank order by the shard's owner", "nccl; reduce-scatter over MPI unless each rank has a GPU"},
 }},
 {"Checkpoints", {
   {"save", "DIR", &Options::save, any, "save to DIR at the end, and every --save-every steps", "never"},

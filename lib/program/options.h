@@ -70,6 +70,7 @@ struct Options {
   int64_t replicate_below = 0;  // bytes
   int64_t meta_init = 1, optimizer_in_backward = 0;
   std::string gather;  // nccl, copy-engine, mpi; empty: by the transport
+  std::string reduce;  // nccl, copy-engine; empty: by the transport
   // Checkpoints.
   std::string save;        // directory; empty: none
   int64_t save_every = 0;  // steps; 0: at the end alone

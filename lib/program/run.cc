@@ -104,6 +104,7 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   f.unsharded_init = o.meta_init == 0;
   f.gather_over_mpi = o.gather == "mpi";
   f.gather_by_copy_engine = o.gather == "copy-engine";
+  f.reduce_by_copy_engine = o.reduce == "copy-engine";
   f.seed = o.seed;
 
   m.wrap = value_of(wrap_names, o.wrap);
@@ -270,7 +271,7 @@ void limit_epochs(int64_t sequences, Run* r) {
   resolve_schedule(r->o, whole, r);
 }
 
-void check_gathers(const Run& r, Transport transport, bool one_host) {
+void check_collectives(const Run& r, Transport transport, bool one_host) {
   const Options& o = r.o;
   REQUIRE_USER(o.graph == 0 || (r.backend == Backend::gpu && transport != Transport::mpi),
                "--graph 1 needs NCCL and one GPU per rank; %s",
@@ -279,14 +280,24 @@ void check_gathers(const Run& r, Transport transport, bool one_host) {
                "--gather %s needs NCCL and one GPU per rank", o.gather.c_str());
   REQUIRE_USER(o.gather != "copy-engine" || r.backend == Backend::gpu,
                "--gather copy-engine needs GPUs; this run is on the CPU");
-  REQUIRE_USER(
-      o.gather != "copy-engine" || one_host,
-      "--gather copy-engine: a shard group spans several hosts, and copy engines reach only their own; use --shard "
-      "hybrid:K with K ranks of one host");
+  // On CPUs MPI plays the copy engines.
+  const bool gpu = r.backend == Backend::gpu;
+  REQUIRE_USER(o.reduce.empty() || transport != Transport::mpi || (o.reduce == "copy-engine" && !gpu),
+               "--reduce %s needs NCCL and one GPU per rank", o.reduce.c_str());
+  REQUIRE_USER(o.reduce != "copy-engine" || transport == Transport::none || r.fsdp.shard_ranks != 1,
+               "--reduce copy-engine sends each shard's gradient to its owner; with --shard %s nothing is sharded, and "
+               "gradients are all-reduced: drop one of them",
+               o.shard.c_str());
+  for (const auto& [option, how] : {std::pair("gather", &o.gather), std::pair("reduce", &o.reduce)})
+    REQUIRE_USER(
+        *how != "copy-engine" || !gpu || one_host,
+        "--%s copy-engine: a shard group spans several hosts, and copy engines reach only their own; use --shard "
+        "hybrid:K with K ranks of one host",
+        option);
 }
 
 void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay) {
-  check_gathers(*r, transport, one_host);
+  check_collectives(*r, transport, one_host);
   if (r->o.gather.empty())
     r->fsdp.gather_by_copy_engine =
         transport == Transport::nccl && one_host && engines_pay && r->fsdp.shards(ranks) > 1;

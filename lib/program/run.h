@@ -41,10 +41,10 @@ void limit_epochs(int64_t sequences, Run* r);
 // Refuses sizes that do not fit together, or not what the kernels can do.
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
 
-// Who moves what is gathered. check_gathers refuses what the options ask for and the ranks cannot do; choose_gathers
-// takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a host;
-// engines_pay: see copy_engines_pay.
-void check_gathers(const Run& r, Transport transport, bool one_host);
+// Who moves what is gathered and reduced. check_collectives refuses what the options ask for and the ranks cannot do;
+// choose_gathers takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a
+// host; engines_pay: see copy_engines_pay.
+void check_collectives(const Run& r, Transport transport, bool one_host);
 void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay);
 
 // All options, as they were resolved: for logs, and for checkpoints.

@@ -103,7 +103,7 @@ void open_device(Job* job) {
   sharing = agree(sharing);
   if (world.size > 1) job->transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
-  check_gathers(r, job->transport, one_host);  // what cannot be is said before a device is opened
+  check_collectives(r, job->transport, one_host);  // what cannot be is said before a device is opened
   if (!one_host && r.fsdp.shard_ranks > 1)
     r.notices.push_back(
         strf("--shard hybrid:%d: some groups of %d ranks lie on several hosts and gather over the network; "
@@ -157,7 +157,7 @@ void begin(Job* job) {
   }
   std::string error;
   try {
-    if (r.fsdp.gather_by_copy_engine && job->transport == Transport::nccl) use_nccl_memory(dev);
+    if (r.fsdp.uses_copy_engines() && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport));
     nlohmann::json opening;
     std::function<void(const std::string&)> note;
