@@ -15,6 +15,7 @@
 #include "lib/program/data.h"
 #include "lib/program/export.h"
 #include "lib/program/halt.h"
+#include "lib/program/launch.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
@@ -368,11 +369,11 @@ int main(int argc, char** argv) {
   for (int i = 0; i < argc; i++) command += std::string(i ? " " : "") + argv[i];
   try {
     if (!parse_options(argc, argv, &o, &text)) {
-      std::printf("%s", text.c_str());
+      if (is_first_process()) std::printf("%s", text.c_str());
       return 0;
     }
   } catch (const Error& e) { error = e.what(); }
-  if (error.empty() && (o.version || o.hardware || o.show_params || o.plan || o.show_schedule)) {
+  if (error.empty() && o.instead_of_training()) {
     try {
       return answer(o, command);
     } catch (const Error& e) {

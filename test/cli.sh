@@ -209,12 +209,52 @@ judge "a rank that throws while others wait" "rank 1" "out of luck"
 # ---------------------------------------------------------------------------------------------------------- memory
 bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 262144 --depth 1000 --vocab 256
 
+# ----------------------------------------------------------------------------------------------------- completion
+# tab EXPECTED WORD...: what bash offers for the last word, in its order, with | between.
+touch "$dir/tokens 1.bin" && mkdir "$dir/tokens 2"
+./train --completion bash >"$dir/completion"
+tab() {
+  local expected=$1 got
+  shift
+  # shellcheck disable=SC2016 # another shell's
+  got=$(cd "$dir" && bash --norc -uc 'source ./completion; COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+    rule=$(complete -p "${1##*/}") && [[ $rule =~ -F\ ([_a-z]+) ]] && "${BASH_REMATCH[1]}"
+    IFS="|"; echo "${COMPREPLY[*]-}"' - "$@" 2>&1)
+  echo "$got" >"$dir/out"
+  verdict "Tab behind: $*" "$([ "$got" = "$expected" ] || echo "not $expected")"
+}
+tab "--preset" ./train --pres
+tab "--wrap|--wrap-min-params" ./train --dim 64 --wrap
+tab "simple|rope|llama|mlp" train --arch ""
+tab "sublayer|single" ./train --wrap = s
+tab "fp32" ./train --tf32 --param-dtype f
+tab "hybrid:" ./train --shard h
+tab "0|1" ./train --graph ""
+tab "" ./train --dim ""
+tab "tokens 1.bin|tokens 2" ./train --data tok
+tab "latest" ./train --resume l
+tab "tokens 2" ./train --save tok
+tab "sharding" ./train --help sh
+tab "llama" mpirun -np 2 ./train --arch l
+tab "" mpirun --arch l
+tab "$(./train --help | sed -n 's/^  \(--[-a-z0-9]*\).*/\1/p' | sort -u | paste -sd'|')" ./train --
+if command -v shellcheck >/dev/null; then
+  shellcheck -s bash "$dir/completion" >"$dir/out"
+  verdict "the script for completion is clean" "$([ ! -s "$dir/out" ] || echo "shellcheck says")"
+fi
+
 # ------------------------------------------------------------------------------------------- instead of training
 good "help" "Instead of training" --help
 good "version" "MPI" --version
 good "hardware" '"gpus"' --hardware
 good "hardware of the host" '"host":{"cores":' --hardware
 good "versions of libraries" '"mpi":"' --hardware
+good "presets" "m7c-125m" --list-presets
+good "a section of the help" "--limit-all-gathers N" --help sharding
+bad "no section of the help" "--help shardin|did you mean sharding?|instead-of-training" --help shardin
+mpi -np 3 ./train --help sharding
+verdict "under mpirun help is printed once" "$([ "$(tr -d '\r' <"$dir/out" | grep -c '^SHARDING$')" = 1 ] || echo "it is not")"
+bad "a shell that is not known" "--completion zsh|bash" --completion zsh
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b

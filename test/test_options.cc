@@ -14,6 +14,9 @@
 
 #include "lib/program/config_file.h"
 #include "lib/program/options.h"
+#include "lib/program/presets.h"
+#include "lib/program/report.h"
+#include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
@@ -90,6 +93,70 @@ TEST_CASE("help names every option, its values and its default", "[options]") {
   std::string again;
   CHECK(!parse({"--dim", "x", "-h"}, &o, &again));
   CHECK(help == again);
+}
+
+TEST_CASE("a section of the help says more about its options, and about no other's", "[options]") {
+  Options o;
+  std::string help, again;
+  REQUIRE(!parse({"--dim", "x", "--help", "Sharding", "--lr", "3"}, &o, &help));
+  CHECK(!parse({"--help=sharding"}, &o, &again));
+  CHECK(help == again);
+  CHECK(help.rfind("SHARDING\n", 0) == 0);
+  for (const char* word :
+       {"\n    --wrap WHAT\n", "Values: block, sublayer, auto, single.\n", "Environment: FSDP_WRAP."})
+    CHECK(help.find(word) != std::string::npos);
+  CHECK(help.find("--dim") == std::string::npos);
+  CHECK(!parse({"--help", "instead-of-training"}, &o, &help));
+  CHECK(help.find("Environment: FSDP_VERSION=1.") != std::string::npos);
+  // Every option stands in one section; the sections are those that a wrong one's refusal lists.
+  std::string list = refusal({"--help", "x"}), all;
+  CHECK(list.rfind("--help x: no such section; choose one of model, attention, ", 0) == 0);
+  list = list.substr(list.find("one of ") + 7) + ",";
+  for (size_t at = 0, end; (end = list.find(',', at)) != std::string::npos; at = end + 2) {
+    const std::string name = list.substr(at, end - at);
+    CHECK(!parse({"--help", name.c_str()}, &o, &help));
+    std::istringstream lines(help);
+    for (std::string line; std::getline(lines, line);) CHECK(line.size() <= 88);
+    all += help;
+  }
+  const auto keys = to_json(Options());
+  for (const auto& item : keys.items()) {
+    std::string name = "\n    --" + item.key();
+    for (char& c : name)
+      if (c == '_') c = '-';
+    INFO(name);
+    const size_t first = std::min(all.find(name + " "), all.find(name + "\n"));
+    CHECK(first != std::string::npos);
+    CHECK(all.find(name + "\n", first + 1) == std::string::npos);
+  }
+  refused({"--help", "shardin"}, {"--help shardin", "did you mean sharding?"});
+}
+
+TEST_CASE("the list of presets has the sizes that a run of each has", "[options]") {
+  std::istringstream lines(presets_text());
+  std::string line;
+  std::getline(lines, line);
+  CHECK(line.rfind("preset ", 0) == 0);
+  for (const char* name : preset_names()) {
+    INFO(name);
+    const Run r = resolve(parsed({"--preset", name}), 1, 0);
+    REQUIRE(std::getline(lines, line));
+    std::istringstream words(line);
+    std::string preset, arch, heads, kv_heads, unit;
+    int64_t dim, depth, hidden, vocab, seq, batch, accum;
+    double parameters;
+    words >> preset >> arch >> dim >> depth >> heads >> kv_heads >> hidden >> vocab >> seq >> batch >> accum >>
+        parameters >> unit;
+    CHECK(preset == name);
+    CHECK(arch == name_of(r.model.arch));
+    CHECK(heads == (r.model.arch == Arch::mlp ? "-" : std::to_string(r.model.heads)));
+    for (const auto& [shown, is] :
+         {std::pair(dim, r.model.dim), std::pair(depth, r.model.depth), std::pair(hidden, r.model.hidden),
+          std::pair(vocab, r.model.vocab), std::pair(seq, r.model.seq), std::pair(batch, r.batch)})
+      CHECK(shown == is);
+    CHECK(unit == "M");
+    CHECK(std::fabs(parameters - 1e-6 * double(parameter_count(r.model))) < 0.06);
+  }
 }
 
 TEST_CASE("options are read", "[options]") {

@@ -90,6 +90,8 @@ struct Options {
   int64_t mem_dump_every = 0;  // steps; 0: at the start and at the first step alone
   double stall = 180;          // seconds; 0: nobody watches
   // Instead of training.
+  bool list_presets = false;
+  std::string completion;  // bash; empty: none
   bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;
   int64_t world = 0;  // --plan: pretend this many ranks
   std::string gpu;    // --plan: estimate this chip's time; empty: the one here, without one h200
@@ -99,12 +101,14 @@ struct Options {
   std::vector<std::string> warnings;  // of environment variables that look like an option's
   bool keeps_global_batch = false;    // a checkpoint's: --batch only says how it is cut
   bool gives(const std::string& name) const;
+  bool instead_of_training() const;  // something is printed, and no rank trains
 };
 
 // Parses argv, the environment and --config FILE. Throws UsageError with one line that names the option, variable or
 // line of the file, the value and what is allowed. An empty variable is as one that is not set. Returns false when
-// --help was asked: `text` then holds it. Touches no MPI and no device.
+// --help was asked, of all or of a section: `text` then holds it. Touches no MPI and no device.
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
+std::string completion_script();  // --completion's, for bash
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
 std::string key_of(std::string name);  // there, of an option

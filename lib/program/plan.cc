@@ -313,6 +313,8 @@ int answer(const Options& o, const std::string& command) {
   std::string text;
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
+  else if (o.list_presets) text = presets_text();
+  else if (!o.completion.empty()) text = completion_script();
   else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);
   else {
     const Run r = resolve(o, ranks, gpu_count());
