@@ -11,6 +11,7 @@
 #include "lib/comm/flight.h"
 #include "lib/program/bad_steps.h"
 #include "lib/comm/watchdog.h"
+#include "lib/device/terminal.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/export.h"
@@ -377,7 +378,7 @@ int main(int argc, char** argv) {
     try {
       return answer(o, command);
     } catch (const Error& e) {
-      std::fprintf(stderr, "error: %s\n", e.what());
+      terminal::say(strf("error: %s", e.what()));
       return exit_status(e);
     }
   }
@@ -393,7 +394,7 @@ int main(int argc, char** argv) {
     run(o, world, command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
     status = exit_status(e);
-    if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
+    if (world.rank == 0) terminal::say(strf("error: %s", e.what()));
   } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
   halt::release_signals();
   watchdog.reset();

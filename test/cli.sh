@@ -209,6 +209,49 @@ judge "a rank that throws while others wait" "rank 1" "out of luck"
 # ---------------------------------------------------------------------------------------------------------- memory
 bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 262144 --depth 1000 --vocab 256
 
+# ---------------------------------------------------------------------------------------------------- at a terminal
+# at_terminal COLUMNS WORD...: a command under a terminal of its own; in $dir/raw all that came, in $dir/pieces each piece
+# that was redrawn on a line of its own, in $dir/out what stayed.
+at_terminal() {
+  local columns=$1
+  shift
+  TERM=xterm timeout -k 5 $limit script -qec "stty cols $columns; $*" "$dir/typescript" >"$dir/raw" 2>&1 </dev/null
+  status=$?
+  sed -E 's/\r$//; s/\x1b\[[0-9;]*m//g' "$dir/raw" >"$dir/plain"
+  sed 's/\r\x1b\[K/\n/g' "$dir/plain" >"$dir/pieces"
+  sed 's/.*\r\x1b\[K//' "$dir/plain" >"$dir/out"
+}
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 40 --val-every 16)
+if command -v script >/dev/null; then
+  # shellcheck disable=SC2086 # a list of flags
+  for start in "" "mpirun $MPIRUN_FLAGS -np 2"; do
+    name="a live line${start:+ under mpirun}"
+    at_terminal 60 "$start ./train ${long[*]} --stall 0.001"
+    wrong=$([ "$status" = 0 ] || echo "exit status $status")
+    grep -q 'avg loss [0-9.]* .*left ' "$dir/pieces" || wrong="$wrong; no smoothed loss and time left"
+    awk '/^step / && length > 59 { exit 1 }' "$dir/pieces" || wrong="$wrong; wider than the terminal"
+    [ "$(grep -aoE '^step [0-9]+/40 loss' "$dir/out" | grep -oE '[0-9]+/' | paste -sd' ')" = "1/ 4/ 8/ 12/ 16/ 20/ 24/ 28/ 32/ 36/ 40/" ] ||
+      wrong="$wrong; what stays is not a tenth of the steps, and the validations"
+    [ "$(grep -c '^step .* val ' "$dir/out")" = 2 ] || wrong="$wrong; not two validations"
+    [ "$(grep -c warning: "$dir/raw")" -gt 0 ] || wrong="$wrong; no warning"
+    [ "$(grep -o warning: "$dir/raw" | wc -l)" = "$(grep -c '^warning: rank [0-9]*: no step .* is awaited$' "$dir/out")" ] ||
+      wrong="$wrong; a warning is not alone in its line"
+    grep -q $'\e\\[33mwarning:\e\\[0m' "$dir/raw" || wrong="$wrong; no colour"
+    verdict "$name" "${wrong#; }"
+  done
+  NO_COLOR=1 at_terminal 60 "./train ${long[*]}"
+  verdict "NO_COLOR" "$(! grep -q $'\e\\[[0-9;]*m' "$dir/raw" && grep -q $'\r\e\\[K' "$dir/raw" || echo "there are colours, or no live line")"
+  at_terminal 60 "./train ${long[*]} --log-every 10"
+  verdict "plain lines at a terminal" "$(! grep -q $'\e' "$dir/raw" && [ "$(grep -c '^step  *[0-9]*/40  loss' "$dir/raw")" = 7 ] || echo "not 7 plain lines")"
+  at_terminal 60 "./train ${long[*]} --log $dir/none/log"
+  verdict "an error in red" "$(grep -q $'\e\\[1;31merror:\e\\[0m --log' "$dir/raw" || echo "it is not")"
+  at_terminal 60 "./train ${long[*]} 2>&1 | cat"
+  verdict "a pipe at a terminal" "$(! grep -q $'\e' "$dir/raw" && [ "$(grep -c '^step ' "$dir/raw")" = 40 ] || echo "not 40 plain lines")"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: a live line at a terminal: there is no script (bsdutils)"
+fi
+
 # ----------------------------------------------------------------------------------------------------- completion
 # tab EXPECTED WORD...: what bash offers for the last word, in its order, with | between.
 touch "$dir/tokens 1.bin" && mkdir "$dir/tokens 2"

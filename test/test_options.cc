@@ -343,6 +343,9 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--show-params",
                             "--show-schedule",
                             "--hardware",
+                            "--list-presets",
+                            "--completion",
+                            "bash",
                             "--version"});
   const auto changed = to_json(o), unset = to_json(Options());
   for (const auto& [key, value] : changed.items()) {
@@ -524,10 +527,12 @@ TEST_CASE("mistakes in a file of options", "[options]") {
 TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   StepRecord r{12, 3.21451, 1.234, 3e-4, 324.1, 101123, 17203, 0.556, -1, -1, nan};
-  CHECK(step_line(r, 100, 92, false) ==
+  CHECK(step_line(r, 100, 92) ==
         "step   12/100  loss 3.2145  norm 1.23  lr 3.0e-04  324.1 ms  101,123 tok/s  mfu 55.6 %  peak 17,203 MiB  left "
         "1m32s");
-  CHECK(step_line(r, 100, 92, true).size() < 100);
+  CHECK(live_line(r, 100, 92, nan, 200) ==
+        "step 12/100 loss 3.2145 norm 1.23 lr 3.0e-04 324.1 ms 101,123 tok/s mfu 55.6% 17,203 MiB left 1m32s");
+  CHECK(live_line(r, 100, 92, 3.5, 40) == "step 12/100 avg loss 3.5000 left 1m32s");
   auto j = step_json(r);
   CHECK(j["mfu"] == 0.556);
   CHECK(j.count("val_loss") == 0);
@@ -535,15 +540,21 @@ TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
   for (const char* key : {"step", "loss", "tokens_per_sec", "grad_norm", "lr", "timestamp", "step_ms", "peak_mib"})
     CHECK(j.count(key) == 1);
   r = {1234567, 3.2, 123456.7, 3e-4, 32412.1, 123456789, 1234567, 0.556, 12.3, 4.5, 2.5};
-  CHECK(step_line(r, 2345678, 1e6, true).size() < 100);
-  CHECK(step_line(r, 2345678, 1e6, true).find("loss 3.2000") != std::string::npos);
+  // What does not fit is left out, step and loss never; a line as long as the terminal is wide would wrap in some.
+  for (int columns = 1; columns < 200; columns++) {
+    const std::string line = live_line(r, 2345678, 1e6, nan, columns), all = "step 1234567/2345678 loss 3.2000";
+    INFO(columns << " " << line);
+    CHECK(line.size() < std::max<size_t>(2, size_t(columns)));
+    CHECK(line.substr(0, all.size()) == all.substr(0, line.size()));
+  }
+  CHECK(live_line(r, 2345678, 1e6, nan, 199).find("exposed 12.3 + 4.5 ms") != std::string::npos);
   r.mfu = -1, r.loss = nan;
   j = step_json(r);
   CHECK(j["mfu"].is_null());
   CHECK(j["val_loss"] == 2.5);
   CHECK(j["exposed_reduce_ms"] == 4.5);
   CHECK(nlohmann::json::parse(j.dump())["loss"].is_null());
-  CHECK(step_line(r, 100, 1, false).find("mfu") == std::string::npos);
+  CHECK(step_line(r, 100, 1).find("mfu") == std::string::npos);
 }
 
 TEST_CASE("what another run was told is taken over where this one is told nothing", "[options]") {
@@ -627,6 +638,12 @@ TEST_CASE("a state that an older or another program wrote", "[options]") {
   CHECK_THROWS_AS(read_state(json(7), "F"), UsageError);
 }
 
+TelemetryOptions log_to(const std::string& path, bool append) {
+  TelemetryOptions o;
+  o.log = path, o.append = append, o.total_steps = 10;
+  return o;
+}
+
 TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {
   const ConfigFile file(""), said("");
   const char* path = file.path.c_str();
@@ -636,7 +653,7 @@ TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[
   REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
   const auto action = std::signal(SIGXFSZ, SIG_IGN);
   {
-    Telemetry t(path, false, header, 10, 1);
+    Telemetry t(log_to(path, false), header);
     const rlimit small = {400, before.rlim_max};
     REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
     std::fflush(stdout);
@@ -655,7 +672,7 @@ TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[
   CHECK(first.rfind(strf("--log %s: lines from here on are missing", path), 0) == 0);
   CHECK(second.empty());
   {
-    Telemetry t(path, true, header, 10, 1);
+    Telemetry t(log_to(path, true), header);
     t.record(line);
   }
   std::ifstream in(path);

@@ -144,7 +144,7 @@ const std::vector<Spec> options_parts::specs = flat({
 }},
 {"Output", {
   {"log", "FILE", &Options::log, any, "write JSON lines: a header, then an object per step; --resume appends", "no file"},
-  {"log-every", "STEPS", &Options::log_every, at_least(1), "print and log every so many steps"},
+  {"log-every", "STEPS", &Options::log_every, at_least(1), "log every so many steps, and print a line for each of these also on a terminal, where without this option one line is redrawn"},
   {"comm-timing", "", &Options::comm_timing, flag, "measure the communication that computation does not hide"},
   {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block over all ranks' sequences, and which kernels ran on rank 0; needs --log"},
   {"diagnostics", "DIR", &Options::diagnostics, any, "write training_fsdp.csv, k_stats_fsdp.csv, fallback_counters_fsdp.csv, a heartbeat of each rank, "

@@ -9,6 +9,7 @@
 
 #include "nlohmann/json.hpp"
 
+#include "lib/device/terminal.h"
 #include "lib/program/presets.h"
 #include "lib/program/launch.h"
 #include "lib/program/report.h"
@@ -273,7 +274,7 @@ std::string plan_text(Run r, int ranks) {
   const std::vector<Issued> issued = plan(dev, there.world, there.transport, r);
   // Estimate and advice are a few times that.
   if (std::chrono::steady_clock::now() - begun > std::chrono::milliseconds(500))
-    std::fprintf(stderr, "note: planning %lld blocks takes some seconds\n", ll(r.model.depth));
+    terminal::say(strf("note: planning %lld blocks takes some seconds", ll(r.model.depth)));
   std::string text = strf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                           r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                           name_of(r.dtype), ll(r.batch), ll(r.model.seq));
@@ -309,7 +310,7 @@ int answer(const Options& o, const std::string& command) {
   const Launcher by = launcher_of(std::getenv);
   if (by.of_mpi() && by.rank != 0) return 0;
   const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
-  for (const std::string& warning : o.warnings) std::fprintf(stderr, "note: %s\n", warning.c_str());
+  for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
