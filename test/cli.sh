@@ -252,6 +252,46 @@ else
   echo "skipped: a live line at a terminal: there is no script (bsdutils)"
 fi
 
+# ---------------------------------------------------------------------------------------------------- TensorBoard
+# A run that is killed behind its checkpoint, and goes on from there with other ranks; read by TensorBoard itself.
+events=(--device cpu --preset tiny --seq 64 --global-batch 6 --steps 20 --val-every 5 --save "$dir/with-events" --tensorboard "$dir/events")
+mpi -np 2 ./train "${events[@]}" --save-every 8 --stop-after 8
+mpi -np 2 ./train "${events[@]}" --resume latest --lr 1 --stop-after 12 --log "$dir/events-lost.jsonl"
+rm -r "$dir/with-events/step-12" && ln -sfn step-8 "$dir/with-events/latest"
+mpi -np 3 ./train "${events[@]}" --resume latest --log "$dir/events.jsonl"
+verdict "event files of rank 0 alone, one a run" "$([ "$status" = 0 ] && [ "$(ls "$dir/events" | wc -l)" = 3 ] || ls "$dir/events")"
+cat >"$dir/events.py" <<'END'
+import json, sys
+from tensorboard.backend.event_processing import event_accumulator
+events = event_accumulator.EventAccumulator(sys.argv[1])
+events.Reload()
+scalars = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+want = {"gradient norm", "learning rate", "loss/training", "loss/validation", "memory/peak MiB",
+        "speed/ms per step", "speed/tokens per second"}
+assert set(scalars) - {"speed/MFU"} == want, scalars.keys()
+assert sorted(scalars["loss/training"]) == list(range(1, 21)), scalars["loss/training"]
+assert sorted(scalars["loss/validation"]) == [5, 10, 15, 20]
+for line in open(sys.argv[2]):
+    step = json.loads(line)
+    if "step" in step:
+        for tag, key in (("loss/training", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr")):
+            assert abs(scalars[tag][step["step"]] / step[key] - 1) < 1e-5, (tag, step)
+END
+if python3 -c 'import tensorboard' 2>/dev/null; then
+  python3 "$dir/events.py" "$dir/events" "$dir/events.jsonl" >"$dir/out" 2>&1
+  verdict "TensorBoard reads what a run and its next parts wrote" "$([ $? = 0 ] || echo "it does not")"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: event files read by TensorBoard: python3 has no tensorboard (pip install tensorboard)"
+fi
+bad "events in a file" "--tensorboard $dir/events.py|not a directory" --tensorboard "$dir/events.py"
+bad "events where checkpoints are" "--tensorboard $dir/with-events|where checkpoints are" --tensorboard "$dir/with-events" --save "$dir/with-events" --resume latest
+bad "events that cannot be written" "--tensorboard|/proc/none" --tensorboard /proc/none
+# shellcheck disable=SC2016 # another shell's
+mpi -np 1 bash -c 'ulimit -f 8 && exec "$@"' - ./train --device cpu --preset tiny --seq 32 --steps 60 --tensorboard "$dir/full-events"
+verdict "events on a full disk" "$([ "$status" = 0 ] && [ "$(tr -d '\r' <"$dir/out" | grep -c '^warning: --tensorboard: events from here on are missing: .*training continues$')" = 1 ] && \
+  grep -q '^step *60/60' "$dir/out" || echo "status $status, or not one warning")"
+
 # ----------------------------------------------------------------------------------------------------- completion
 # tab EXPECTED WORD...: what bash offers for the last word, in its order, with | between.
 touch "$dir/tokens 1.bin" && mkdir "$dir/tokens 2"

@@ -343,6 +343,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--show-params",
                             "--show-schedule",
                             "--hardware",
+                            "--tensorboard",
+                            "events",
                             "--list-presets",
                             "--completion",
                             "bash",

@@ -112,18 +112,7 @@ LineFile::LineFile(const std::string& path) : file_(files::open_to_append(path))
   if (newline != std::string::npos && newline + 1 < end.size()) cut(bytes_ - int64_t(end.size() - newline - 1));
 }
 
-void LineFile::add(const std::string& line) {
-  const std::string text = line + "\n";
-  try {
-    file_->write(text.data(), int64_t(text.size()));
-  } catch (const Error&) {
-    try {
-      cut(bytes_);
-    } catch (const Error&) {}  // the first error says it
-    throw;
-  }
-  bytes_ += int64_t(text.size());
-}
+void LineFile::add(const std::string& line) { files::append_whole(file_.get(), line + "\n", &bytes_); }
 
 void LineFile::cut(int64_t bytes) {
   files::cut(file_.get(), bytes);

@@ -68,6 +68,8 @@ constexpr size_t unique_digits = 8;  // at the end of such a name
 // A file that may be there, to write behind what it holds.
 std::unique_ptr<File> open_to_append(const std::string& path);
 void cut(File* file, int64_t bytes);  // leaves so many
+// Behind what such a file holds, *bytes, which it counts. What cannot be written whole is cut off again.
+void append_whole(File* file, const std::string& piece, int64_t* bytes);
 // In a directory that is this program's own: a link in its place is refused.
 std::unique_ptr<File> create_in(const std::string& dir, const std::string& name);
 

@@ -144,6 +144,7 @@ const std::vector<Spec> options_parts::specs = flat({
 }},
 {"Output", {
   {"log", "FILE", &Options::log, any, "write JSON lines: a header, then an object per step; --resume appends", "no file"},
+  {"tensorboard", "DIR", &Options::tensorboard, any, "write event files for TensorBoard to DIR every --log-every steps; --resume adds one", "no files"},
   {"log-every", "STEPS", &Options::log_every, at_least(1), "log every so many steps, and print a line for each of these also on a terminal, where without this option one line is redrawn"},
   {"comm-timing", "", &Options::comm_timing, flag, "measure the communication that computation does not hide"},
   {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block over all ranks' sequences, and which kernels ran on rank 0; needs --log"},

@@ -80,6 +80,7 @@ struct Options {
   double timeout = 60;  // seconds; 0: none
   // Output.
   std::string log;           // JSON lines
+  std::string tensorboard;   // directory; empty: none
   bool comm_timing = false;  // measure exposed communication with events
   bool nsa_stats = false;    // log what gates and selection do, and which kernels ran
   bool profile = false;      // where the time of the last step went

@@ -125,7 +125,8 @@ nlohmann::json open_log(double estimated_ms, Job* job) {
   nlohmann::json first = header(r, *job->dev, job->world, job->transport, job->gpus_used, estimated_ms, job->command);
   first["launch"] = places_json(job->ranks);
   TelemetryOptions t;
-  t.log = r.o.log, t.append = !r.o.resume.empty();
+  t.log = r.o.log, t.tensorboard = r.o.tensorboard, t.append = !r.o.resume.empty();
+  if (!job->saved.state.is_null()) t.first_step = 1 + job->saved.state.at("step").get<int64_t>();
   t.total_steps = r.last_step, t.log_every = r.o.log_every;
   if (r.o.gives("log-every")) t.lines = Lines::plain;
   job->telemetry = std::make_unique<Telemetry>(t, first);

@@ -134,6 +134,9 @@ void check_log(const std::string& path) {
 
 Telemetry::Telemetry(const TelemetryOptions& o, const nlohmann::json& header)
     : o_(o), redraws_(o.lines == Lines::live && terminal::is_watched(terminal::out)) {
+  if (!o.tensorboard.empty())
+    events_ = std::make_unique<EventFile>(
+        o.tensorboard, o.append ? EventFile::Begin::behind_it : EventFile::Begin::anew, o.first_step);
   if (o.log.empty()) return;
   check_log(o.log);
   file_ = std::fopen(o.log.c_str(), o.append ? "a+" : "w");
@@ -178,7 +181,17 @@ void Telemetry::step(const StepRecord& r) {
   const bool due = is_due(r, o_.total_steps, o_.log_every);
   if (redraws_) redraw(r, left, average);
   else if (due) std::printf("%s\n", step_line(r, o_.total_steps, left).c_str()), std::fflush(stdout);
-  if (due) record(step_json(r));
+  if (due) record(step_json(r)), add_event(r);
+}
+
+void Telemetry::add_event(const StepRecord& r) {
+  if (!events_) return;
+  try {
+    events_->add(r);
+  } catch (const Error& e) {
+    if (!std::exchange(events_full_, true))
+      note(strf("warning: --tensorboard: events from here on are missing: %s; training continues", e.what()));
+  }
 }
 
 // Rewritten in place, twenty times a second at most; what is worth keeping stays, with its own loss: the ends, each

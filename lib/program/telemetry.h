@@ -4,9 +4,11 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <memory>
 #include <string>
 
 #include "lib/program/format.h"
+#include "lib/program/tensorboard.h"
 #include "nlohmann/json.hpp"
 
 struct StepRecord {
@@ -26,14 +28,16 @@ void check_log(const std::string& path);
 
 enum class Lines { live, plain };
 struct TelemetryOptions {
-  std::string log = "";  // a file; empty: none
-  bool append = false;   // behind what an earlier part of the run wrote; otherwise a log that is there is replaced
-  int64_t total_steps = 1, log_every = 1;
+  std::string log = "";          // a file; empty: none
+  std::string tensorboard = "";  // a directory; empty: none
+  bool append = false;           // behind what an earlier part of the run wrote; otherwise what is there is replaced
+  int64_t first_step = 1, total_steps = 1, log_every = 1;
   Lines lines = Lines::live;  // where people watch standard output; plain anywhere else
 };
 
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON
-// file gets the header first, then an object a step, flushed each time; what cannot be written later is said once.
+// file gets the header first, then an object a step, flushed each time, TensorBoard's an event; what cannot be written
+// later is said once.
 class Telemetry {
  public:
   // Throws UsageError, before training starts, if a file cannot be written and for what check_log refuses.
@@ -47,15 +51,17 @@ class Telemetry {
   using Clock = std::chrono::steady_clock;
   double seconds_left(int64_t step);  // negative: not known yet
   double smoothed(double loss);
+  void add_event(const StepRecord& r);
   void redraw(const StepRecord& r, double seconds_left, double average);
 
   const TelemetryOptions o_;
   FILE* file_ = nullptr;
+  std::unique_ptr<EventFile> events_;
   bool redraws_;
   bool live_ = false;  // the cursor stands on a live line
   Clock::time_point drawn_ = {};
-  bool full_ = false;  // a line could not be written, and that was said
-  int64_t first_ = 0;  // step that was told here
+  bool full_ = false, events_full_ = false;  // a line or event could not be written, and that was said
+  int64_t first_ = 0;                        // step that was told here
   Clock::time_point first_ended_ = {};
   double loss_sum_ = 0, loss_weight_ = 0;  // of the smoothed loss
 };
