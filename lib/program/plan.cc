@@ -211,6 +211,31 @@ int64_t ways(const Changes& groups, size_t changes, size_t from = 0) {
   return n;
 }
 
+// The fewest ranks, of `from` and its doubles, on which the run fits with blocks recomputed; 0: none. least: bytes of
+// all ranks that any run needs. Of a deep model each try takes its time, and more ranks never take more memory of each:
+// where two tries find no room, the most ranks tell whether anybody has.
+struct MoreRanks {
+  int ranks = 0;
+  double bytes = 0;  // of a GPU
+};
+MoreRanks ranks_that_fit(Options o, int from, double least, const Chip& chip) {
+  o.recompute = "block", o.keep_attention = 0, o.shard = "full", o.reshard_after_forward = -1;
+  std::vector<std::pair<int, Run>> runs;
+  for (int64_t ranks = from; ranks <= 65536; ranks *= 2) {
+    if (!fits(least / double(ranks), chip)) continue;
+    try {
+      runs.emplace_back(int(ranks), resolve(o, int(ranks), 0));
+    } catch (const UsageError&) {}  // this model cannot be cut so
+  }
+  for (size_t i = 0; i < runs.size(); i++) {
+    const auto& [ranks, run] = runs[i];
+    const DryStep step(run, ranks, chip);
+    if (step.fits_on(chip)) return {ranks, double(step.dev.mem.arena_bytes())};
+    if (i == 1 && !DryStep(runs.back().second, runs.back().first, chip).fits_on(chip)) break;
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string advice(const Options& o, int ranks, const Chip& chip) {
@@ -231,17 +256,10 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
     if (!cheapest.best.empty()) return "the cheapest change that fits: " + cheapest.best + "\n";
   }
   const std::string none = looked_at[fits(least / ranks, chip) ? changes - 1 : 3];
-  for (int more = changes == 1 ? ranks : 2 * ranks; more <= 65536; more *= 2) {
-    if (!fits(least / more, chip)) continue;
-    Options c = o;
-    c.recompute = "block", c.keep_attention = 0, c.shard = "full", c.reshard_after_forward = -1;
-    try {
-      const DryStep step(resolve(c, more, 0), more, chip);
-      if (step.fits_on(chip))
-        return strf("%s on %d GPUs; --recompute block on %d does: %.1f GB\n", none.c_str(), ranks, more,
-                    1e-9 * double(step.dev.mem.arena_bytes()));
-    } catch (const UsageError&) {}
-  }
+  const MoreRanks more = ranks_that_fit(o, changes == 1 ? ranks : 2 * ranks, least, chip);
+  if (more.ranks > 0)
+    return strf("%s on %d GPUs; --recompute block on %d does: %.1f GB\n", none.c_str(), ranks, more.ranks,
+                1e-9 * more.bytes);
   return "no change makes it fit: a micro-batch is too large for one GPU; lower --batch or --seq\n";
 }
 
