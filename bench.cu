@@ -8,7 +8,7 @@
 //   ./bench --sweep world --ranks 2 -- --moments bf16
 //
 //   ./bench --summary results/class-2gpu.jsonl --over ddp_fp32
-//   ./bench --plot trace.json              a picture: a trace, logs, rows; see plots.h
+//   ./bench --plot train.jsonl             a picture: logs of ./train, a trace, rows; see plots.h
 //   ./bench --notes NOTES.md README.md     writes the tables in documents from results/
 //
 // Run it without mpirun: it starts each row in fresh processes. The rows of a sweep are in lib/program/sweeps.cc, how

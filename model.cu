@@ -1226,7 +1226,7 @@ void Model<T, G>::head_of_row(Buffer<T> x, int64_t row, A* logits) {
   Buffer<A> stats = mem.take<A>(2, "final statistics"), wide = mem.take<A>(V, "logits in fp32");
   Buffer<T> n = mem.take<T>(C, "final normed"), narrow = mem.take<T>(V, "logits");
   ops::norm_forward<T>(s, norm_, n, nullptr, stats, x + row * C, nullptr, weight(head_norm_),
-                       weight_if_any(head_norm_bias_), 1, C);
+                       weight_if_any(head_norm_bias_), 1, C, c_.norm_eps);
   ops::matmul<T>(s, narrow, n, weight(head_), nullptr, nullptr, 1, V, C);
   ops::cast<A, T>(s, wide, narrow, V);
   s.copy(logits, wide.get(), V * int64_t(sizeof(A)));

@@ -185,6 +185,11 @@ probe_xxhash() {
 int main() { return int(XXH3_64bits("", 0)); }' && echo xxhash=yes
 }
 
+probe_protozero() {
+  builds check protozero '#include <protozero/pbf_writer.hpp>
+int main() { std::string s; protozero::pbf_writer w(s); w.add_double(1, 0); }' && echo protozero=yes
+}
+
 # Version 3 has a library to link; test/catch.h takes it where its header is.
 probe_catch2() {
   if builds check catch2 '#if !__has_include(<catch2/catch_all.hpp>)
@@ -228,7 +233,7 @@ inputs() {
       *) dirs+=("$word") paths+=("$word") ;;
     esac
   done
-  for word in mpi.h cblas.h CLI/CLI.hpp nlohmann/json.hpp xxhash.h catch2/catch_all.hpp catch2/catch.hpp; do
+  for word in mpi.h cblas.h CLI/CLI.hpp nlohmann/json.hpp xxhash.h protozero/pbf_writer.hpp catch2/catch_all.hpp catch2/catch.hpp; do
     paths+=("${dirs[@]/%//$word}")
   done
   for word in openblas mpi mpich Catch2; do paths+=("${libs[@]/%//lib$word.so}" "${libs[@]/%//lib$word.a}"); done
@@ -245,7 +250,7 @@ read_facts() { # FILE...: lines name=value
 }
 
 names=(cxx mpi mpi_family mpi_flags mpi_libs mpirun mpirun_family mpirun_version openblas openblas_note openblas_flags
-  openblas_libs cli11 json xxhash catch2 catch2_libs gpus gpu_name gpu_caps missing missing_tests mpi_mismatch trouble key)
+  openblas_libs cli11 json xxhash protozero catch2 catch2_libs gpus gpu_name gpu_caps missing missing_tests mpi_mismatch trouble key)
 
 # Debian's packages for what was not found: what the programs need, then what the tests need besides.
 name_missing() {
@@ -262,6 +267,7 @@ name_missing() {
   [ -n "${fact[cli11]-}" ] || list+=(libcli11-dev)
   [ -n "${fact[json]-}" ] || list+=(nlohmann-json3-dev)
   [ -n "${fact[xxhash]-}" ] || list+=(libxxhash-dev)
+  [ -n "${fact[protozero]-}" ] || list+=(libprotozero-dev)
   fact[missing]="${list[*]}"
   fact[missing_tests]=
   [ -n "${fact[catch2]-}" ] || fact[missing_tests]=catch2
@@ -290,7 +296,7 @@ probe() {
   fi
   [ -n "${fact[cxx]-}" ] || read_facts <(probe_cxx)
   if [ -n "${fact[cxx]-}" ]; then
-    for name in mpi mpirun openblas cli11 json xxhash catch2; do
+    for name in mpi mpirun openblas cli11 json xxhash protozero catch2; do
       [ -n "${fact[$name]-}" ] || "probe_$name" >"$scratch/$name.found" &
     done
     wait

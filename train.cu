@@ -11,12 +11,14 @@
 #include "lib/comm/flight.h"
 #include "lib/program/bad_steps.h"
 #include "lib/comm/watchdog.h"
+#include "lib/device/terminal.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/findings.h"
 #include "lib/program/export.h"
 #include "lib/program/halt.h"
 #include "lib/program/init.h"
+#include "lib/program/launch.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
@@ -388,15 +390,15 @@ int main(int argc, char** argv) {
   for (int i = 0; i < argc; i++) command += std::string(i ? " " : "") + argv[i];
   try {
     if (!parse_options(argc, argv, &o, &text)) {
-      std::printf("%s", text.c_str());
+      if (is_first_process()) std::printf("%s", text.c_str());
       return 0;
     }
   } catch (const Error& e) { error = e.what(); }
-  if (error.empty() && (o.version || o.hardware || o.show_params || o.plan || o.show_schedule)) {
+  if (error.empty() && o.instead_of_training()) {
     try {
       return answer(o, command);
     } catch (const Error& e) {
-      std::fprintf(stderr, "error: %s\n", e.what());
+      terminal::say(strf("error: %s", e.what()));
       return exit_status(e);
     }
   }
@@ -412,7 +414,7 @@ int main(int argc, char** argv) {
     run(o, world, command);
   } catch (const Error& e) {  // agreed on: the same on all ranks
     status = exit_status(e);
-    if (world.rank == 0) std::fprintf(stderr, "error: %s\n", e.what());
+    if (world.rank == 0) terminal::say(strf("error: %s", e.what()));
   } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
   halt::release_signals();
   watchdog.reset();

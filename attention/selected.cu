@@ -266,8 +266,9 @@ INSTANTIATE(bf16)
 template <class T>
 static Cost cost(const NsaShape& a, bool backward) {
   const attention::selected::Plan p = attention::selected::plan(a, backward);
-  double blocks = 0;
-  for (int64_t t = 0; t < a.T; t++) blocks += double(std::min(t / a.select_block + 1, a.selected));
+  double blocks = 0;  // that the queries of a head select
+  for (int64_t first = 0; first < a.T; first += a.select_block)
+    blocks += double(std::min(first / a.select_block + 1, a.selected) * std::min(a.select_block, a.T - first));
   const double visits = double(a.B * a.H * p.parts) * blocks;
   Cost c{Work::attention};
   c.dtype = dtype_of<T>;

@@ -211,12 +211,135 @@ judge "a rank that throws while others wait" "rank 1" "out of luck"
 # ---------------------------------------------------------------------------------------------------------- memory
 bad "no room in memory" "memory" --dim 65536 --heads 64 --kv-heads 64 --hidden 262144 --depth 1000 --vocab 256
 
+# ---------------------------------------------------------------------------------------------------- at a terminal
+# at_terminal COLUMNS WORD...: a command under a terminal of its own; in $dir/raw all that came, in $dir/pieces each piece
+# that was redrawn on a line of its own, in $dir/out what stayed.
+at_terminal() {
+  local columns=$1
+  shift
+  TERM=xterm timeout -k 5 $limit script -qec "stty cols $columns; $*" "$dir/typescript" >"$dir/raw" 2>&1 </dev/null
+  status=$?
+  sed -E 's/\r$//; s/\x1b\[[0-9;]*m//g' "$dir/raw" >"$dir/plain"
+  sed 's/\r\x1b\[K/\n/g' "$dir/plain" >"$dir/pieces"
+  sed 's/.*\r\x1b\[K//' "$dir/plain" >"$dir/out"
+}
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 40 --val-every 16)
+if command -v script >/dev/null; then
+  # shellcheck disable=SC2086 # a list of flags
+  for start in "" "mpirun $MPIRUN_FLAGS -np 2"; do
+    name="a live line${start:+ under mpirun}"
+    at_terminal 60 "$start ./train ${long[*]} --stall 0.001"
+    wrong=$([ "$status" = 0 ] || echo "exit status $status")
+    grep -q 'avg loss [0-9.]* .*left ' "$dir/pieces" || wrong="$wrong; no smoothed loss and time left"
+    awk '/^step / && length > 59 { exit 1 }' "$dir/pieces" || wrong="$wrong; wider than the terminal"
+    [ "$(grep -aoE '^step [0-9]+/40 loss' "$dir/out" | grep -oE '[0-9]+/' | paste -sd' ')" = "1/ 4/ 8/ 12/ 16/ 20/ 24/ 28/ 32/ 36/ 40/" ] ||
+      wrong="$wrong; what stays is not a tenth of the steps, and the validations"
+    [ "$(grep -c '^step .* val ' "$dir/out")" = 2 ] || wrong="$wrong; not two validations"
+    [ "$(grep -c warning: "$dir/raw")" -gt 0 ] || wrong="$wrong; no warning"
+    [ "$(grep -o warning: "$dir/raw" | wc -l)" = "$(grep -c '^warning: rank [0-9]*: no step .* is awaited$' "$dir/out")" ] ||
+      wrong="$wrong; a warning is not alone in its line"
+    grep -q $'\e\\[33mwarning:\e\\[0m' "$dir/raw" || wrong="$wrong; no colour"
+    verdict "$name" "${wrong#; }"
+  done
+  NO_COLOR=1 at_terminal 60 "./train ${long[*]}"
+  verdict "NO_COLOR" "$(! grep -q $'\e\\[[0-9;]*m' "$dir/raw" && grep -q $'\r\e\\[K' "$dir/raw" || echo "there are colours, or no live line")"
+  at_terminal 60 "./train ${long[*]} --log-every 10"
+  verdict "plain lines at a terminal" "$(! grep -q $'\e' "$dir/raw" && [ "$(grep -c '^step  *[0-9]*/40  loss' "$dir/raw")" = 7 ] || echo "not 7 plain lines")"
+  at_terminal 60 "./train ${long[*]} --log $dir/none/log"
+  verdict "an error in red" "$(grep -q $'\e\\[1;31merror:\e\\[0m --log' "$dir/raw" || echo "it is not")"
+  at_terminal 60 "./train ${long[*]} 2>&1 | cat"
+  verdict "a pipe at a terminal" "$(! grep -q $'\e' "$dir/raw" && [ "$(grep -c '^step ' "$dir/raw")" = 40 ] || echo "not 40 plain lines")"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: a live line at a terminal: there is no script (bsdutils)"
+fi
+
+# ---------------------------------------------------------------------------------------------------- TensorBoard
+# A run that is killed behind its checkpoint, and goes on from there with other ranks; read by TensorBoard itself.
+events=(--device cpu --preset tiny --seq 64 --global-batch 6 --steps 20 --val-every 5 --save "$dir/with-events" --tensorboard "$dir/events")
+mpi -np 2 ./train "${events[@]}" --save-every 8 --stop-after 8
+mpi -np 2 ./train "${events[@]}" --resume latest --lr 1 --stop-after 12 --log "$dir/events-lost.jsonl"
+rm -r "$dir/with-events/step-12" && ln -sfn step-8 "$dir/with-events/latest"
+mpi -np 3 ./train "${events[@]}" --resume latest --log "$dir/events.jsonl"
+verdict "event files of rank 0 alone, one a run" "$([ "$status" = 0 ] && [ "$(ls "$dir/events" | wc -l)" = 3 ] || ls "$dir/events")"
+cat >"$dir/events.py" <<'END'
+import json, sys
+from tensorboard.backend.event_processing import event_accumulator
+events = event_accumulator.EventAccumulator(sys.argv[1])
+events.Reload()
+scalars = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+want = {"gradient norm", "learning rate", "loss/training", "loss/validation", "memory/peak MiB",
+        "speed/ms per step", "speed/tokens per second"}
+assert set(scalars) - {"speed/MFU"} == want, scalars.keys()
+assert sorted(scalars["loss/training"]) == list(range(1, 21)), scalars["loss/training"]
+assert sorted(scalars["loss/validation"]) == [5, 10, 15, 20]
+for line in open(sys.argv[2]):
+    step = json.loads(line)
+    if "step" in step:
+        for tag, key in (("loss/training", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr")):
+            assert abs(scalars[tag][step["step"]] / step[key] - 1) < 1e-5, (tag, step)
+END
+if python3 -c 'import tensorboard' 2>/dev/null; then
+  python3 "$dir/events.py" "$dir/events" "$dir/events.jsonl" >"$dir/out" 2>&1
+  verdict "TensorBoard reads what a run and its next parts wrote" "$([ $? = 0 ] || echo "it does not")"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: event files read by TensorBoard: python3 has no tensorboard (pip install tensorboard)"
+fi
+bad "events in a file" "--tensorboard $dir/events.py|not a directory" --tensorboard "$dir/events.py"
+bad "events where checkpoints are" "--tensorboard $dir/with-events|where checkpoints are" --tensorboard "$dir/with-events" --save "$dir/with-events" --resume latest
+bad "events that cannot be written" "--tensorboard|/proc/none" --tensorboard /proc/none
+# shellcheck disable=SC2016 # another shell's
+mpi -np 1 bash -c 'ulimit -f 8 && exec "$@"' - ./train --device cpu --preset tiny --seq 32 --steps 60 --tensorboard "$dir/full-events"
+verdict "events on a full disk" "$([ "$status" = 0 ] && [ "$(tr -d '\r' <"$dir/out" | grep -c '^warning: --tensorboard: events from here on are missing: .*training continues$')" = 1 ] && \
+  grep -q '^step *60/60' "$dir/out" || echo "status $status, or not one warning")"
+
+# ----------------------------------------------------------------------------------------------------- completion
+# tab EXPECTED WORD...: what bash offers for the last word, in its order, with | between.
+touch "$dir/tokens 1.bin" && mkdir "$dir/tokens 2"
+./train --completion bash >"$dir/completion"
+tab() {
+  local expected=$1 got
+  shift
+  # shellcheck disable=SC2016 # another shell's
+  got=$(cd "$dir" && bash --norc -uc 'source ./completion; COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+    rule=$(complete -p "${1##*/}") && [[ $rule =~ -F\ ([_a-z]+) ]] && "${BASH_REMATCH[1]}"
+    IFS="|"; echo "${COMPREPLY[*]-}"' - "$@" 2>&1)
+  echo "$got" >"$dir/out"
+  verdict "Tab behind: $*" "$([ "$got" = "$expected" ] || echo "not $expected")"
+}
+tab "--preset" ./train --pres
+tab "--wrap|--wrap-min-params" ./train --dim 64 --wrap
+tab "simple|rope|llama|mlp" train --arch ""
+tab "sublayer|single" ./train --wrap = s
+tab "fp32" ./train --tf32 --param-dtype f
+tab "hybrid:" ./train --shard h
+tab "0|1" ./train --graph ""
+tab "" ./train --dim ""
+tab "tokens 1.bin|tokens 2" ./train --data tok
+tab "latest" ./train --resume l
+tab "tokens 2" ./train --save tok
+tab "sharding" ./train --help sh
+tab "llama" mpirun -np 2 ./train --arch l
+tab "" mpirun --arch l
+tab "$(./train --help | sed -n 's/^  \(--[-a-z0-9]*\).*/\1/p' | sort -u | paste -sd'|')" ./train --
+if command -v shellcheck >/dev/null; then
+  shellcheck -s bash "$dir/completion" >"$dir/out"
+  verdict "the script for completion is clean" "$([ ! -s "$dir/out" ] || echo "shellcheck says")"
+fi
+
 # ------------------------------------------------------------------------------------------- instead of training
 good "help" "Instead of training" --help
 good "version" "MPI" --version
 good "hardware" '"gpus"' --hardware
 good "hardware of the host" '"host":{"cores":' --hardware
 good "versions of libraries" '"mpi":"' --hardware
+good "presets" "m7c-125m" --list-presets
+good "a section of the help" "--limit-all-gathers N" --help sharding
+bad "no section of the help" "--help shardin|did you mean sharding?|instead-of-training" --help shardin
+mpi -np 3 ./train --help sharding
+verdict "under mpirun help is printed once" "$([ "$(tr -d '\r' <"$dir/out" | grep -c '^SHARDING$')" = 1 ] || echo "it is not")"
+bad "a shell that is not known" "--completion zsh|bash" --completion zsh
 good "parameters" "head" --show-params --preset tiny --device cpu
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b

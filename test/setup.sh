@@ -21,7 +21,7 @@ tool() { # DIRECTORY/NAME, then the script on stdin
 }
 
 # Each package is a folder that is copied onto the machine.
-package() { mkdir -p "$dir/packages/$1"/{bin,include/{CLI,nlohmann,catch2},lib} && cd "$dir/packages/$1" || exit; } # NAME
+package() { mkdir -p "$dir/packages/$1"/{bin,include/{CLI,nlohmann,protozero,catch2},lib} && cd "$dir/packages/$1" || exit; } # NAME
 
 # The real compiler's opinion of the source, without the system's headers; a library is there if the machine has its file.
 package base # copies, so that nothing here can write to the machine that the test runs on
@@ -113,6 +113,11 @@ namespace nlohmann { struct json { static json parse(const char*) { return {}; }
 EOS
 package libxxhash-dev
 echo 'static inline unsigned long long XXH3_64bits(const void*, unsigned long) { return 0; }' >include/xxhash.h
+package libprotozero-dev
+cat >include/protozero/pbf_writer.hpp <<'EOS'
+namespace std { struct string {}; }
+namespace protozero { struct pbf_writer { pbf_writer(std::string&) {} void add_double(int, double) {} }; }
+EOS
 
 package catch2
 printf '#define TEST_CASE(name) static void test()\n#define REQUIRE(x) (void)(x)\n' >include/catch2/catch.hpp
@@ -136,7 +141,7 @@ done
 EOS
 cd "$top" || exit
 
-all=(g++ openmpi-bin libopenmpi-dev libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev)
+all=(g++ openmpi-bin libopenmpi-dev libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev libprotozero-dev)
 
 # machine PACKAGE...: a fresh one with these, apt-get and root's rights; its project lies in a path with a space.
 machine() {
@@ -197,13 +202,13 @@ judge "what was removed is noticed" 0 "installing libopenblas-dev"
 machine
 at ./setup.sh run
 judge "bare, as root" 0 "installing g++"
-equal "bare: what apt-get is asked for" "$(asked)" "g++ libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev"
+equal "bare: what apt-get is asked for" "$(asked)" "g++ libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev libprotozero-dev"
 
 machine g++
 at ./setup.sh run
 judge "a compiler alone" 0
 equal "no temporary file is left by apt-get" "$(ls "$root/tmp")" ""
-equal "a compiler alone: what apt-get is asked for" "$(asked)" "libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev"
+equal "a compiler alone: what apt-get is asked for" "$(asked)" "libopenmpi-dev openmpi-bin libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev libprotozero-dev"
 
 machine "${all[@]}" libblas-dev # overwrites OpenBLAS's header
 at make train
@@ -264,7 +269,7 @@ equal "mpirun of one MPI, mpicxx of another: one line, nothing installed" "$(lin
 machine "${all[@]}" mpich libmpich-dev
 at ./setup.sh run
 equal "MPICH alone will do" "$status $(asked)" "0 "
-machine g++ mpich libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev
+machine g++ mpich libopenblas-dev libcli11-dev nlohmann-json3-dev libxxhash-dev libprotozero-dev
 at ./setup.sh run
 equal "MPICH's mpirun asks for MPICH's headers" "$status $(asked)" "0 libmpich-dev"
 

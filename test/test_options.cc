@@ -14,6 +14,9 @@
 
 #include "lib/program/config_file.h"
 #include "lib/program/options.h"
+#include "lib/program/presets.h"
+#include "lib/program/report.h"
+#include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
@@ -90,6 +93,70 @@ TEST_CASE("help names every option, its values and its default", "[options]") {
   std::string again;
   CHECK(!parse({"--dim", "x", "-h"}, &o, &again));
   CHECK(help == again);
+}
+
+TEST_CASE("a section of the help says more about its options, and about no other's", "[options]") {
+  Options o;
+  std::string help, again;
+  REQUIRE(!parse({"--dim", "x", "--help", "Sharding", "--lr", "3"}, &o, &help));
+  CHECK(!parse({"--help=sharding"}, &o, &again));
+  CHECK(help == again);
+  CHECK(help.rfind("SHARDING\n", 0) == 0);
+  for (const char* word :
+       {"\n    --wrap WHAT\n", "Values: block, sublayer, auto, single.\n", "Environment: FSDP_WRAP."})
+    CHECK(help.find(word) != std::string::npos);
+  CHECK(help.find("--dim") == std::string::npos);
+  CHECK(!parse({"--help", "instead-of-training"}, &o, &help));
+  CHECK(help.find("Environment: FSDP_VERSION=1.") != std::string::npos);
+  // Every option stands in one section; the sections are those that a wrong one's refusal lists.
+  std::string list = refusal({"--help", "x"}), all;
+  CHECK(list.rfind("--help x: no such section; choose one of model, attention, ", 0) == 0);
+  list = list.substr(list.find("one of ") + 7) + ",";
+  for (size_t at = 0, end; (end = list.find(',', at)) != std::string::npos; at = end + 2) {
+    const std::string name = list.substr(at, end - at);
+    CHECK(!parse({"--help", name.c_str()}, &o, &help));
+    std::istringstream lines(help);
+    for (std::string line; std::getline(lines, line);) CHECK(line.size() <= 88);
+    all += help;
+  }
+  const auto keys = to_json(Options());
+  for (const auto& item : keys.items()) {
+    std::string name = "\n    --" + item.key();
+    for (char& c : name)
+      if (c == '_') c = '-';
+    INFO(name);
+    const size_t first = std::min(all.find(name + " "), all.find(name + "\n"));
+    CHECK(first != std::string::npos);
+    CHECK(all.find(name + "\n", first + 1) == std::string::npos);
+  }
+  refused({"--help", "shardin"}, {"--help shardin", "did you mean sharding?"});
+}
+
+TEST_CASE("the list of presets has the sizes that a run of each has", "[options]") {
+  std::istringstream lines(presets_text());
+  std::string line;
+  std::getline(lines, line);
+  CHECK(line.rfind("preset ", 0) == 0);
+  for (const char* name : preset_names()) {
+    INFO(name);
+    const Run r = resolve(parsed({"--preset", name}), 1, 0);
+    REQUIRE(std::getline(lines, line));
+    std::istringstream words(line);
+    std::string preset, arch, heads, kv_heads, unit;
+    int64_t dim, depth, hidden, vocab, seq, batch, accum;
+    double parameters;
+    words >> preset >> arch >> dim >> depth >> heads >> kv_heads >> hidden >> vocab >> seq >> batch >> accum >>
+        parameters >> unit;
+    CHECK(preset == name);
+    CHECK(arch == name_of(r.model.arch));
+    CHECK(heads == (r.model.arch == Arch::mlp ? "-" : std::to_string(r.model.heads)));
+    for (const auto& [shown, is] :
+         {std::pair(dim, r.model.dim), std::pair(depth, r.model.depth), std::pair(hidden, r.model.hidden),
+          std::pair(vocab, r.model.vocab), std::pair(seq, r.model.seq), std::pair(batch, r.batch)})
+      CHECK(shown == is);
+    CHECK(unit == "M");
+    CHECK(std::fabs(parameters - 1e-6 * double(parameter_count(r.model))) < 0.06);
+  }
 }
 
 TEST_CASE("options are read", "[options]") {
@@ -300,6 +367,11 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--show-params",
                             "--show-schedule",
                             "--hardware",
+                            "--tensorboard",
+                            "events",
+                            "--list-presets",
+                            "--completion",
+                            "bash",
                             "--version"});
   const auto changed = to_json(o), unset = to_json(Options());
   for (const auto& [key, value] : changed.items()) {
@@ -482,10 +554,12 @@ TEST_CASE("mistakes in a file of options", "[options]") {
 TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   StepRecord r{12, 3.21451, 1.234, 3e-4, 324.1, 101123, 17203, 0.556, -1, -1, nan};
-  CHECK(step_line(r, 100, 92, false) ==
+  CHECK(step_line(r, 100, 92) ==
         "step   12/100  loss 3.2145  norm 1.23  lr 3.0e-04  324.1 ms  101,123 tok/s  mfu 55.6 %  peak 17,203 MiB  left "
         "1m32s");
-  CHECK(step_line(r, 100, 92, true).size() < 100);
+  CHECK(live_line(r, 100, 92, nan, 200) ==
+        "step 12/100 loss 3.2145 norm 1.23 lr 3.0e-04 324.1 ms 101,123 tok/s mfu 55.6% 17,203 MiB left 1m32s");
+  CHECK(live_line(r, 100, 92, 3.5, 40) == "step 12/100 avg loss 3.5000 left 1m32s");
   auto j = step_json(r);
   CHECK(j["mfu"] == 0.556);
   CHECK(j.count("val_loss") == 0);
@@ -493,15 +567,21 @@ TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
   for (const char* key : {"step", "loss", "tokens_per_sec", "grad_norm", "lr", "timestamp", "step_ms", "peak_mib"})
     CHECK(j.count(key) == 1);
   r = {1234567, 3.2, 123456.7, 3e-4, 32412.1, 123456789, 1234567, 0.556, 12.3, 4.5, 2.5};
-  CHECK(step_line(r, 2345678, 1e6, true).size() < 100);
-  CHECK(step_line(r, 2345678, 1e6, true).find("loss 3.2000") != std::string::npos);
+  // What does not fit is left out, step and loss never; a line as long as the terminal is wide would wrap in some.
+  for (int columns = 1; columns < 200; columns++) {
+    const std::string line = live_line(r, 2345678, 1e6, nan, columns), all = "step 1234567/2345678 loss 3.2000";
+    INFO(columns << " " << line);
+    CHECK(line.size() < std::max<size_t>(2, size_t(columns)));
+    CHECK(line.substr(0, all.size()) == all.substr(0, line.size()));
+  }
+  CHECK(live_line(r, 2345678, 1e6, nan, 199).find("exposed 12.3 + 4.5 ms") != std::string::npos);
   r.mfu = -1, r.loss = nan;
   j = step_json(r);
   CHECK(j["mfu"].is_null());
   CHECK(j["val_loss"] == 2.5);
   CHECK(j["exposed_reduce_ms"] == 4.5);
   CHECK(nlohmann::json::parse(j.dump())["loss"].is_null());
-  CHECK(step_line(r, 100, 1, false).find("mfu") == std::string::npos);
+  CHECK(step_line(r, 100, 1).find("mfu") == std::string::npos);
 }
 
 TEST_CASE("what another run was told is taken over where this one is told nothing", "[options]") {
@@ -585,6 +665,12 @@ TEST_CASE("a state that an older or another program wrote", "[options]") {
   CHECK_THROWS_AS(read_state(json(7), "F"), UsageError);
 }
 
+TelemetryOptions log_to(const std::string& path, bool append) {
+  TelemetryOptions o;
+  o.log = path, o.append = append, o.total_steps = 10;
+  return o;
+}
+
 TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {
   const ConfigFile file(""), said("");
   const char* path = file.path.c_str();
@@ -594,7 +680,7 @@ TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[
   REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
   const auto action = std::signal(SIGXFSZ, SIG_IGN);
   {
-    Telemetry t(path, false, header, 10, 1);
+    Telemetry t(log_to(path, false), header);
     const rlimit small = {400, before.rlim_max};
     REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
     std::fflush(stdout);
@@ -613,7 +699,7 @@ TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[
   CHECK(first.rfind(strf("--log %s: lines from here on are missing", path), 0) == 0);
   CHECK(second.empty());
   {
-    Telemetry t(path, true, header, 10, 1);
+    Telemetry t(log_to(path, true), header);
     t.record(line);
   }
   std::ifstream in(path);

@@ -131,8 +131,12 @@ TEST_CASE("a log replaces a log alone", "[telemetry]") {
     INFO(text);
     const std::string path = dir.file("text", text);
     CHECK(log(path) == "--log " + path + refused);
-    for (bool append : {false, true})
-      CHECK(error_of([&] { Telemetry(path, append, {}, 1, 1); }) == "--log " + path + refused);
+    TelemetryOptions o;
+    o.log = path;
+    for (bool append : {false, true}) {
+      o.append = append;
+      CHECK(error_of([&] { Telemetry(o, {}); }) == "--log " + path + refused);
+    }
   }
   CHECK(log(dir.file("long", std::string(3 << 20, '{'))) == "--log " + (dir / "long") + refused);
   for (const std::string& path : {dir.path, std::string("/dev/null")})

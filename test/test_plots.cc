@@ -89,13 +89,43 @@ TEST_CASE("memory is stacked, with what stays at the bottom", "[plots]") {
 TEST_CASE("loss curves leave out what is not a number", "[plots]") {
   const ScratchDirectory dir;
   const std::string log = dir.file("a.jsonl", log_text({5, std::nan(""), 3}));
-  CHECK(has(script({log}), "$curve0 << EOD\n1 5\n3 3\nEOD"));
-  CHECK(has(script({log}), "title \"a\""));
+  CHECK(has(script({log}, PlotKind::loss), "$curve0 << EOD\n1 5\n3 3\nEOD"));
+  CHECK(has(script({log}, PlotKind::loss), "title \"a\""));
   json row = result_row(1, "4", "PyTorch", 1, 1);
   row["losses"] = {2.5, nullptr, 2};
-  CHECK(has(script({log, dir.rows("rows.jsonl", {row})}), "$curve1 << EOD\n1 2.5\n3 2\nEOD"));
+  CHECK(has(script({log, dir.rows("rows.jsonl", {row})}, PlotKind::loss), "$curve1 << EOD\n1 2.5\n3 2\nEOD"));
   const std::string none = dir.file("none.jsonl", log_text({std::nan("")}));
-  CHECK(usage_error_of([&] { script({none}); }) == none + " has no losses to plot");
+  CHECK(usage_error_of([&] { script({none}, PlotKind::loss); }) == none + " has no losses to plot");
+}
+
+TEST_CASE("a log is drawn as loss, gradient norm and tokens/s by step", "[plots]") {
+  const ScratchDirectory dir;
+  const json header = {{"command", "./train"}, {"commit", "a"}, {"config", json::object()}};
+  const auto step = [](int n, double loss) {
+    return json{{"step", n}, {"loss", loss}, {"grad_norm", 2 * loss}, {"tokens_per_sec", 100 * n}};
+  };
+  json validated = step(2, 4);
+  validated["val_loss"] = 4.5;
+  // Step 3 was made twice, from a checkpoint of step 2 on; the last line was cut by what killed the run.
+  const std::string text = header.dump() + "\n" + step(1, std::nan("")).dump() + "\n" + validated.dump() + "\n" +
+                           step(3, 9).dump() + "\n" + step(4, 9).dump() + "\n" + header.dump() + "\n" +
+                           step(3, 3).dump() + "\n{\"step\": 4, \"lo";
+  const std::string log = dir.file("a.jsonl", text), drawn = script({log});
+  CHECK(has(drawn, "$loss0 << EOD\n2 4\n3 3\nEOD"));
+  CHECK(has(drawn, "$val_loss0 << EOD\n2 4.5\nEOD"));
+  CHECK(has(drawn, "$grad_norm0 << EOD\n2 8\n3 6\nEOD"));
+  CHECK(has(drawn, "$tokens_per_sec0 << EOD\n1 100\n2 200\n3 300\nEOD"));
+  CHECK(has(drawn, "layout 3,1 title \"a\""));
+  // Several in one picture. What a log has not got leaves its panel out; names that are alike are told apart.
+  std::filesystem::create_directory(dir / "b");
+  const std::string other = dir.file("b/a.jsonl", log_text({5, std::nan(""), 3})), both = script({log, other});
+  CHECK(has(both, "$loss1 << EOD\n1 5\n\n3 3\nEOD"));
+  CHECK(has(both, "title \"" + other + "\""));
+  CHECK(!has(both, "$grad_norm1"));
+  CHECK(has(script({other}), "layout 1,1"));
+  const std::string none = dir.file("none.jsonl", header.dump() + "\n");
+  CHECK(usage_error_of([&] { script({none}); }) == none + " has no steps to plot");
+  CHECK(has(usage_error_of([&] { script({log, dir.rows("rows.jsonl", depth_rows())}); }), "rows.jsonl is not a log"));
 }
 
 TEST_CASE("a sweep over numbers is lines of theirs, PyTorch's and ours", "[plots]") {
@@ -138,7 +168,7 @@ TEST_CASE("what cannot be plotted is refused in a line", "[plots]") {
   PlotRequest r;
   CHECK(usage_error_of([&] { plot(r); }) == "--plot: name a file, or --kind unit");
   CHECK(usage_error_of([] { plot_kind("pie"); }) ==
-        "--kind pie: choose one of timeline, memory, loss, bars, scaling, unit");
+        "--kind pie: choose one of timeline, memory, curves, loss, bars, scaling, unit");
   CHECK(usage_error_of([&] { script({dir / "none"}); }) == dir / "none" + " cannot be read");
   CHECK(usage_error_of([&] { script({dir.file("empty", "")}); }) == dir / "empty" + " is empty");
   CHECK(has(usage_error_of([&] { script({dir.file("text", "hello\n")}); }), "not a row of ./bench --sweep"));
@@ -167,6 +197,7 @@ TEST_CASE("gnuplot takes every kind, and makes the same picture twice", "[plots]
                     log = dir.file("log \"1\".jsonl", log_text({5, std::nan(""), 3}));
   for (const auto& [file, kind] : std::vector<std::pair<std::string, PlotKind>>{{trace, PlotKind::timeline},
                                                                                 {trace, PlotKind::memory},
+                                                                                {log, PlotKind::curves},
                                                                                 {log, PlotKind::loss},
                                                                                 {rows, PlotKind::bars},
                                                                                 {rows, PlotKind::scaling}}) {

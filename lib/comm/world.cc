@@ -15,6 +15,7 @@
 
 #include "lib/comm/flight.h"
 #include "lib/comm/mpi_calls.h"
+#include "lib/device/terminal.h"
 
 namespace {
 MPI_Comm numbered = MPI_COMM_NULL;
@@ -133,8 +134,7 @@ void abort_all_ranks(const std::string& text, int status, Cause cause) {
     _exit(status);
   }
   const std::string records = cause == Cause::fault ? flight::write_records(text) : "";
-  std::fprintf(stderr, "error: %s%s\n", text.c_str(), records.c_str());
-  std::fflush(stderr);
+  terminal::say("error: " + text + records);
   flight::done_speaking();
   int started = 0;
   MPI_Initialized(&started);

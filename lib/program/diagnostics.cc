@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "lib/device/nvml.h"
+#include "lib/device/terminal.h"
 #include "lib/program/audits.h"
 #include "lib/program/format.h"
 
@@ -111,18 +112,7 @@ LineFile::LineFile(const std::string& path) : file_(files::open_to_append(path))
   if (newline != std::string::npos && newline + 1 < end.size()) cut(bytes_ - int64_t(end.size() - newline - 1));
 }
 
-void LineFile::add(const std::string& line) {
-  const std::string text = line + "\n";
-  try {
-    file_->write(text.data(), int64_t(text.size()));
-  } catch (const Error&) {
-    try {
-      cut(bytes_);
-    } catch (const Error&) {}  // the first error says it
-    throw;
-  }
-  bytes_ += int64_t(text.size());
-}
+void LineFile::add(const std::string& line) { files::append_whole(file_.get(), line + "\n", &bytes_); }
 
 void LineFile::cut(int64_t bytes) {
   files::cut(file_.get(), bytes);
@@ -182,8 +172,8 @@ void Diagnostics::attempt(F f) {
     f();
   } catch (const Error& e) {
     if (!failed_.exchange(true))
-      std::fprintf(stderr, "warning: rank %d: --diagnostics: lines are missing from here on: %s; training goes on\n",
-                   world_.rank, e.what());
+      terminal::say(strf("warning: rank %d: --diagnostics: lines are missing from here on: %s; training goes on",
+                         world_.rank, e.what()));
   }
 }
 
@@ -217,7 +207,7 @@ void Diagnostics::end(const std::string& wrong) {
 void Diagnostics::stalled(double seconds, int64_t step) {
   const std::string text =
       strf("no step has ended for %.3g s: step %lld of %lld is awaited", seconds, ll(step + 1), ll(r_.last_step));
-  std::fprintf(stderr, "warning: rank %d: %s\n", world_.rank, text.c_str());
+  terminal::say(strf("warning: rank %d: %s", world_.rank, text.c_str()));
   if (!dir_.empty()) heartbeat(step, "stall", {{"text", text}, {"seconds", seconds}});
 }
 

@@ -117,6 +117,18 @@ void cut(File* file, int64_t bytes) {
   change("ftruncate", file->path, [&] { return ::ftruncate(file->fd, off_t(bytes)); });
 }
 
+void append_whole(File* file, const std::string& piece, int64_t* bytes) {
+  try {
+    file->write(piece.data(), int64_t(piece.size()));
+  } catch (const Error&) {
+    try {
+      cut(file, *bytes);
+    } catch (const Error&) {}  // the first error says it
+    throw;
+  }
+  *bytes += int64_t(piece.size());
+}
+
 std::unique_ptr<File> create_in(const std::string& dir, const std::string& name) {
   const int fd = ::open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (fd < 0) fail("open", dir, errno);

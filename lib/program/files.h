@@ -73,6 +73,8 @@ std::unique_ptr<File> open_to_read(const std::string& path);
 int64_t size_of(const File& file);
 void read_at(const File& file, char* p, int64_t n, int64_t offset);
 std::string read_all(const std::string& path, int64_t most);  // of no more than that
+// Behind what such a file holds, *bytes, which it counts. What cannot be written whole is cut off again.
+void append_whole(File* file, const std::string& piece, int64_t* bytes);
 // In a directory that is this program's own: a link in its place is refused.
 std::unique_ptr<File> create_in(const std::string& dir, const std::string& name);
 

@@ -11,6 +11,7 @@
 
 #include "lib/comm/flight.h"
 #include "lib/device/error.h"
+#include "lib/device/terminal.h"
 
 namespace halt {
 namespace {
@@ -18,6 +19,7 @@ namespace {
 std::atomic<bool> finishes{false}, file_asks{false}, launcher_asks{false};
 std::atomic<long long> first_ms{0};  // of a signal; 0: none came
 std::atomic<bool> continued{false};  // by the launcher
+const char* fresh_line = "";         // set before the handler
 
 long long now_ms() {
   timespec t;
@@ -39,7 +41,8 @@ void on_signal(int signal) {
                            ? "error: a second signal: ended at once; nothing is saved of what came after the latest "
                              "checkpoint\n"
                            : "error: ended by a signal before the first step; there is nothing to save\n";
-    if (write(2, text, std::strlen(text)) < 0) {}  // nobody is left to tell
+    for (const char* part : {fresh_line, text})
+      if (write(2, part, std::strlen(part)) < 0) {}  // nobody is left to tell
     flight::done_speaking();
   }
   flight::set_fate(flight::Fate::was_interrupted);
@@ -56,6 +59,7 @@ constexpr double by_file = 1e6;  // above any number of ranks
 }  // namespace
 
 void catch_signals() {
+  fresh_line = terminal::clear_line(terminal::error);
   struct sigaction action = {};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;

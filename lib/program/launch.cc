@@ -67,6 +67,13 @@ bool in_ci(const Environment& variable) {
   return ci && (!std::strcmp(ci, "1") || !std::strcmp(ci, "true"));
 }
 
+bool is_first_process() {
+  try {
+    const Launcher by = launcher_of(std::getenv);
+    return !by.of_mpi() || by.rank == 0;
+  } catch (const UsageError&) { return true; }
+}
+
 SingleRank judge_single_rank(const Launcher& by, int gpus, bool allowed, bool ci, const std::string& typed) {
   if (allowed) return {};
   const int n = by.ranks;

@@ -35,6 +35,8 @@ struct Launcher {
 using Environment = std::function<const char*(const char* name)>;
 // Throws UsageError that names the variable of an MPI launcher if it is no number, or no rank of that many.
 Launcher launcher_of(const Environment& variable);
+// Of those that a launcher of MPI started: the one that prints what all would. True where nobody can tell.
+bool is_first_process();
 
 // What is to be said of a run with one rank. gpus: that it could use, 0 if it shall use none. allowed:
 // --allow-single-rank. ci: nobody is there who could start it in another way. typed: the command without mpirun.

@@ -17,40 +17,21 @@
 #include "lib/program/checked_json.h"
 #include "lib/program/chips.h"
 #include "lib/program/config_file.h"
+#include "lib/program/options_parts.h"
 #include "lib/program/presets.h"
+
+using namespace options_parts;
 
 namespace {
 
-using Member =
-    std::variant<int64_t Options::*, uint64_t Options::*, double Options::*, bool Options::*, std::string Options::*>;
-
-// What a value may be. Numbers: from lo to hi; `open` leaves out the end that it names ("lo" or "hi").
-struct Allowed {
-  double lo = 0, hi = 0;
-  const char* open = "";
-  std::vector<const char*> words = {};  // strings: one of these; none: anything
-};
 constexpr double most = double(most_exact);
 Allowed from(double lo, double hi) { return {lo, hi}; }
 Allowed above(double lo, double hi) { return {lo, hi, "lo"}; }
 Allowed from_to_below(double lo, double hi) { return {lo, hi, "hi"}; }
 Allowed at_least(double lo) { return {lo, most}; }
-Allowed one_of(std::vector<const char*> words) { return {0, 0, "", std::move(words)}; }
+Allowed one_of(std::vector<const char*> words) { return {0, 0, "", std::move(words), {}}; }
+Allowed any_as(std::vector<const char*> suggested) { return {0, 0, "", {}, std::move(suggested)}; }
 const Allowed any = {}, flag = {};
-
-struct Spec {
-  const char* name;
-  const char* value;  // the value's name in the help; it tells the unit
-  Member member;
-  Allowed allowed;
-  const char* help;
-  const char* otherwise = nullptr;  // what happens without the option; null: the value in Options is the default
-  const char* group = nullptr;
-};
-struct Group {
-  const char* name;
-  std::vector<Spec> specs;
-};
 
 std::vector<Spec> flat(const std::vector<Group>& groups) {
   std::vector<Spec> all;
@@ -59,8 +40,10 @@ std::vector<Spec> flat(const std::vector<Group>& groups) {
   return all;
 }
 
+}  // namespace
+
 // clang-format off
-const std::vector<Spec> specs = flat({
+const std::vector<Spec> options_parts::specs = flat({
 {"Model", {
   {"preset", "NAME", &Options::preset, one_of(preset_names()), "model shape and batch; sizes given as options win", "tiny on a CPU, m7c on a GPU"},
   {"arch", "NAME", &Options::arch, one_of(names_of(arch_names)), "simple: LayerNorm, sin/cos positions, biases; rope: RMSNorm, RoPE, no biases; llama: rope with SwiGLU; mlp: no attention", "the preset's"},
@@ -97,7 +80,7 @@ const std::vector<Spec> specs = flat({
   {"min-lr-ratio", "X", &Options::min_lr_ratio, from(0, 1), "the cosine schedule ends at this fraction of the peak"},
   {"warmup", "STEPS", &Options::warmup, at_least(0), "linear warm-up", "a tenth of the steps, at most 100"},
   {"clip-norm", "P", &Options::clip_norm, one_of({"1", "2", "3", "inf"}), "the norm that --clip bounds and the log shows"},
-  {"on-nan", "WHAT", &Options::on_nan, any, "at a loss or gradient norm that is not finite: stop; or skip[:K], leave the step out, at most K in a row (10)"},
+  {"on-nan", "WHAT", &Options::on_nan, any_as({"stop", "skip", "skip:"}), "at a loss or gradient norm that is not finite: stop; or skip[:K], leave the step out, at most K in a row (10)"},
   {"beta1", "X", &Options::beta1, from_to_below(0, 1), "AdamW's beta1"},
   {"beta2", "X", &Options::beta2, from_to_below(0, 1), "AdamW's beta2"},
   {"eps", "X", &Options::eps, above(0, 1), "AdamW's epsilon"},
@@ -132,13 +115,13 @@ const std::vector<Spec> specs = flat({
   {"moments", "TYPE", &Options::moments, one_of({"fp32", "bf16"}), "type of AdamW's moments; bf16 is rounded stochastically"},
 }},
 {"Sharding", {
-  {"shard", "MODE", &Options::shard, any, "full: shard parameters, gradients and optimizer state (ZeRO-3); grad: keep parameters unsharded after the forward (ZeRO-2); "
+  {"shard", "MODE", &Options::shard, any_as({"full", "grad", "none", "hybrid:"}), "full: shard parameters, gradients and optimizer state (ZeRO-3); grad: keep parameters unsharded after the forward (ZeRO-2); "
     "none: replicate everything and all-reduce gradients (DDP); hybrid:K: full within groups of K ranks, replicated across groups (HSDP)"},
   {"wrap", "WHAT", &Options::wrap, one_of(names_of(wrap_names)), "what makes a unit, which is gathered at once: a block; attention and MLP separately; modules by size; the entire model"},
   {"wrap-min-params", "N", &Options::wrap_min_params, at_least(0), "--wrap auto: a module with at least N parameters is a unit; smaller neighbours are merged until they reach N"},
   {"bucket-mb", "MiB", &Options::bucket_mb, from(0, 1 << 20), "--wrap auto: do not merge neighbours beyond this size; 0: no limit"},
   {"reshard-after-forward", "0|1", &Options::reshard_after_forward, from(0, 1), "0: keep parameters unsharded from the forward to the end of the step", "1; 0 with --shard grad and none"},
-  {"limit-all-gathers", "N", &Options::limit_all_gathers, any, "slots for gathered units, 1 to 64; off: one per unit", "2"},
+  {"limit-all-gathers", "N", &Options::limit_all_gathers, any_as({"off"}), "slots for gathered units, 1 to 64; off: one per unit", "2"},
   {"gradient-slots", "N", &Options::gradient_slots, from(1, 64), "slots for unsharded gradients: units whose reduction may be pending"},
   {"forward-prefetch", "N", &Options::forward_prefetch, from(0, 64), "units to gather ahead, as far as slots allow; 0: gather a unit when it is needed", "one less than the slots, at least 1"},
   {"backward-prefetch", "WHEN", &Options::backward_prefetch, one_of(names_of(backward_prefetch_names)), "gather the next unit before a unit's gradient is computed, after it, or when it is needed"},
@@ -155,7 +138,7 @@ const std::vector<Spec> specs = flat({
   {"save", "DIR", &Options::save, any, "save to DIR at the end, and every --save-every steps", "never"},
   {"save-every", "STEPS", &Options::save_every, at_least(0), "save every so many steps; 0: only at the end"},
   {"keep", "N", &Options::keep, from(0, 1 << 20), "saved steps to keep; 0: all"},
-  {"resume", "DIR", &Options::resume, any, "resume from a saved step, from the latest in DIR, or from the `latest` in --save; any number of ranks", "start from scratch"},
+  {"resume", "DIR", &Options::resume, any_as({"latest"}), "resume from a saved step, from the latest in DIR, or from the `latest` in --save; any number of ranks", "start from scratch"},
   {"init", "DIR", &Options::init, any, "begin with the weights and sizes of DIR: config.json and safetensors files of a Hugging Face Llama, or of --export; with --attn nsa the three branches share its keys and values; "
     "--resume, once there is a checkpoint, goes before", "random weights"},
   {"export", "PATH", &Options::export_to, any, "write the unsharded model at the end: to a directory with config.json, in Hugging Face's names for llama with dense attention; or to one file, if the name ends in .safetensors", "not written"},
@@ -177,7 +160,8 @@ const std::vector<Spec> specs = flat({
 }},
 {"Output", {
   {"log", "FILE", &Options::log, any, "write JSON lines: a header, then an object per step; --resume appends", "no file"},
-  {"log-every", "STEPS", &Options::log_every, at_least(1), "print and log every so many steps"},
+  {"tensorboard", "DIR", &Options::tensorboard, any, "write event files for TensorBoard to DIR every --log-every steps; --resume adds one", "no files"},
+  {"log-every", "STEPS", &Options::log_every, at_least(1), "log every so many steps, and print a line for each of these also on a terminal, where without this option one line is redrawn"},
   {"comm-timing", "", &Options::comm_timing, flag, "measure the communication that computation does not hide"},
   {"nsa-stats", "", &Options::nsa_stats, flag, "log gate and selection statistics of each block over all ranks' sequences, and which kernels ran on rank 0; needs --log"},
   {"diagnostics", "DIR", &Options::diagnostics, any, "write training_fsdp.csv, k_stats_fsdp.csv, fallback_counters_fsdp.csv, a heartbeat of each rank, "
@@ -194,12 +178,18 @@ const std::vector<Spec> specs = flat({
   {"show-schedule", "", &Options::show_schedule, flag, "print what a step gathers, uses, releases and reduces, in order"},
   {"show-params", "", &Options::show_params, flag, "print the table of parameters"},
   {"hardware", "", &Options::hardware, flag, "print the machine's hardware and the versions of its libraries as JSON"},
+  {"list-presets", "", &Options::list_presets, flag, "print the presets and their sizes"},
+  {"completion", "SHELL", &Options::completion, one_of({"bash"}), "print what lets Tab complete options and their values: source <(./train --completion bash)", "none"},
   {"version", "", &Options::version, flag, "print commit, CUDA, NCCL and MPI"},
 }}});
 // clang-format on
 
-bool is_flag(const Spec& s) { return std::holds_alternative<bool Options::*>(s.member); }
-bool is_number(const Spec& s) { return !is_flag(s) && !std::holds_alternative<std::string Options::*>(s.member); }
+bool options_parts::is_flag(const Spec& s) { return std::holds_alternative<bool Options::*>(s.member); }
+bool options_parts::is_number(const Spec& s) {
+  return !is_flag(s) && !std::holds_alternative<std::string Options::*>(s.member);
+}
+
+namespace {
 
 // Numbers as people write them: 4096, 0.1, 1e-08.
 std::string number_text(double x) {
@@ -226,14 +216,6 @@ std::string allowed_text(const Spec& s) {
   if (!is_number(s)) return s.allowed.words.empty() ? "give a value" : "choose " + joined(s.allowed.words, " or ");
   const bool real = std::holds_alternative<double Options::*>(s.member);
   return std::string("must be ") + (real ? "a number " : "a whole number ") + range_text(s.allowed);
-}
-
-// For the help: "1 to 64", "0 or more", "bf16, fp32".
-std::string values_text(const Spec& s) {
-  if (!is_number(s)) return joined(s.allowed.words, ", ");
-  const std::string text = range_text(s.allowed);
-  const size_t blank = text.find(' ') + 1;
-  return text.rfind("above", 0) == 0 ? text : text.substr(blank);
 }
 
 // A value as it was given, and as an error quotes it: "--dim 64", "FSDP_DIM=64", "--config FILE:3: dim = 64".
@@ -323,75 +305,53 @@ int distance(const std::string& a, const std::string& b) {
 
 const char prefix[] = "FSDP_";  // of environment variables
 
-// FSDP_KV_HEADS
-std::string variable_of(const std::string& name) {
-  std::string variable = key_of(name);
-  for (char& c : variable) c = char(std::toupper(static_cast<unsigned char>(c)));
-  return prefix + variable;
+}  // namespace
+
+std::string options_parts::values_text(const Spec& s) {
+  if (!is_number(s)) return joined(s.allowed.words, ", ");
+  const std::string text = range_text(s.allowed);
+  const size_t blank = text.find(' ') + 1;
+  return text.rfind("above", 0) == 0 ? text : text.substr(blank);
 }
 
-// The option that is meant by what is none, or nothing if no name is near.
-std::string nearest(std::string name) {
-  name.erase(0, name.find_first_not_of('-'));
-  name = name.substr(0, name.find('='));
-  std::replace(name.begin(), name.end(), '_', '-');
-  if (name.size() > 64) return "";
-  std::string best;
-  int best_distance = std::max(1, int(name.size()) / 3) + 1;
-  for (const Spec& s : specs) {
-    // The beginning of a name is near too: --kv for --kv-heads.
-    int d = distance(name, s.name);
-    if (name.size() >= 2 && std::string(s.name).rfind(name, 0) == 0) d = 1;
-    if (d < best_distance) best_distance = d, best = s.name;
-  }
-  return best;
-}
-
-std::string did_you_mean(const std::string& name) { return name.empty() ? "" : " (did you mean " + name + "?)"; }
-
-std::string default_text(const Spec& s) {
+std::string options_parts::default_text(const Spec& s) {
   if (s.otherwise) return s.otherwise;
   const nlohmann::json value = get(s, Options());
   return value.is_number() ? number_text(value.get<double>()) : value.is_string() ? value.get<std::string>() : "off";
 }
 
-std::string help_text() {
-  const size_t column = 26, width = 100;
-  std::string text =
-      "Trains a transformer with fully sharded data parallelism.\n"
-      "Usage: mpirun -np RANKS ./train [options]\n"
-      "Every option can also be an environment variable: --grad-accum 4 is FSDP_GRAD_ACCUM=4, --tf32 is\n"
-      "FSDP_TF32=1. The command line wins over the environment, and that over the file of --config.\n";
-  auto entry = [&](const std::string& name, const std::string& what) {
-    std::string line = "  " + name;
-    line.resize(std::max(column, line.size() + 2), ' ');
-    size_t at = 0;
-    while (at < what.size()) {  // words, wrapped
-      size_t end = std::min(what.find(' ', at), what.size());
-      if (line.size() > column && line.size() + 1 + (end - at) > width) {
-        text += line + "\n";
-        line = std::string(column, ' ');
-      } else if (at > 0) {
-        line += ' ';
-      }
-      line += what.substr(at, end - at);
-      at = end + 1;
-    }
-    text += line + "\n";
-  };
-  const char* group = "";
-  for (const Spec& s : specs) {
-    if (std::string(group) != s.group) text += strf("\n%s\n", group = s.group);
-    std::string what = s.help;
-    const std::string range = values_text(s);
-    if (!is_flag(s))
-      what += strf(" (%s%sdefault: %s)", range.c_str(), range.empty() ? "" : "; ", default_text(s).c_str());
-    entry(strf("--%s%s%s", s.name, *s.value ? " " : "", s.value), what);
-    if (std::string(s.name) == "device")
-      entry("--config FILE", "read options from a file, one `name = value` per line, # for comments");
+std::string options_parts::variable_of(const std::string& name) {
+  std::string variable = key_of(name);
+  for (char& c : variable) c = char(std::toupper(static_cast<unsigned char>(c)));
+  return prefix + variable;
+}
+
+std::string options_parts::nearest(const std::string& typed, const std::vector<std::string>& names) {
+  if (typed.size() > 64) return "";
+  std::string best;
+  int best_distance = std::max(1, int(typed.size()) / 3) + 1;
+  for (const std::string& name : names) {
+    // The beginning of a name is near too: --kv for --kv-heads.
+    int d = distance(typed, name);
+    if (typed.size() >= 2 && name.rfind(typed, 0) == 0) d = 1;
+    if (d < best_distance) best_distance = d, best = name;
   }
-  entry("--help", "print this text");
-  return text;
+  return best;
+}
+
+std::string options_parts::did_you_mean(const std::string& name) {
+  return name.empty() ? "" : " (did you mean " + name + "?)";
+}
+
+namespace {
+
+std::string nearest_option(std::string typed) {
+  typed.erase(0, typed.find_first_not_of('-'));
+  typed = typed.substr(0, typed.find('='));
+  std::replace(typed.begin(), typed.end(), '_', '-');
+  std::vector<std::string> names;
+  for (const Spec& s : specs) names.push_back(s.name);
+  return nearest(typed, names);
 }
 
 std::string in_quotes(const std::string& s) {
@@ -405,7 +365,7 @@ std::string in_quotes(const std::string& s) {
     if (culprit.empty() || (culprit[0] != '-' && a[0] == '-')) culprit = a;
   if (culprit.empty() || culprit[0] != '-')
     throw UsageError(strf("unexpected argument '%s'; see --help", excerpt(culprit).c_str()));
-  const std::string near = nearest(culprit);
+  const std::string near = nearest_option(culprit);
   throw UsageError(strf("unknown option %s%s; see --help", excerpt(culprit).c_str(),
                         did_you_mean(near.empty() ? "" : "--" + near).c_str()));
 }
@@ -475,7 +435,7 @@ std::vector<std::string> unknown_variables() {
     if (std::any_of(specs.begin(), specs.end(), [&](const Spec& s) { return variable_of(s.name) == name; })) continue;
     std::string as_option = name.substr(sizeof prefix - 1);
     for (char& c : as_option) c = char(std::tolower(static_cast<unsigned char>(c)));
-    const std::string near = nearest(as_option);
+    const std::string near = nearest_option(as_option);
     warnings.push_back(strf("the environment has %s, which is no option%s; it is ignored", excerpt(name).c_str(),
                             did_you_mean(near.empty() ? "" : variable_of(near)).c_str()));
   }
@@ -488,7 +448,7 @@ Layer read_file(const std::string& path) {
     const std::string where = strf("--config %s:%d: ", path.c_str(), setting.line), shown = excerpt(setting.name);
     REQUIRE_USER(std::any_of(specs.begin(), specs.end(), [&](const Spec& s) { return s.name == setting.name; }),
                  "%sunknown option '%s'%s; see --help", where.c_str(), shown.c_str(),
-                 did_you_mean(nearest(setting.name)).c_str());
+                 did_you_mean(nearest_option(setting.name)).c_str());
     const Given given = {setting.value, where + shown + " = " + quoted(setting.value)};
     REQUIRE_USER(layer.emplace(setting.name, given).second, "%s%s is given more than once", where.c_str(),
                  shown.c_str());
@@ -508,13 +468,12 @@ void check_combinations(const Options& o) {
                "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
   for (const char* name : {"sample-every", "prompt", "temperature", "top-k"})
     REQUIRE_USER(o.sample > 0 || !o.gives(name), "--%s needs --sample N, the tokens to write", name);
-  const bool instead = o.show_schedule || o.show_params || o.hardware || o.version;
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
     REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
                  option);
   REQUIRE_USER(o.stop_after != 0 || (!o.profile && o.trace.empty()),
                "--stop-after 0 takes no step, so there is nothing for --profile or --trace");
-  REQUIRE_USER(o.trace.empty() || o.plan || !instead, "--trace needs a step: a run, or --plan");
+  REQUIRE_USER(o.trace.empty() || o.plan || !o.instead_of_training(), "--trace needs a step: a run, or --plan");
   REQUIRE_USER(o.tokens == 0 || o.epochs == 0, "--tokens and --epochs both say when to stop; drop one");
   REQUIRE_USER(o.stop_after != 0 || o.save.empty(),
                "--stop-after 0 takes no step, so there is nothing for --save; --export writes the initial weights");
@@ -544,8 +503,10 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
   *out = Options();
   // Before anything else: help is for those whose command line is wrong, too.
   for (int i = 1; i < argc; ++i)
-    if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") {
-      *text = help_text();
+    if (const std::string word = argv[i]; word == "--help" || word == "-h" || word.rfind("--help=", 0) == 0) {
+      const bool next = word.size() <= 6 && i + 1 < argc && argv[i + 1][0] != '-';
+      const std::string section = word.size() > 7 ? word.substr(7) : next ? argv[i + 1] : "";
+      *text = section.empty() ? help_text() : help_section(section);
       return false;
     }
   std::vector<Layer> layers = {read_arguments(argc, argv), read_environment()};
@@ -569,6 +530,10 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
 std::string key_of(std::string name) {
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
+}
+
+bool Options::instead_of_training() const {
+  return plan || show_schedule || show_params || hardware || version || list_presets || !completion.empty();
 }
 
 bool Options::gives(const std::string& name) const { return std::count(given.begin(), given.end(), name) > 0; }

@@ -91,6 +91,7 @@ struct Options {
   double timeout = 60;  // seconds; 0: none
   // Output.
   std::string log;           // JSON lines
+  std::string tensorboard;   // directory; empty: none
   bool comm_timing = false;  // measure exposed communication with events
   bool nsa_stats = false;    // log what gates and selection do, and which kernels ran
   bool profile = false;      // where the time of the last step went
@@ -101,6 +102,8 @@ struct Options {
   int64_t mem_dump_every = 0;  // steps; 0: at the start and at the first step alone
   double stall = 180;          // seconds; 0: nobody watches
   // Instead of training.
+  bool list_presets = false;
+  std::string completion;  // bash; empty: none
   bool plan = false, show_schedule = false, version = false, hardware = false, show_params = false;
   int64_t world = 0;  // --plan: pretend this many ranks
   std::string gpu;    // --plan: estimate this chip's time; empty: the one here, without one h200
@@ -110,12 +113,14 @@ struct Options {
   std::vector<std::string> warnings;  // of environment variables that look like an option's
   bool keeps_global_batch = false;    // a checkpoint's: --batch only says how it is cut
   bool gives(const std::string& name) const;
+  bool instead_of_training() const;  // something is printed, and no rank trains
 };
 
 // Parses argv, the environment and --config FILE. Throws UsageError with one line that names the option, variable or
 // line of the file, the value and what is allowed. An empty variable is as one that is not set. Returns false when
-// --help was asked: `text` then holds it. Touches no MPI and no device.
+// --help was asked, of all or of a section: `text` then holds it. Touches no MPI and no device.
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
+std::string completion_script();  // --completion's, for bash
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
 std::string key_of(std::string name);  // there, of an option

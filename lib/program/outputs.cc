@@ -15,6 +15,7 @@
 #include "lib/program/export.h"
 #include "lib/program/files.h"
 #include "lib/program/telemetry.h"
+#include "lib/program/tensorboard.h"
 #include "lib/program/trace.h"
 
 namespace {
@@ -80,6 +81,13 @@ void check_outputs(const Options& o) {
           "--diagnostics %s is where checkpoints are (%s); choose another directory, or a new one inside that one",
           o.diagnostics.c_str(), dir.c_str());
     check_diagnostics(o.diagnostics, !o.resume.empty());
+  }
+  if (!o.tensorboard.empty()) {
+    for (const std::string& dir : checkpoint_directories(o))
+      REQUIRE_USER(identity_of(o.tensorboard) != identity_of(dir) && !in_checkpoint(resolved(o.tensorboard), dir),
+                   "--tensorboard %s is where checkpoints are (%s); choose another directory, or a new one inside it",
+                   o.tensorboard.c_str(), dir.c_str());
+    check_tensorboard(o.tensorboard);
   }
   if (!o.log.empty()) check_log(o.log);
   if (!o.trace.empty()) check_trace(o.trace);

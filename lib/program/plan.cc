@@ -10,6 +10,7 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/program/init.h"
+#include "lib/device/terminal.h"
 #include "lib/program/presets.h"
 #include "lib/program/launch.h"
 #include "lib/program/report.h"
@@ -210,6 +211,31 @@ int64_t ways(const Changes& groups, size_t changes, size_t from = 0) {
   return n;
 }
 
+// The fewest ranks, of `from` and its doubles, on which the run fits with blocks recomputed; 0: none. least: bytes of
+// all ranks that any run needs. Of a deep model each try takes its time, and more ranks never take more memory of each:
+// where two tries find no room, the most ranks tell whether anybody has.
+struct MoreRanks {
+  int ranks = 0;
+  double bytes = 0;  // of a GPU
+};
+MoreRanks ranks_that_fit(Options o, int from, double least, const Chip& chip) {
+  o.recompute = "block", o.keep_attention = 0, o.shard = "full", o.reshard_after_forward = -1;
+  std::vector<std::pair<int, Run>> runs;
+  for (int64_t ranks = from; ranks <= 65536; ranks *= 2) {
+    if (!fits(least / double(ranks), chip)) continue;
+    try {
+      runs.emplace_back(int(ranks), resolve(o, int(ranks), 0));
+    } catch (const UsageError&) {}  // this model cannot be cut so
+  }
+  for (size_t i = 0; i < runs.size(); i++) {
+    const auto& [ranks, run] = runs[i];
+    const DryStep step(run, ranks, chip);
+    if (step.fits_on(chip)) return {ranks, double(step.dev.mem.arena_bytes())};
+    if (i == 1 && !DryStep(runs.back().second, runs.back().first, chip).fits_on(chip)) break;
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string advice(const Options& o, int ranks, const Chip& chip) {
@@ -230,17 +256,10 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
     if (!cheapest.best.empty()) return "the cheapest change that fits: " + cheapest.best + "\n";
   }
   const std::string none = looked_at[fits(least / ranks, chip) ? changes - 1 : 3];
-  for (int more = changes == 1 ? ranks : 2 * ranks; more <= 65536; more *= 2) {
-    if (!fits(least / more, chip)) continue;
-    Options c = o;
-    c.recompute = "block", c.keep_attention = 0, c.shard = "full", c.reshard_after_forward = -1;
-    try {
-      const DryStep step(resolve(c, more, 0), more, chip);
-      if (step.fits_on(chip))
-        return strf("%s on %d GPUs; --recompute block on %d does: %.1f GB\n", none.c_str(), ranks, more,
-                    1e-9 * double(step.dev.mem.arena_bytes()));
-    } catch (const UsageError&) {}
-  }
+  const MoreRanks more = ranks_that_fit(o, changes == 1 ? ranks : 2 * ranks, least, chip);
+  if (more.ranks > 0)
+    return strf("%s on %d GPUs; --recompute block on %d does: %.1f GB\n", none.c_str(), ranks, more.ranks,
+                1e-9 * more.bytes);
   return "no change makes it fit: a micro-batch is too large for one GPU; lower --batch or --seq\n";
 }
 
@@ -273,7 +292,7 @@ std::string plan_text(Run r, int ranks) {
   const std::vector<Issued> issued = plan(dev, there.world, there.transport, r);
   // Estimate and advice are a few times that.
   if (std::chrono::steady_clock::now() - begun > std::chrono::milliseconds(500))
-    std::fprintf(stderr, "note: planning %lld blocks takes some seconds\n", ll(r.model.depth));
+    terminal::say(strf("note: planning %lld blocks takes some seconds", ll(r.model.depth)));
   std::string text = strf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                           r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
                           name_of(r.dtype), ll(r.batch), ll(r.model.seq));
@@ -309,11 +328,13 @@ int answer(Options o, const std::string& command) {
   const Launcher by = launcher_of(std::getenv);
   if (by.of_mpi() && by.rank != 0) return 0;
   const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
-  for (const std::string& warning : o.warnings) std::fprintf(stderr, "note: %s\n", warning.c_str());
+  for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
   if (!o.init.empty() && o.resume.empty()) take_model(parse_model_folder(o.init, read_model_folder(o.init)), &o);
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
+  else if (o.list_presets) text = presets_text();
+  else if (!o.completion.empty()) text = completion_script();
   else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);
   else {
     const Run r = resolve(o, ranks, gpu_count());

@@ -41,6 +41,6 @@ std::string advice(const Options& o, int ranks, const Chip& chip);
 // is estimated.
 Trace planned_trace(Run r, int ranks, const Chip& chip);
 
-// --version, --hardware, --plan, --show-schedule and --show-params: prints, writes --trace, and returns the exit
+// What is asked for instead of training, as --plan or --version: prints, writes --trace, and returns the exit
 // status. Starts no MPI and takes no memory; under mpirun only the first process speaks. command: as it was typed.
 int answer(Options o, const std::string& command);

@@ -29,6 +29,7 @@ bool is_trace(const std::string& path);
 // Each throws UsageError where the input has nothing of the kind.
 std::string timeline_script(const PlotRequest& r, const std::string& out);
 std::string memory_script(const PlotRequest& r, const std::string& out);
+std::string curves_script(const PlotRequest& r, const std::string& out);
 std::string loss_script(const PlotRequest& r, const std::string& out);
 std::string bars_script(const PlotRequest& r, const std::string& out);
 std::string scaling_script(const PlotRequest& r, const std::string& out);

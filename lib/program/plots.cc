@@ -18,15 +18,17 @@ struct NamedKind {
   const char* name;
   PlotKind kind;
 };
-const NamedKind kinds[] = {{"timeline", PlotKind::timeline}, {"memory", PlotKind::memory},   {"loss", PlotKind::loss},
-                           {"bars", PlotKind::bars},         {"scaling", PlotKind::scaling}, {"unit", PlotKind::unit}};
+const NamedKind kinds[] = {{"timeline", PlotKind::timeline}, {"memory", PlotKind::memory},
+                           {"curves", PlotKind::curves},     {"loss", PlotKind::loss},
+                           {"bars", PlotKind::bars},         {"scaling", PlotKind::scaling},
+                           {"unit", PlotKind::unit}};
 
 PlotKind kind_of(const PlotRequest& r) {
   if (r.kind == PlotKind::unit) return r.kind;
   REQUIRE_USER(!r.files.empty(), "--plot: name a file, or --kind unit");
   for (const std::string& path : r.files) REQUIRE_USER(std::ifstream(path), "%s cannot be read", path.c_str());
   if (r.kind != PlotKind::automatic) return r.kind;
-  return is_trace(r.files[0]) ? PlotKind::timeline : is_log(r.files[0]) ? PlotKind::loss : kind_of_rows(r.files);
+  return is_trace(r.files[0]) ? PlotKind::timeline : is_log(r.files[0]) ? PlotKind::curves : kind_of_rows(r.files);
 }
 
 std::string out_of(const PlotRequest& r) {
@@ -140,6 +142,8 @@ std::string plot_script(const PlotRequest& r, const std::string& out) {
       return timeline_script(r, out);
     case PlotKind::memory:
       return memory_script(r, out);
+    case PlotKind::curves:
+      return curves_script(r, out);
     case PlotKind::loss:
       return loss_script(r, out);
     case PlotKind::bars:

@@ -2,6 +2,7 @@
 //
 //   ./bench --plot results/depth-2gpu.jsonl                     kind by the file's content, into results/depth-2gpu.svg
 //   ./bench --plot trace.json --kind memory --out memory.svg
+//   ./bench --plot a.jsonl b.jsonl --out ab.svg                logs of ./train: loss, gradient norm and tokens/s
 //   ./bench --plots                                             all pictures of the documents whose inputs are there
 //
 // The same input gives the same bytes, but for gnuplot's version.
@@ -16,7 +17,8 @@ enum class PlotKind {
   automatic,
   timeline,  // a trace: what ran when, in lanes for computation, gathers and reductions
   memory,    // a trace: memory over the step by purpose, stacked
-  loss,      // training logs or rows: loss by step
+  curves,    // training logs: loss, gradient norm and tokens/s by step
+  loss,      // training logs or rows: loss by step alone
   bars,      // rows: a figure of theirs, PyTorch's and ours for each row
   scaling,   // rows whose first label is a number: the same as lines, on logarithmic axes
   unit,      // no file: the flat buffer of a unit, cut for 4 ranks

@@ -131,6 +131,23 @@ std::string parameters_text(const Run& r, int world_size) {
   return text + strf("%s parameters\n", grouped(total).c_str());
 }
 
+std::string presets_text() {
+  std::string text = strf("%-10s %-7s %6s %6s %6s %9s %7s %8s %6s %6s %6s %12s\n", "preset", "arch", "dim", "depth",
+                          "heads", "kv-heads", "hidden", "vocab", "seq", "batch", "accum", "parameters");
+  for (const char* name : preset_names()) {
+    Options o;
+    o.preset = name;
+    const Run r = resolve(o, 1, 0);
+    const ModelConfig& c = r.model;
+    text += strf("%-10s %-7s %6lld %6lld %6s %9s %7lld %8lld %6lld %6lld %6lld %12s\n", name, name_of(c.arch),
+                 ll(c.dim), ll(c.depth), c.arch == Arch::mlp ? "-" : std::to_string(c.heads).c_str(),
+                 c.arch == Arch::mlp ? "-" : std::to_string(c.kv_heads).c_str(), ll(c.hidden), ll(c.vocab), ll(c.seq),
+                 ll(r.batch), ll(r.grad_accum), strf("%.1f M", 1e-6 * double(parameter_count(c))).c_str());
+  }
+  return text +
+         "batch: sequences per rank and micro-batch; accum: micro-batches per step; NSA where there is attention\n";
+}
+
 std::string choices_text(const Run& r, Transport transport) {
   const FsdpOptions& f = r.fsdp;
   auto count = [](int n, const char* what) { return strf("%d %s%s", n, what, n == 1 ? "" : "s"); };

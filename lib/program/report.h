@@ -25,6 +25,7 @@ int cores();  // of this machine
 std::string memory_table(const MemoryReport& m, int world_size);
 std::string units_text(const Run& r, int world_size);  // neighbours that are alike in one line
 std::string parameters_text(const Run& r, int world_size);
+std::string presets_text();  // --list-presets
 // --show-schedule: the choices that are no event of a step, and its events in order.
 std::string choices_text(const Run& r, Transport transport);
 std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& c, int world_size);

@@ -135,8 +135,12 @@ nlohmann::json open_log(double estimated_ms, Job* job) {
   const Run& r = job->r;
   nlohmann::json first = header(r, *job->dev, job->world, job->transport, job->gpus_used, estimated_ms, job->command);
   first["launch"] = places_json(job->ranks);
-  const bool append = !r.o.resume.empty();
-  job->telemetry = std::make_unique<Telemetry>(r.o.log, append, first, r.last_step, r.o.log_every);
+  TelemetryOptions t;
+  t.log = r.o.log, t.tensorboard = r.o.tensorboard, t.append = !r.o.resume.empty();
+  if (!job->saved.state.is_null()) t.first_step = 1 + job->saved.state.at("step").get<int64_t>();
+  t.total_steps = r.last_step, t.log_every = r.o.log_every;
+  if (r.o.gives("log-every")) t.lines = Lines::plain;
+  job->telemetry = std::make_unique<Telemetry>(t, first);
   for (Corpus* corpus : {job->data.get(), job->val_data.get()})
     if (corpus) corpus->warn = [t = job->telemetry.get()](const std::string& line) { t->note(line); };
   return first;

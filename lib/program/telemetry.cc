@@ -5,16 +5,15 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <utility>
 #include <vector>
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "lib/device/error.h"
+#include "lib/device/terminal.h"
 
 std::string now_iso8601() {
   const auto now = std::chrono::system_clock::now();
@@ -27,49 +26,72 @@ std::string now_iso8601() {
   return strf("%s.%03dZ", text, int(ms));
 }
 
-bool stdout_is_terminal() {
-  if (!isatty(STDOUT_FILENO)) return false;
-  // Open MPI connects a rank's standard output to a pseudo-terminal even when mpirun's goes to a file.
-  if (!std::getenv("OMPI_COMM_WORLD_SIZE") && !std::getenv("PMI_SIZE")) return true;
-  char target[256];
-  const ssize_t n = readlink(strf("/proc/%d/fd/1", int(getppid())).c_str(), target, sizeof target - 1);
-  if (n < 0) return false;
-  target[n] = 0;
-  return std::strncmp(target, "/dev/pts/", 9) == 0 || std::strncmp(target, "/dev/tty", 8) == 0;
-}
-
 bool is_due(const StepRecord& r, int64_t total_steps, int64_t log_every) {
   return r.step % log_every == 0 || r.step == 1 || r.step >= total_steps || !std::isnan(r.val_loss);
 }
 
-std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left, bool live) {
-  // In the order they are printed; the live line drops the highest `spare` first.
-  struct Part {
-    int spare;
-    std::string text;
-  };
-  std::vector<Part> parts;
+namespace {
+
+using terminal::Style;
+
+// Of a step's line. In a narrow terminal the highest `spare` is dropped first; 0: never.
+struct Part {
+  int spare;
+  std::string text;
+  Style style = Style::plain;
+};
+
+std::string joined(const std::vector<Part>& parts, int spare, const char* between, terminal::Stream s) {
+  std::string line;
+  for (const Part& p : parts)
+    if (p.spare <= spare) line += (line.empty() ? "" : between) + terminal::painted(s, p.style, p.text);
+  return line;
+}
+size_t width(const std::vector<Part>& parts, int spare, size_t between) {
+  size_t n = 0;
+  for (const Part& p : parts)
+    if (p.spare <= spare) n += (n ? between : 0) + p.text.size();
+  return n;
+}
+
+}  // namespace
+
+std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left) {
   const std::string total = std::to_string(total_steps);
-  parts.push_back({0, strf("step %*lld/%s", live ? 0 : int(std::max<size_t>(total.size(), 4)),
-                           static_cast<long long>(r.step), total.c_str())});
-  parts.push_back({0, strf("loss %.4f", r.loss)});
-  if (!std::isnan(r.val_loss)) parts.push_back({1, strf("val %.4f", r.val_loss)});
-  parts.push_back({4, strf("norm %.2f", r.grad_norm)});
-  parts.push_back({5, strf("lr %.1e", r.lr)});
-  parts.push_back({0, strf("%.1f ms", r.step_ms)});
-  parts.push_back({0, grouped(std::llround(r.tokens_per_sec)) + " tok/s"});
-  if (r.mfu >= 0) parts.push_back({0, strf(live ? "mfu %.1f%%" : "mfu %.1f %%", 100 * r.mfu)});
-  parts.push_back({3, strf("%s%s MiB", live ? "" : "peak ", grouped(std::llround(r.peak_mib)).c_str())});
+  std::string line = strf("step %*lld/%s  loss %.4f", int(std::max<size_t>(total.size(), 4)),
+                          static_cast<long long>(r.step), total.c_str(), r.loss);
+  if (!std::isnan(r.val_loss)) line += strf("  val %.4f", r.val_loss);
+  line += strf("  norm %.2f  lr %.1e  %.1f ms  %s tok/s", r.grad_norm, r.lr, r.step_ms,
+               grouped(std::llround(r.tokens_per_sec)).c_str());
+  if (r.mfu >= 0) line += strf("  mfu %.1f %%", 100 * r.mfu);
+  line += strf("  peak %s MiB", grouped(std::llround(r.peak_mib)).c_str());
+  if (r.exposed_gather_ms >= 0) line += strf("  exposed %.1f + %.1f ms", r.exposed_gather_ms, r.exposed_reduce_ms);
+  return line + (seconds_left >= 0 ? "  left " + duration_text(seconds_left) : "");
+}
+
+std::string live_line(const StepRecord& r, int64_t total_steps, double seconds_left, double smoothed_loss,
+                      int columns) {
+  std::vector<Part> parts;
+  parts.push_back({0, strf("step %lld/%lld", static_cast<long long>(r.step), static_cast<long long>(total_steps))});
+  if (std::isnan(smoothed_loss)) parts.push_back({0, strf("loss %.4f", r.loss)});
+  else parts.push_back({0, strf("avg loss %.4f", smoothed_loss), Style::bold});
+  if (!std::isnan(r.val_loss)) parts.push_back({1, strf("val %.4f", r.val_loss), Style::bold});
+  parts.push_back({5, strf("norm %.2f", r.grad_norm)});
+  parts.push_back({7, strf("lr %.1e", r.lr)});
+  parts.push_back({4, strf("%.1f ms", r.step_ms)});
+  parts.push_back({3, grouped(std::llround(r.tokens_per_sec)) + " tok/s"});
+  if (r.mfu >= 0) parts.push_back({2, strf("mfu %.1f%%", 100 * r.mfu)});
+  parts.push_back({6, grouped(std::llround(r.peak_mib)) + " MiB"});
   if (r.exposed_gather_ms >= 0)
-    parts.push_back({6, strf("exposed %.1f + %.1f ms", r.exposed_gather_ms, r.exposed_reduce_ms)});
-  if (seconds_left >= 0) parts.push_back({2, "left " + duration_text(seconds_left)});
-  const size_t gap = live ? 1 : 2, width = 99;
-  for (int spare = 7;; --spare) {
-    std::string line;
-    for (const Part& p : parts)
-      if (p.spare < spare) line += (line.empty() ? "" : std::string(gap, ' ')) + p.text;
-    if (!live || line.size() <= width || spare == 1) return line;
-  }
+    parts.push_back({8, strf("exposed %.1f + %.1f ms", r.exposed_gather_ms, r.exposed_reduce_ms)});
+  if (seconds_left >= 0) parts.push_back({1, "left " + duration_text(seconds_left)});
+  // Without the last column, in which some terminals wrap.
+  const size_t room = size_t(std::max(columns - 1, 1));
+  int spare = 8;
+  while (spare > 0 && width(parts, spare, 1) > room) spare--;
+  if (width(parts, spare, 1) <= room) return joined(parts, spare, " ", terminal::out);
+  for (Part& p : parts) p.style = Style::plain;
+  return joined(parts, spare, " ", terminal::out).substr(0, room);
 }
 
 nlohmann::json step_json(const StepRecord& r) {
@@ -110,22 +132,24 @@ void check_log(const std::string& path) {
                path.c_str());
 }
 
-Telemetry::Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps,
-                     int64_t log_every)
-    : path_(path), terminal_(stdout_is_terminal()), total_(total_steps), every_(log_every < 1 ? 1 : log_every) {
-  if (path.empty()) return;
-  check_log(path);
-  file_ = std::fopen(path.c_str(), append ? "a+" : "w");
-  REQUIRE_USER(file_, "--log %s cannot be written: %s", path.c_str(), std::strerror(errno));
+Telemetry::Telemetry(const TelemetryOptions& o, const nlohmann::json& header)
+    : o_(o), redraws_(o.lines == Lines::live && terminal::is_watched(terminal::out)) {
+  if (!o.tensorboard.empty())
+    events_ = std::make_unique<EventFile>(
+        o.tensorboard, o.append ? EventFile::Begin::behind_it : EventFile::Begin::anew, o.first_step);
+  if (o.log.empty()) return;
+  check_log(o.log);
+  file_ = std::fopen(o.log.c_str(), o.append ? "a+" : "w");
+  REQUIRE_USER(file_, "--log %s cannot be written: %s", o.log.c_str(), std::strerror(errno));
   // A run that was killed, or whose disk was full, may have left half a line.
-  const bool half = append && std::fseek(file_, -1, SEEK_END) == 0 && std::fgetc(file_) != '\n';
+  const bool half = o.append && std::fseek(file_, -1, SEEK_END) == 0 && std::fgetc(file_) != '\n';
   std::fseek(file_, 0, SEEK_END);  // between reading and writing
   std::fprintf(file_, "%s%s\n", half ? "\n" : "", header.dump().c_str());
   const bool written = std::fflush(file_) == 0;
   const int why = errno;
   if (!written) {
     std::fclose(file_);
-    throw UsageError(strf("--log %s cannot be written: %s", path.c_str(), std::strerror(why)));
+    throw UsageError(strf("--log %s cannot be written: %s", o.log.c_str(), std::strerror(why)));
   }
 }
 
@@ -135,36 +159,66 @@ Telemetry::~Telemetry() {
   if (file_) std::fclose(file_);
 }
 
+// By the clock, so that validations and saves count. The first step warms caches and would spoil the estimate.
+double Telemetry::seconds_left(int64_t step) {
+  const auto now = Clock::now();
+  if (first_ == 0) first_ = step, first_ended_ = now;
+  if (step == first_) return -1;
+  return std::chrono::duration<double>(now - first_ended_).count() / double(step - first_) *
+         double(o_.total_steps - step);
+}
+
+// The mean of some twenty steps, the latest weighing most.
+double Telemetry::smoothed(double loss) {
+  constexpr double keeps = 0.95;
+  if (!std::isfinite(loss)) return loss;
+  loss_sum_ = keeps * loss_sum_ + (1 - keeps) * loss, loss_weight_ = keeps * loss_weight_ + (1 - keeps);
+  return loss_sum_ / loss_weight_;
+}
+
 void Telemetry::step(const StepRecord& r) {
-  // The first step warms caches and would spoil the estimate.
-  if (r.step > 1) ms_sum_ += r.step_ms, ++timed_;
-  const double left = timed_ ? ms_sum_ / double(timed_) / 1e3 * double(total_ - r.step) : -1;
-  const bool last = r.step >= total_, validated = !std::isnan(r.val_loss);
-  const bool due = is_due(r, total_, every_);
-  if (terminal_) {
-    // Rewritten in place; what is worth keeping stays: the ends, each validation and each tenth of the run.
-    const int64_t tenth = std::max<int64_t>(1, total_ / 10);
-    const bool keep = r.step == 1 || last || validated || r.step % tenth == 0;
-    std::printf("\r\033[K%s%s", step_line(r, total_, left, true).c_str(), keep ? "\n" : "");
-    live_ = !keep;
-    std::fflush(stdout);
-  } else if (due) {
-    std::printf("%s\n", step_line(r, total_, left, false).c_str());
-    std::fflush(stdout);
+  const double left = seconds_left(r.step), average = smoothed(r.loss);
+  const bool due = is_due(r, o_.total_steps, o_.log_every);
+  if (redraws_) redraw(r, left, average);
+  else if (due) std::printf("%s\n", step_line(r, o_.total_steps, left).c_str()), std::fflush(stdout);
+  if (due) record(step_json(r)), add_event(r);
+}
+
+void Telemetry::add_event(const StepRecord& r) {
+  if (!events_) return;
+  try {
+    events_->add(r);
+  } catch (const Error& e) {
+    if (!std::exchange(events_full_, true))
+      note(strf("warning: --tensorboard: events from here on are missing: %s; training continues", e.what()));
   }
-  if (due) record(step_json(r));
+}
+
+// Rewritten in place, twenty times a second at most; what is worth keeping stays, with its own loss: the ends, each
+// validation and each tenth of the run.
+void Telemetry::redraw(const StepRecord& r, double seconds_left, double average) {
+  const int64_t tenth = std::max<int64_t>(1, o_.total_steps / 10);
+  const bool keep = r.step == first_ || r.step >= o_.total_steps || !std::isnan(r.val_loss) || r.step % tenth == 0;
+  const auto now = Clock::now();
+  if (!keep && live_ && now - drawn_ < std::chrono::milliseconds(50)) return;
+  const std::string line =
+      live_line(r, o_.total_steps, seconds_left, keep ? std::nan("") : average, terminal::columns());
+  std::printf("%s%s%s", terminal::clear_line(terminal::out), line.c_str(), keep ? "\n" : "");
+  std::fflush(stdout);
+  live_ = !keep, drawn_ = now;
 }
 
 void Telemetry::record(const nlohmann::json& j) {
   if (!file_) return;
   const bool written = std::fprintf(file_, "%s\n", j.dump().c_str()) > 0 && std::fflush(file_) == 0;
   if (!written && !std::exchange(full_, true))
-    note(strf("--log %s: lines from here on are missing or incomplete: %s; training continues", path_.c_str(),
+    note(strf("--log %s: lines from here on are missing or incomplete: %s; training continues", o_.log.c_str(),
               std::strerror(errno)));
 }
 
 void Telemetry::note(const std::string& line) {
-  std::printf("%s%s\n", live_ ? "\r\033[K" : "", line.c_str());
+  std::printf("%s%s\n", live_ ? terminal::clear_line(terminal::out) : "",
+              terminal::with_colours(terminal::out, line).c_str());
   live_ = false;
   std::fflush(stdout);
 }

@@ -1,12 +1,15 @@
 // What the run says: a line a step for people, JSON lines for programs.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <memory>
 #include <string>
 
 #include "lib/program/finding.h"
 #include "lib/program/format.h"
+#include "lib/program/tensorboard.h"
 #include "nlohmann/json.hpp"
 
 struct StepRecord {
@@ -24,13 +27,22 @@ struct StepRecord {
 // the log of a run, which begins with a header. Nothing is changed.
 void check_log(const std::string& path);
 
+enum class Lines { live, plain };
+struct TelemetryOptions {
+  std::string log = "";          // a file; empty: none
+  std::string tensorboard = "";  // a directory; empty: none
+  bool append = false;           // behind what an earlier part of the run wrote; otherwise what is there is replaced
+  int64_t first_step = 1, total_steps = 1, log_every = 1;
+  Lines lines = Lines::live;  // where people watch standard output; plain anywhere else
+};
+
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON
-// file gets the header first, then an object a step, flushed each time; what cannot be written later is said once.
+// file gets the header first, then an object a step, flushed each time, TensorBoard's an event; what cannot be written
+// later is said once.
 class Telemetry {
  public:
-  // path empty: no file. append: behind what an earlier part of the run wrote; otherwise a log that is there is
-  // replaced. Throws UsageError, before training starts, if it cannot be written and for what check_log refuses.
-  Telemetry(const std::string& path, bool append, const nlohmann::json& header, int64_t total_steps, int64_t log_every);
+  // Throws UsageError, before training starts, if a file cannot be written and for what check_log refuses.
+  Telemetry(const TelemetryOptions& o, const nlohmann::json& header);
   ~Telemetry();
   void step(const StepRecord& r);
   void record(const nlohmann::json& j);  // another line of the file
@@ -38,22 +50,30 @@ class Telemetry {
   void tell(const Finding& f) { note(f.line), record(f.record); }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  double seconds_left(int64_t step);  // negative: not known yet
+  double smoothed(double loss);
+  void add_event(const StepRecord& r);
+  void redraw(const StepRecord& r, double seconds_left, double average);
+
+  const TelemetryOptions o_;
   FILE* file_ = nullptr;
-  std::string path_;
-  bool terminal_;
+  std::unique_ptr<EventFile> events_;
+  bool redraws_;
   bool live_ = false;  // the cursor stands on a live line
-  bool full_ = false;  // a line could not be written, and that was said
-  int64_t total_, every_;
-  double ms_sum_ = 0;  // of the timed steps, for the time left
-  int64_t timed_ = 0;
+  Clock::time_point drawn_ = {};
+  bool full_ = false, events_full_ = false;  // a line or event could not be written, and that was said
+  int64_t first_ = 0;                        // step that was told here
+  Clock::time_point first_ended_ = {};
+  double loss_sum_ = 0, loss_weight_ = 0;  // of the smoothed loss
 };
 
 // Whether --log-every says this one: the first, the last and what has a validation always.
 bool is_due(const StepRecord& r, int64_t total_steps, int64_t log_every);
-// The line of a step. live: to be rewritten in place on a terminal of 100 columns; what does not fit is left out.
-std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left, bool live);
+// The line of a step. seconds_left: of the run; negative: not known.
+std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left);
+// The same for a terminal of so many columns: what does not fit is left out, or cut. smoothed_loss is shown in place of
+// the step's own unless it is NaN.
+std::string live_line(const StepRecord& r, int64_t total_steps, double seconds_left, double smoothed_loss, int columns);
 nlohmann::json step_json(const StepRecord& r);
-// Whether people watch standard output. mpirun gives its ranks a terminal of their own: its own output is what counts.
-bool stdout_is_terminal();
-
 std::string now_iso8601();  // UTC, milliseconds
