@@ -31,9 +31,9 @@
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
 //   reshard(u)    release, and the slot is empty
 //   gradient(u)   a slot to write the unit's unsharded gradient into; compute waits for the slot's last reduction
-//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my fp32 gradient shard; or send every
-//                 rank its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
-//   end_step()    global gradient norm, clip, AdamW on the shards
+//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my gradient shard; or send every rank
+//                 its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
+//   end_step()    global gradient norm, whose terms the last reductions have left; clip, AdamW on the shards
 //
 // There are as many slots as the options say, and no other buffers: their number is the rate limiter.
 //
