@@ -435,6 +435,13 @@ typename Fsdp<T, G>::Reduction Fsdp<T, G>::next_reduction(int u) {
   return options_.reduce_last ? Reduction::accumulate : Reduction::shard;
 }
 
+// Whether one reduction leaves numbers that bf16 holds: it is in bf16, and does not end in the owner's fp32 sum.
+template <class T, class G>
+bool Fsdp<T, G>::fits_bf16(int u) const {
+  const bool summed_in_fp32 = exchanges() && !units_[size_t(u)].replicated && replica_world_.size == 1;
+  return options_.reduce_dtype == Dtype::bf16 && !summed_in_fp32;
+}
+
 // A replicated unit counts once.
 template <class T, class G>
 ops::PowerSum Fsdp<T, G>::share_of_norm(int u, Reduction how) {
@@ -454,10 +461,13 @@ void Fsdp<T, G>::reduce(int u) {
   const bool first_unsharded = !state.unsharded_gradient.get(), first_shard = !state.gradient.get();
   if (how == Reduction::accumulate && first_unsharded)
     state.unsharded_gradient = dev_.mem.take<float>(flat.padded, "unsharded gradient", Purpose::gradients);
-  if ((how == Reduction::shard || how == Reduction::complete) && first_shard)
+  const bool in_bf16 = how == Reduction::complete && first_shard && fits_bf16(u);
+  if (in_bf16) state.bf16_gradient = dev_.mem.take<bf16>(flat.shard, "gradient shard", Purpose::gradients);
+  if ((how == Reduction::shard || how == Reduction::complete) && first_shard && !in_bf16)
     state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
   float* unsharded = state.unsharded_gradient.get();
   float* shard = state.gradient.get() ? state.gradient.get() : s.fp32_shard;
+  const GradientShard to = {shard, state.bf16_gradient.get(), !first_shard};
 
   // A frozen parameter that is joined with a trained one has a gradient that must not count in the norm.
   for (const Param& p : unit.params)
@@ -478,12 +488,12 @@ void Fsdp<T, G>::reduce(int u) {
     }
     if (unsharded && !s.narrow) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
     const ops::PowerSum norm = share_of_norm(u, how);
-    if (s.narrow) sum_over_ranks(u, s.narrow, shard, !first_shard, norm);
-    else sum_over_ranks(u, s.p, shard, !first_shard, norm);
+    if (s.narrow) sum_over_ranks(u, s.narrow, to, norm);
+    else sum_over_ranks(u, s.p, to, norm);
     s.read_by_reduction[0] = std::move(state.unsharded_gradient);
   }
   if (how == Reduction::update) {
-    update(stream, u, shard, 0);
+    update<float>(stream, u, shard, 0);
     note(Issued::optimizer, u);
     s.read_by_reduction[1] = std::move(state.gradient);
   }
@@ -496,7 +506,7 @@ void Fsdp<T, G>::reduce(int u) {
 // norm: of that, if asked for.
 template <class T, class G>
 template <class E>
-void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulate, ops::PowerSum norm) {
+void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
   const Unit& unit = units_[size_t(u)];
   const FlatParam& flat = unit.with_gradient;
   const Dtype dtype = dtype_of<E>;
@@ -517,7 +527,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
     E* parts = static_cast<E*>(received_);
     exchange_channel_->set_unit(unit.name);
     exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
-    if (summed_in_shard) ops::sum_parts(stream, shard, parts, flat.shard, shard_world_.size, accumulate, norm);
+    if (summed_in_shard) ops::sum_parts(stream, to.fp32, parts, flat.shard, shard_world_.size, to.accumulate, norm);
     else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);
   }
   replica_channel_.all_reduce(mine, flat.shard, dtype);
@@ -525,7 +535,10 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
   // another order: the group takes its first rank's sum, or its copies of the unit would drift apart.
   const bool several = unit.replicated && shard_world_.size > 1 && replica_world_.size > 1;
   if (several) reduce_channel_.broadcast(mine, bytes, 0);
-  if (!summed_in_shard) ops::accumulate_gradient(stream, shard, mine, flat.shard, accumulate, norm);
+  if constexpr (std::is_same_v<E, bf16>)
+    if (to.bf16_alone) ops::accumulate_gradient(stream, to.bf16_alone, mine, flat.shard, /*accumulate=*/false, norm);
+  if (!to.bf16_alone && !summed_in_shard)
+    ops::accumulate_gradient(stream, to.fp32, mine, flat.shard, to.accumulate, norm);
   if (shard_world_.size > 1 || replica_world_.size == 1)
     note(kind, u, flat.padded * size_of(dtype), dtype, shard_world_.size);
   if (replica_world_.size > 1) note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
@@ -535,7 +548,8 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
 // -------------------------------------------------------------------------------------------------------- the step
 
 template <class T, class G>
-void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
+template <class E>
+void Fsdp<T, G>::update(Stream& s, int u, const E* gradient, float clip) {
   if (held_) s.wait(*held_);
   State& state = state_[size_t(u)];
   const Unit& unit = units_[size_t(u)];
@@ -615,7 +629,8 @@ void Fsdp<T, G>::end_step() {
     await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)
-    for (size_t i = 0; i < units_.size(); i++) ASSERT(!units_[i].trained() || state_[i].gradient.get() != nullptr);
+    for (size_t i = 0; i < units_.size(); i++)
+      ASSERT(!units_[i].trained() || state_[i].gradient.get() || state_[i].bf16_gradient.get());
   ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
   sum_scalars();
   timing_ = false;
@@ -629,8 +644,10 @@ void Fsdp<T, G>::end_step() {
     for (size_t i = 0; i < units_.size() && !options_.update_in_backward; i++) {
       if (!units_[i].trained() || units_[i].replicated != replicated) continue;
       s.sleep(optimizer_delay_ms_ / double(units_.size()));
-      update(s, int(i), state_[i].gradient.get(), clip_);
-      state_[i].gradient.reset();
+      State& state = state_[i];
+      if (state.bf16_gradient.get()) update<bf16>(s, int(i), state.bf16_gradient, clip_);
+      else update<float>(s, int(i), state.gradient, clip_);
+      state.gradient.reset(), state.bf16_gradient.reset();
     }
   if (!options_.update_in_backward) note(Issued::optimizer, -1);
   held_ = nullptr;

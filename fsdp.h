@@ -31,9 +31,9 @@
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
 //   reshard(u)    release, and the slot is empty
 //   gradient(u)   a slot to write the unit's unsharded gradient into; compute waits for the slot's last reduction
-//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my fp32 gradient shard; or send every
-//                 rank its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
-//   end_step()    global gradient norm, clip, AdamW on the shards
+//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my gradient shard; or send every rank
+//                 its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
+//   end_step()    global gradient norm, whose terms the last reductions have left; clip, AdamW on the shards
 //
 // There are as many slots as the options say, and no other buffers: their number is the rate limiter.
 //
@@ -241,6 +241,7 @@ class Fsdp {
     Event ready;  // to be gathered: AdamW, or what made the weights, is done with the master copy
     void *m = nullptr, *v = nullptr;
     Buffer<float> gradient;            // my shard of it; lives from the unit's first reduction to the optimizer
+    Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
     Buffer<float> unsharded_gradient;  // summed over micro-batches, where only the last one reduces
     int reductions = 0;                // so far in this micro-batch
     std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
@@ -288,6 +289,12 @@ class Fsdp {
     complete,    // the same for the last time: with its share of the norm
     update,      // the same, and AdamW on the shard at once (update_in_backward)
   };
+  // What a reduction leaves: in fp32, of this one or added to what is there, or in bf16.
+  struct GradientShard {
+    float* fp32;
+    bf16* bf16_alone;
+    bool accumulate;
+  };
   enum class Waits { gathers, reductions };
 
   void keep_state();
@@ -303,9 +310,11 @@ class Fsdp {
   void await_reduction(GradientSlot& s);
   Reduction next_reduction(int u);
   template <class E>
-  void sum_over_ranks(int u, E* gradient, float* shard, bool accumulate, ops::PowerSum norm);
+  void sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
+  bool fits_bf16(int u) const;
   ops::PowerSum share_of_norm(int u, Reduction how);
-  void update(Stream& s, int u, const float* gradient, float clip);
+  template <class E>
+  void update(Stream& s, int u, const E* gradient, float clip);
   void timed_wait(Waits of, const Event& e);
   void all_reduce_scalars(Stream& s);
   void note(Issued::Kind kind, int unit, int64_t bytes = 0, Dtype dtype = Dtype::f32, int ranks = 1,

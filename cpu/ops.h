@@ -18,8 +18,8 @@ namespace cpu {
 
 using ops::AdamW;
 using ops::GradNorm;
-using ops::PowerSum;
 using ops::Norm;
+using ops::PowerSum;
 using ops::TokenIndex;
 
 // ------------------------------------------------------------------------------------------------------- building bits
@@ -402,14 +402,18 @@ void cast(To* to, const From* from, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
 }
 // Of |x|^p; of infinity, the largest.
-inline double power_sum(GradNorm p, const float* x, int64_t n) {
+template <class X>
+double power_sum(GradNorm p, const X* x, int64_t n) {
   if (p == GradNorm::inf) {
     double most = 0;
-    for (int64_t i = 0; i < n; ++i) most = std::max(most, x[i] == x[i] ? std::fabs(double(x[i])) : double(INFINITY));
+    for (int64_t i = 0; i < n; ++i) {
+      const double a = std::fabs(double(float(x[i])));
+      most = std::max(most, a == a ? a : double(INFINITY));
+    }
     return most;
   }
   return sum_of<double>(n, [=](int64_t i) {
-    const double a = std::fabs(double(x[i]));
+    const double a = std::fabs(double(float(x[i])));
     return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
   });
 }
@@ -418,12 +422,12 @@ inline void total_power(GradNorm p, double* out, const double* pieces, int64_t n
   for (int64_t i = 0; i < n; ++i) total = p == GradNorm::inf ? std::max(total, pieces[i]) : total + pieces[i];
   *out = total;
 }
-template <class G>
-void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {}) {
+template <class G, class To>
+void accumulate_gradient(To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {}) {
   if (accumulate)
-    for (int64_t i = 0; i < n; ++i) shard[i] += float(grad[i]);
+    for (int64_t i = 0; i < n; ++i) shard[i] = To(float(shard[i]) + float(grad[i]));
   else
-    for (int64_t i = 0; i < n; ++i) shard[i] = float(grad[i]);
+    for (int64_t i = 0; i < n; ++i) shard[i] = To(float(grad[i]));
   if (sum.out) *sum.out = power_sum(sum.p, shard, n);
 }
 template <class To, class E>
@@ -447,8 +451,8 @@ inline Philox4 rounding_bits(uint64_t seed, uint32_t tensor, uint32_t step, int6
   return philox4x32({{uint32_t(quad), uint32_t(quad >> 32), tensor, step}}, uint32_t(seed), uint32_t(seed >> 32));
 }
 
-template <class M>
-void adamw(float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
+template <class M, class G>
+void adamw(float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
            int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
   if (sumsq && !std::isfinite(*sumsq)) return;
   const AdamW a = *now;
@@ -456,7 +460,7 @@ void adamw(float* w, M* m, M* v, const float* grad, const double* sumsq, float c
   const auto update = [=](int64_t begin, int64_t end, float weight_decay) {
     Philox4 bits{};
     for (int64_t i = begin; i < end; ++i) {
-      const float g = grad[i] * factor;
+      const float g = float(grad[i]) * factor;
       const float mi = a.beta1 * float(m[i]) + (1 - a.beta1) * g;
       const float vi = a.beta2 * float(v[i]) + (1 - a.beta2) * g * g;
       if constexpr (std::is_same_v<M, bf16>) {

@@ -1079,6 +1079,23 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
         ops::fill(a.s, fresh, 2.5f, n + shift);
         ops::accumulate_gradient<bf16>(a.s, fresh + shift, b, n, false);
       });
+      // A gradient in bf16 is the same one in fp32.
+      for (int64_t first : {0, 64, 6})
+        compare([&](Space& a) {
+          auto *w = a.inout<float>(n + shift) + shift, *m = a.inout<float>(n + shift) + shift,
+               *v = a.in(positive) + shift;
+          auto* w2 = a.inout<float>(n + shift) + shift;
+          auto *m2 = a.out<bf16>(n + shift), *v2 = a.out<bf16>(n + shift), *g = a.out<bf16>(n + shift),
+               *copy = a.out<bf16>(n);
+          ops::cast<bf16, float>(a.s, g, a.in<float>(n + shift), n + shift);
+          ops::cast<bf16, float>(a.s, m2, a.in<float>(n + shift), n + shift);
+          ops::cast<bf16, float>(a.s, v2, a.in(positive), n + shift);
+          const ops::AdamW* now = a.in(std::vector<ops::AdamW>{{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3}});
+          ops::adamw(a.s, w, m, v, g + shift, nullptr, 0.0f, now, n, n / 2, 1, 2, first);
+          ops::adamw(a.s, w2, m2 + shift, v2 + shift, g + shift, nullptr, 0.0f, now, n, n / 2, 1, 2, first);
+          auto *piece = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
+          ops::accumulate_gradient<bf16>(a.s, copy, g + shift, n, false, {ops::GradNorm::two, piece, partials});
+        });
       for (int ranks : {1, 2, 3, 8})
         compare([&](Space& a) {
           auto *x = a.in<float>(n * ranks + shift), *set = a.out<float>(n), *added = a.inout<float>(n + shift);

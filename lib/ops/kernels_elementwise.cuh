@@ -388,13 +388,13 @@ void cast(cudaStream_t stream, To* to, const From* from, int64_t n) {
   each<common_width<To, From>>(stream, Cast<To, From>{to, from}, n, aligned(to, from));
 }
 
-// 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read. Random bits as
-// in the twin: a draw serves four elements, both moments of each.
-template <class M>
+// 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read; 2 less where that
+// is bf16. Random bits as in the twin: a draw serves four elements, both moments of each.
+template <class M, class G>
 struct AdamWUpdate {
   float* w;               // (n)
   M *m, *v;               // (n)
-  const float* grad;      // (n)
+  const G* grad;          // (n)
   const double* sumsq;    // (1) or none
   const ops::AdamW* now;  // (1)
   float clip;
@@ -432,11 +432,12 @@ struct AdamWUpdate {
     store(w + i, p), store(m + i, mi), store(v + i, vi);
   }
 };
-template <class M>
-void adamw(cudaStream_t stream, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip,
+template <class M, class G>
+void adamw(cudaStream_t stream, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip,
            const ops::AdamW* now, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  const AdamWUpdate<M> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
-  each<common_width<float, M>>(stream, update, n, first % 4 == 0 && aligned(w, m, v, grad));
+  constexpr int N = std::max(common_width<float, M>, width<G>);
+  const AdamWUpdate<M, G> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
+  each<N>(stream, update, n, first % 4 == 0 && aligned(w, m, v, grad));
 }
 
 }  // namespace gpu

@@ -348,10 +348,10 @@ void write_and_sum(cudaStream_t stream, F f, int64_t n, bool vectors, ops::Power
   });
 }
 
-// sizeof(G) + 4 bytes an element, 4 more if it accumulates; the sum of powers reads nothing.
-template <class G>
+// sizeof(G) + sizeof(To) bytes an element, 4 more if it accumulates; the sum of powers reads nothing.
+template <class To, class G>
 struct AccumulateGradient {
-  float* shard;   // (n)
+  To* shard;      // (n)
   const G* grad;  // (n)
   bool accumulate;
   template <int N>
@@ -366,11 +366,10 @@ struct AccumulateGradient {
     store(shard + i, s);
   }
 };
-template <class G>
-void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64_t n, bool accumulate,
-                         ops::PowerSum sum) {
-  write_and_sum<common_width<float, G>>(stream, AccumulateGradient<G>{shard, grad, accumulate}, n, aligned(shard, grad),
-                                        sum);
+template <class G, class To>
+void accumulate_gradient(cudaStream_t stream, To* shard, const G* grad, int64_t n, bool accumulate, ops::PowerSum sum) {
+  write_and_sum<common_width<To, G>>(stream, AccumulateGradient<To, G>{shard, grad, accumulate}, n,
+                                     aligned(shard, grad), sum);
 }
 
 // What the ranks have sent of a shard, summed: ranks * sizeof(E) bytes read an element and sizeof(To) written, and read

@@ -183,9 +183,9 @@ template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n) {
   RUN(is_double<From>, moves<char>(n * (sizeof(To) + sizeof(From))), cast, to, from, n);
 }
-template <class G>
-void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum) {
-  const int64_t bytes = int64_t(sizeof(G)) + (accumulate ? 8 : 4);
+template <class G, class To>
+void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum) {
+  const int64_t bytes = int64_t(sizeof(G)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
   RUN(is_double<G>, moves<char>(n * bytes, sum.out ? 2 : 1), accumulate_gradient, shard, grad, n, accumulate, sum);
 }
 template <class To, class E>
@@ -210,11 +210,11 @@ AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, 
       c2(float(1 / (1 - std::pow(double(beta2), double(step))))),
       step(uint32_t(step)),
       summand(double(step)) {}
-template <class M>
-void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
-           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  RUN(false, moves<char>(n * int64_t(12 + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq, clip, a, n,
-      decayed, seed, tensor, first);
+template <class M, class G>
+void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a, int64_t n,
+           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  RUN(false, moves<char>(n * int64_t(8 + sizeof(G) + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq,
+      clip, a, n, decayed, seed, tensor, first);
 }
 
 // ------------------------------------------------------------------------------------------------------ instantiation
@@ -266,10 +266,15 @@ template void cast(Stream&, double*, const float*, int64_t);
 template void cast(Stream&, double*, const double*, int64_t);
 template void cast(Stream&, float*, const bf16*, int64_t);
 template void cast(Stream&, float*, const double*, int64_t);
-template void adamw(Stream&, float*, float*, float*, const float*, const double*, float, const AdamW*, int64_t, int64_t,
-                    uint64_t, uint32_t, int64_t);
-template void adamw(Stream&, float*, bf16*, bf16*, const float*, const double*, float, const AdamW*, int64_t, int64_t,
-                    uint64_t, uint32_t, int64_t);
+template void accumulate_gradient(Stream&, bf16*, const bf16*, int64_t, bool, PowerSum);
+#define FOR(M, G)                                                                                              \
+  template void adamw(Stream&, float*, M*, M*, const G*, const double*, float, const AdamW*, int64_t, int64_t, \
+                      uint64_t, uint32_t, int64_t);
+FOR(float, float)
+FOR(float, bf16)
+FOR(bf16, float)
+FOR(bf16, bf16)
+#undef FOR
 
 }  // namespace ops
 

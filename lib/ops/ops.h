@@ -168,9 +168,9 @@ void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64
 // out (1) = the square of the norm, from that. loss (1), where there is one: the norm is not finite if that is not, so
 // that adamw leaves the step out.
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullptr);
-// shard (n) = (accumulate ? shard : 0) + grad (n)
-template <class G>
-void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
+// shard (n) = (accumulate ? shard : 0) + grad (n). To is float; or G, where nothing is accumulated.
+template <class G, class To>
+void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
 // to (n) = (accumulate ? to : 0) + the sum of parts (ranks, n) over ranks, in that order, in fp32 (fp64 of fp64). To is
 // float; or E, where nothing is accumulated and no powers are summed.
 template <class To, class E>
@@ -190,8 +190,8 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
 // if clip > 0. Where *sumsq is not finite nothing changes; without a sumsq (null, and clip 0) nobody looks. Moments in
 // M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean right: Gupta et al.
 // 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a moment change.
-template <class M>
-void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
-           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
+template <class M, class G>
+void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a, int64_t n,
+           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
 
 }  // namespace ops
