@@ -107,6 +107,8 @@ TEST_CASE("a sample is printed so that no terminal obeys it", "[text]") {
   CHECK(shown("\xed\xa0\x80") == unknown + unknown + unknown);
   CHECK(shown("\xf4\x90\x80\x80") == unknown + unknown + unknown + unknown);
   CHECK(sample_text({5, 300, 7}, false) == "5 300 7");
+  CHECK(sample_finding({5, 300}, 2, Known(), 20).line == "sample after step 20: 5 300");
+  CHECK(has(sample_finding({5, 300}, 3, Known(), 20).line, "no logit is a number"));
 }
 
 TEST_CASE("files of questions, and what is wrong with them", "[text]") {

@@ -15,7 +15,8 @@ Finding write_sample(const Job& job, Model<T, G>& model, int64_t step) {
   const Run& r = job.r;
   Writer<T, G> writer(*job.dev, job.world, model, r.model, r.batch);
   const Draw draw = {r.o.temperature, r.o.top_k, r.o.seed, step, used_vocab(*job.data, r.model.vocab)};
-  return sample_finding(writer.write(job.prompt, r.o.sample, draw), *job.data, step);
+  return sample_finding(writer.write(job.prompt, r.o.sample, draw), int64_t(job.prompt.size()) + r.o.sample, *job.data,
+                        step);
 }
 
 // By the last weights, those behind a step. sampled: that is done for this step.

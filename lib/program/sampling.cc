@@ -122,9 +122,10 @@ std::string sample_text(const std::vector<int32_t>& tokens, bool text) {
   return ids;
 }
 
-Finding sample_finding(const std::vector<int32_t>& tokens, const Corpus& data, int64_t step) {
+Finding sample_finding(const std::vector<int32_t>& tokens, int64_t wanted, const Corpus& data, int64_t step) {
   const std::string text = sample_text(tokens, is_text(data));
   nlohmann::json record = {{"after_step", step}, {"tokens", tokens}};
   if (is_text(data)) record["text"] = text;
-  return {strf("sample after step %lld: ", ll(step)) + text, {{"sample", record}}};
+  const char* const why = int64_t(tokens.size()) < wanted ? " (it ends here: no logit is a number)" : "";
+  return {strf("sample after step %lld: ", ll(step)) + text + why, {{"sample", record}}};
 }

@@ -5,7 +5,7 @@
 //   const std::vector<int32_t> prompt = parse_prompt("Once upon", *data, model.vocab);
 //   Writer<T, G> writer(dev, world, model, config, batch);
 //   const std::vector<int32_t> tokens = writer.write(prompt, 200, {0.8, 40, seed, step, vocab});   // collective
-//   note(sample_finding(tokens, *data, step).line);
+//   note(sample_finding(tokens, prompt.size() + 200, *data, step).line);
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ std::vector<int32_t> parse_prompt(const std::string& prompt, const Corpus& data,
 // As people read it: text, in which control characters and bytes that are no UTF-8 are replaced by signs that a
 // terminal can show; or ids.
 std::string sample_text(const std::vector<int32_t>& tokens, bool text);
-// "sample after step 20: ..."
-Finding sample_finding(const std::vector<int32_t>& tokens, const Corpus& data, int64_t step);
+// "sample after step 20: ..."; and, where there are fewer tokens than were wanted, why.
+Finding sample_finding(const std::vector<int32_t>& tokens, int64_t wanted, const Corpus& data, int64_t step);
 
 template <class T, class G>
 class Writer {
