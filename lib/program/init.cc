@@ -50,6 +50,8 @@ ModelFolder folder_for_all(const std::string& dir, const World& world) {
   return parse_model_folder(dir, broadcast_text(text));
 }
 
+namespace {
+
 void take_model(const ModelFolder& from, Options* o) {
   const std::string config = from.dir + "/" + config_name;
   REQUIRE_USER(!o->gives("preset"), "--preset %s: with --init the sizes are those of %s; drop it", o->preset.c_str(),
@@ -91,6 +93,20 @@ void check_tensors(const ModelFolder& from, const Run& r) {
     REQUIRE_USER(used.count(name) || (!from.ours() && llama_may_have(name, r.model.tied)),
                  "%s: tensor '%s' is none of this model's; such a model is not supported", from.files[t.file].c_str(),
                  name.c_str());
+}
+
+}  // namespace
+
+Run resolve_from(const ModelFolder& from, Options o, int world_size, int gpus) {
+  take_model(from, &o);
+  Run r;
+  try {
+    r = resolve(o, world_size, gpus);
+  } catch (const UsageError& e) {
+    throw UsageError(strf("%s (what is not given is of %s/%s)", e.what(), from.dir.c_str(), config_name));
+  }
+  check_tensors(from, r);
+  return r;
 }
 
 namespace {

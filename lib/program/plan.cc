@@ -324,20 +324,23 @@ std::string hardware_text() {
 
 }  // namespace
 
-int answer(Options o, const std::string& command) {
+int answer(const Options& o, const std::string& command) {
   const Launcher by = launcher_of(std::getenv);
   if (by.of_mpi() && by.rank != 0) return 0;
   const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
   for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
-  if (!o.init.empty() && o.resume.empty()) take_model(parse_model_folder(o.init, read_model_folder(o.init)), &o);
+  const auto resolved = [&] {
+    if (o.init.empty()) return resolve(o, ranks, gpu_count());
+    return resolve_from(parse_model_folder(o.init, read_model_folder(o.init)), o, ranks, gpu_count());
+  };
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
   else if (o.list_presets) text = presets_text();
   else if (!o.completion.empty()) text = completion_script();
-  else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);
+  else if (o.show_params) text = parameters_text(resolved(), ranks);
   else {
-    const Run r = resolve(o, ranks, gpu_count());
+    const Run r = resolved();
     if (!o.trace.empty()) write_planned_trace(r, ranks, command);
     text = plan_text(r, ranks);
   }

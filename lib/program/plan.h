@@ -43,4 +43,4 @@ Trace planned_trace(Run r, int ranks, const Chip& chip);
 
 // What is asked for instead of training, as --plan or --version: prints, writes --trace, and returns the exit
 // status. Starts no MPI and takes no memory; under mpirun only the first process speaks. command: as it was typed.
-int answer(Options o, const std::string& command);
+int answer(const Options& o, const std::string& command);

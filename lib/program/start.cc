@@ -62,10 +62,9 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   Run& r = job->r;
   try {
     take_up(job->saved.state, &o);
-    if (job->init) take_model(*job->init, &o);
-    r = resolve(o, world.size, gpus);
-    if (job->init) check_tensors(*job->init, r);
-    else if (!o.init.empty()) r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
+    r = job->init ? resolve_from(*job->init, o, world.size, gpus) : resolve(o, world.size, gpus);
+    if (!job->init && !o.init.empty())
+      r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
     for (const std::string& notice : notices)
       if (!notice.empty()) r.notices.push_back(notice);
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
