@@ -57,8 +57,12 @@ std::string BadSteps::take(int64_t step, const StepScalars& of, const std::vecto
   }
   in_a_row_++;
   const int64_t first = (step - 1) * r_.global_batch;
-  std::string where = r_.fsdp.update_in_backward ? "" : replay();
-  if (where.empty()) where = whose(units, first_bad_unit(units, sums));
+  const bool same_weights = !r_.fsdp.update_in_backward;
+  std::string where = same_weights ? replay() : "";
+  if (where.empty()) {
+    where = whose(units, first_bad_unit(units, sums));
+    if (same_weights) where = "its forward pass, run again, is finite; " + where;
+  }
   const std::string what = strf(
       "step %lld: the loss is %g, the gradient norm %g: %s; its batch is sequences %lld to %lld in the order of the "
       "data",
