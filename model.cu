@@ -400,6 +400,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 
   batch_ = micro_batch_at(dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace), M_);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
+  bad_outputs_ = dev.mem.keep<int32_t>(c_.modules(), "outputs that are not finite", Purpose::workspace);
   if (c_.sparse && c_.diagnostics) {
     nsa_partials_ =
         dev.mem.keep<double>(c_.depth * nsa_stats_partials(), "diagnostics, partial sums", Purpose::workspace);
@@ -463,6 +464,17 @@ void Model<T, G>::load(const int32_t* host, Event& copied) {
 }
 
 // ----------------------------------------------------------------------------------------------------- diagnostics
+
+template <class T, class G>
+void Model<T, G>::watch_outputs() {
+  watches_ = true;
+  dev_.compute().zero(bad_outputs_, c_.modules() * int64_t(sizeof(int32_t)));
+}
+template <class T, class G>
+template <class X>
+void Model<T, G>::look_at(int module, const X* output, int64_t n) {
+  if (watches_) ops::flag_not_finite<X>(dev_.compute(), bad_outputs_ + module, output, n);
+}
 
 template <class T, class G>
 void Model<T, G>::begin_diagnostics() {
@@ -641,6 +653,7 @@ void Model<T, G>::end_step() {
   dev_.mark("optimizer");
   ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.end_step();
+  watches_ = false;
 }
 
 // The step behind a validation must gather what it would have gathered without one: a step that is recorded as a graph
@@ -664,6 +677,7 @@ Buffer<T> Model<T, G>::embed() {
   dev_.mark("embedding");
   ops::embedding_forward(dev_.compute(), x.get(), weight(embedding_), batch_.tokens, M_, c_.seq, c_.dim,
                          c_.arch == Arch::simple);
+  look_at(0, x.get(), M_ * c_.dim);
   release(t);
   return x;
 }
@@ -807,6 +821,7 @@ Buffer<T> Model<T, G>::block_forward(int64_t block, Saved* saved, Buffer<T> x, b
     if (!keep) v.x.reset();
   }
   Buffer<T> out = mlp_forward(block, &v, std::move(n), keep);
+  look_at(t.module, out.get(), M_ * c_.dim);
   release(t);
   return out;
 }
@@ -832,6 +847,7 @@ void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
     if (keep) v->nsa.indices = std::move(indices);
   }
   project(block, v, o, life(c_.keeps_middle()));
+  look_at(t.module, v->x2.get(), M_ * c_.dim);
   if (keep && c_.keeps_attention() && !c_.sparse) v->o = std::move(o);
   release(t);
 }
@@ -1200,6 +1216,7 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   {
     Buffer<A> partials = mem.take<A>(ops::sum_partials(), "partial sums");
     ops::sum<A>(s, loss_sum_, losses, partials, M, !first);
+    look_at(t.module, loss_sum_, 1);
   }
   if (row_losses) s.copy(row_losses, losses.get(), M * int64_t(sizeof(A)));
   if (!backward) {

@@ -164,6 +164,11 @@ class Model {
   void evaluate(const int32_t* host, bool first, Event& copied, acc_t<T>* row_losses = nullptr);
   // The logits (V) of the token that follows row `row` of the micro-batch, whose targets are not read. logits: pinned.
   void next_logits(const int32_t* host, int64_t row, acc_t<T>* logits, Event& copied);
+  // From here on until end_step() every module marks in bad_outputs() (modules, on the device) if it hands something on
+  // that is infinite or not a number; the head, its loss. Not for a graph.
+  void watch_outputs();
+  const int32_t* bad_outputs() const { return bad_outputs_; }
+  int unit_of(int module) const { return unit_of_[size_t(module)]; }  // -1: all its parameters are replicated
   // Ends a step: fsdp.scalars() then holds the step's, of all ranks.
   void end_step();
   // Ends a validation: fsdp.scalars()->loss then holds the sum of losses.
@@ -233,6 +238,8 @@ class Model {
   int unit_behind(const Turn& t) const;  // the one that is gathered next, in this micro-batch or the next; -1: none
 
   void load(const int32_t* host, Event& copied);
+  template <class X>
+  void look_at(int module, const X* output, int64_t n);
   void begin_diagnostics();
   void sum_diagnostics();
   Buffer<T> embed();
@@ -294,6 +301,8 @@ class Model {
   MicroBatch batch_;        // the device's
   A* rope_table_;           // (T, D), cos and sin
   A* loss_sum_;             // (1)
+  int32_t* bad_outputs_;    // (modules)
+  bool watches_ = false;    // the outputs
   // Of each block, with ModelConfig::diagnostics.
   double* nsa_partials_ = nullptr;
   NsaSums* nsa_sums_ = nullptr;

@@ -21,6 +21,7 @@
 #include "lib/program/launch.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
+#include "lib/program/replay.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
 #include "lib/program/start.h"
@@ -96,6 +97,7 @@ struct Training {
   StepInFlight slots[2] = {{dev, r, {dev, units}}, {dev, r, {dev, units}}};
   HostBuffer<int32_t> val_batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};
   Event val_copied{dev};
+  HostBuffer<int32_t> bad_outputs{dev, r.model.modules()};  // of a step that was not finite
   Sampler sampler{job.data.get(), r.model.seq, r.o.seed};
   Sampler val_sampler{job.val_data.get(), r.model.seq, r.o.seed, /*shuffle=*/false};
   // Of a validation, all ranks together: counted in global batches, so that they are the same at any number of ranks.
@@ -225,7 +227,10 @@ std::string report_step(Training<T, G>& t, int64_t step) {
   // From here on what this step told is the same on all ranks.
   if (const std::string stop = halt::reason(of.halts, r.o.save); !stop.empty()) t.stop = stop, t.halted = true;
   const auto note = [&](const std::string& line) { t.job.telemetry->note(line); };
-  const std::string wrong = t.bad.take(step, of, t.model.fsdp.units(), was.unit_sums.get(), note);
+  const auto replay = [&] {
+    return first_bad_output(t.dev, t.model, r, was.batches.get(), was.adamw.get(), was.copied, t.bad_outputs.get());
+  };
+  const std::string wrong = t.bad.take(step, of, t.model.fsdp.units(), was.unit_sums.get(), replay, note);
   if (wrong.empty()) return "";
   t.dev.compute().synchronize();  // with a step that is still running
   return wrong + (t.saver ? "; --resume " + r.o.save + " resumes from its latest step" : "");

@@ -384,6 +384,12 @@ void sum(A* out, const A* x, A*, int64_t n, bool accumulate) {
   *out = accumulate ? *out + total : total;
 }
 
+template <class T>
+void flag_not_finite(int32_t* flag, const T* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i)
+    if (!std::isfinite(acc_t<T>(x[i]))) *flag = 1;
+}
+
 // --------------------------------------------------------------------------------------------------------- parameters
 
 inline void init_normal(float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {

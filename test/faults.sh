@@ -195,19 +195,28 @@ second_signal() {
   row "a second signal while nothing ends" "$wrong"
 }
 
-deadlock() { # RANKS
-  local t wrong=''
-  ranks=$1
+# alone CASE NAME RANKS LIMIT WORD...: a case of build/test_ranks that ends its program within that time.
+alone() {
+  local t case=$1 name=$2 limit=$4
+  ranks=$3
+  shift 4
   rm -rf "$dir/run" && mkdir "$dir/run" && cd "$dir/run" || exit
   t=$(now)
   # shellcheck disable=SC2086
-  timeout 60 mpirun $MPIRUN_FLAGS -np "$1" "$top/build/test_ranks" '[.deadlock]' >"$dir/run/out" 2>&1 </dev/null
+  timeout 60 mpirun $MPIRUN_FLAGS -np "$ranks" "$top/build/test_ranks" "[.$case]" >"$dir/run/out" 2>&1 </dev/null
   status=$?
   cd "$top" || exit
   lived=$(since "$t")
   orphans=''
   needs_collectives=1
-  judge_fault "a collective that one never comes to, $1 ranks" 20 "all ranks wait" "barrier" "agreement"
+  judge_fault "$name, $ranks ranks" "$limit" "$@"
+}
+deadlock() { # RANKS
+  alone deadlock "a collective that one never comes to" "$1" 20 "all ranks wait" "barrier" "agreement"
+}
+asynchronous() { # RANKS
+  alone asynchronous "NCCL's asynchronous error" "$1" 8 "rank $(($1 - 1)) (" \
+    "NCCL: asynchronous error on the gather channel: unhandled system error: out of luck" "step 1"
 }
 
 not_finite() { # NAME OPTIONS: what is said has the words
@@ -229,6 +238,7 @@ short() {
   expect="reduce_scatter of 'block.0'" fault "stopped in a reduction" 3 0 5 $STOP "reduce reduce_scatter of 'block.0'"
   expect='' asked "SIGTERM" 2 "TERM 1"
   expect='' asked ".HALT" 3 file
+  asynchronous 3
   expect="did not apply it" not_finite "a step that is not finite"
 }
 
@@ -257,6 +267,8 @@ full() {
     expect='' asked ".HALT" $n file
   done
   second_signal
+  for n in 2 4; do asynchronous $n; done
+  alone starved "the same, its watchdogs seldom at the processor" 2 30 "all ranks wait"
   expect="did not apply it" not_finite "a step that is not finite, --on-nan stop"
   expect="skips at most 3 in a row" not_finite "the same, --on-nan skip:3" --on-nan skip:3
 }

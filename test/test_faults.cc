@@ -2,11 +2,15 @@
 // gradient is not finite. How whole runs end is in test/faults.sh.
 #include "test/catch.h"
 
+#include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "nlohmann/json.hpp"
@@ -15,6 +19,8 @@
 #include "lib/comm/flight.h"
 #include "lib/comm/watchdog.h"
 #include "lib/program/bad_steps.h"
+#include "lib/program/plan.h"
+#include "lib/program/replay.h"
 
 using nlohmann::json;
 
@@ -138,23 +144,128 @@ TEST_CASE("bad steps are skipped as far as --on-nan says", "[faults]") {
   r.global_batch = 8, r.model.seq = 4;
   const std::vector<Unit> units;
   std::vector<std::string> notes;
+  int replays = 0;
   auto note = [&](const std::string& line) { notes.push_back(line); };
+  const auto replay = [&] { return replays++, std::string(replays == 1 ? "the output of unit 'block.1'" : ""); };
   const StepScalars good = {1, 1, 1, 0}, bad = {NAN, 1, 1, 0};
   BadSteps stops(r);
-  CHECK(stops.take(1, good, units, nullptr, note).empty());
-  const std::string end = stops.take(2, bad, units, nullptr, note);
+  CHECK(stops.take(1, good, units, nullptr, replay, note).empty());
+  const std::string end = stops.take(2, bad, units, nullptr, replay, note);
   INFO(end);
   CHECK(end.find("sequences 8 to 15") != std::string::npos);
   CHECK(end.find("did not apply it") != std::string::npos);
+  CHECK(end.find("nan: the output of unit 'block.1'; its batch") != std::string::npos);
   CHECK(notes.empty());
   r.nan_skips = 2;
   BadSteps skips(r);
-  for (int64_t step : {1, 2}) CHECK(skips.take(step, bad, units, nullptr, note).empty());
-  CHECK(skips.take(3, good, units, nullptr, note).empty());
-  for (int64_t step : {4, 5}) CHECK(skips.take(step, bad, units, nullptr, note).empty());
+  for (int64_t step : {1, 2}) CHECK(skips.take(step, bad, units, nullptr, replay, note).empty());
+  CHECK(skips.take(3, good, units, nullptr, replay, note).empty());
+  for (int64_t step : {4, 5}) CHECK(skips.take(step, bad, units, nullptr, replay, note).empty());
   CHECK(skips.skipped() == 4);
   CHECK(notes.size() == (test_world().rank == 0 ? 4 : 0));
-  CHECK(skips.take(6, bad, units, nullptr, note).find("at most 2 in a row") != std::string::npos);
+  CHECK(skips.take(6, bad, units, nullptr, replay, note).find("at most 2 in a row") != std::string::npos);
+  CHECK(replays == 6);  // of bad steps alone, and of none whose weights are gone
+  r.fsdp.update_in_backward = true, r.nan_skips = 0;
+  CHECK(BadSteps(r).take(7, bad, units, nullptr, replay, note).find("every unit's gradient is finite") !=
+        std::string::npos);
+  CHECK(replays == 6);
+}
+
+namespace {
+
+// A model of two blocks whose ranks each see one token alone, rank r token r + 1.
+template <class T, class G>
+struct Replay {
+  const World world = test_world();
+  const Transport transport = world.size > 1 ? Transport::mpi : Transport::none;
+  const Run r;
+  Device dev{Backend::cpu, 0, world.size};
+  HostBuffer<ops::AdamW> adamw{dev, 1};
+  HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum}, flags{dev, r.model.modules()};
+  Event copied{dev};
+  std::unique_ptr<Model<T, G>> model;
+
+  static Run run_of(std::vector<const char*> words) {
+    words.insert(words.begin(), {"train", "--device", "cpu", "--preset", "tiny", "--seq", "32", "--batch", "1"});
+    Options o;
+    std::string text;
+    REQUIRE(parse_options(int(words.size()), words.data(), &o, &text));
+    return resolve(o, test_world().size, 0);
+  }
+  explicit Replay(const std::vector<const char*>& words) : r(run_of(words)) {
+    plan(dev, world, transport, r);
+    dev.mem.commit();
+    dev.mem.rewind();
+    dev.mode = Mode::run;
+    model = std::make_unique<Model<T, G>>(dev, world, transport, r.model, r.batch, r.fsdp, Links::open);
+    const int64_t M = r.batch * r.model.seq, ints = batch_ints(r.model, r.batch);
+    for (int64_t m = 0; m < r.grad_accum; m++) {
+      int32_t* at = batches.get() + m * ints;
+      for (int64_t i = 0; i < M; i++)
+        micro_batch_at(at, M).tokens[i] = micro_batch_at(at, M).targets[i] = world.rank + 1;
+      index_batch(r.model, r.batch, at);
+    }
+    adamw[0] = ops::AdamW(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1);
+    model->init_weights();
+  }
+  // Into element i of a parameter, on the rank that has it.
+  void plant(const std::string& name, int64_t i, float value) {
+    dev.compute().synchronize();
+    for (size_t u = 0; u < model->fsdp.units().size(); u++) {
+      const Unit& unit = model->fsdp.units()[u];
+      for (const Param& p : unit.params) {
+        const int64_t at = p.offset + i - (unit.replicated ? 0 : world.rank * unit.shard);
+        if (p.name == name && at >= 0 && at < unit.shard) model->fsdp.master(int(u))[at] = value;
+      }
+    }
+  }
+  std::vector<float> state() {
+    dev.compute().synchronize();
+    std::vector<float> all;
+    for (size_t u = 0; u < model->fsdp.units().size(); u++)
+      for (const void* p : std::vector<const void*>{model->fsdp.master(int(u)), model->fsdp.first_moment(int(u))})
+        all.insert(all.end(), static_cast<const float*>(p),
+                   static_cast<const float*>(p) + model->fsdp.units()[u].shard);
+    return all;
+  }
+  std::string first() {
+    const std::vector<float> before = state();
+    const std::string text = first_bad_output(dev, *model, r, batches.get(), adamw.get(), copied, flags.get());
+    CHECK(std::memcmp(state().data(), before.data(), before.size() * sizeof(float)) == 0);
+    return text;
+  }
+};
+
+template <class T, class G>
+void name_first_outputs(const std::vector<const char*>& words, const std::vector<std::array<std::string, 3>>& cases) {
+  for (const auto& [parameter, unit, part] : cases) {
+    INFO(parameter);
+    Replay<T, G> replay(words);
+    CHECK(replay.first() == "");
+    // Only the last rank sees the last of the tokens.
+    const bool embedding = parameter == "embedding.weight";
+    const int last = replay.world.size - 1;
+    replay.plant(parameter, embedding ? (last + 1) * replay.r.model.dim + 3 : 5, embedding ? NAN : INFINITY);
+    CHECK(replay.first() == strf("the first in the forward pass that is not finite is the output of unit '%s' (%s) on "
+                                 "rank %d",
+                                 unit.c_str(), part.c_str(), embedding ? last : 0));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a replayed step names the unit whose output first is not finite, and changes nothing", "[faults]") {
+  name_first_outputs<float, float>({"--grad-accum", "2"}, {{"embedding.weight", "embedding", "the embedding"},
+                                                           {"block.0.attention.q", "block.0", "attention of block 0"},
+                                                           {"block.1.mlp.down", "block.1", "the MLP of block 1"},
+                                                           {"head.weight", "head", "the head's loss"}});
+  // By sublayers; with a norm that takes the largest number, where one that is none must not get lost; recomputed.
+  name_first_outputs<float, float>(
+      {"--wrap", "sublayer", "--clip-norm", "inf", "--recompute", "block", "--attn", "dense"},
+      {{"block.1.attention.o", "block.1.attention", "attention of block 1"},
+       {"block.0.mlp.up", "block.0.mlp", "the MLP of block 0"}});
+  name_first_outputs<bf16, bf16>({"--arch", "mlp", "--param-dtype", "bf16", "--wrap", "single"},
+                                 {{"block.1.mlp.up", "model", "the MLP of block 1"}});
 }
 
 TEST_CASE("a rank is seen where it waits, by itself and by the ranks of its host", "[faults][comm]") {
@@ -289,12 +400,40 @@ TEST_CASE("what is said of a fault", "[faults][comm]") {
   CHECK(fault_text("x", {a, a, a, a, a, a}).find("and 2 more ranks") != std::string::npos);
 }
 
-// Hidden, because it ends the program: test/faults.sh runs it and looks at what is left.
+// Hidden, because they end the program: test/faults.sh runs them and looks at what is left.
 TEST_CASE("ranks wait for each other in different collectives", "[.deadlock]") {
   const World& w = test_world();
   Watchdog watchdog(w, {4, "."});
   flight::begin_step(1);
   barrier();
+  if (w.rank == 0) agree("");
+  else barrier();
+}
+
+// As on a machine with more to do than it can: the watchdog's thread comes to its next tick after seconds.
+TEST_CASE("ranks wait for each other, and watchdogs for the processor", "[.starved]") {
+  const World& w = test_world();
+  Watchdog watchdog(w, {10, ".", [] { std::this_thread::sleep_for(std::chrono::seconds(2)); }});
+  flight::begin_step(1);
+  barrier();
+  if (w.rank == 0) agree("");
+  else barrier();
+}
+
+// What a communicator of NCCL's would say some time after the last rank has begun to wait for the others, who wait too.
+TEST_CASE("a communicator reports an error while all ranks wait", "[.asynchronous]") {
+  const World& w = test_world();
+  Watchdog watchdog(w, {60, "."});
+  flight::begin_step(1);
+  barrier();
+  const auto begun = std::chrono::steady_clock::now();
+  const bool broken = w.rank == w.size - 1;
+  watch_errors([] { return std::string(); });  // one that is well
+  watch_errors([=] {
+    const bool met = broken && std::chrono::steady_clock::now() - begun > std::chrono::seconds(1);
+    return std::string(met ? "NCCL: asynchronous error on the gather channel: unhandled system error: out of luck"
+                           : "");
+  });
   if (w.rank == 0) agree("");
   else barrier();
 }

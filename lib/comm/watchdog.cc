@@ -74,7 +74,7 @@ struct Watchdog::Impl {
   bool stop = false;
   std::thread thread;
 
-  // The thread's. Its clock counts a tick as half a second at most.
+  // The thread's. Its clock counts no tick as more than longest_tick().
   double clock = 0, told = -exchange_s, moved = 0;
   uint64_t progress = 0;
   State mine, answer;                            // other ranks: what is sent, what rank 0 said last
@@ -84,6 +84,7 @@ struct Watchdog::Impl {
   bool in_exchange = false;
 
   double limit() const { return std::max(options.timeout_s / 2, options.timeout_s - 2); }
+  double longest_tick() const { return std::max(0.5, limit() / 4); }
   void begin();
   void end();
   void tick();
@@ -257,7 +258,7 @@ void Watchdog::loop() {
   std::unique_lock<std::mutex> lock(i.mutex);
   while (!i.stopped.wait_for(lock, std::chrono::duration<double>(tick_s), [&] { return i.stop; })) {
     const auto now = Clock::now();
-    i.clock += std::min(0.5, std::chrono::duration<double>(now - last).count());
+    i.clock += std::min(i.longest_tick(), std::chrono::duration<double>(now - last).count());
     last = now;
     lock.unlock();
     i.tick();

@@ -13,8 +13,9 @@
 //   a rank does not answer            stopped; its host or network is down                       after the timeout
 //   all ranks wait and nothing moves  a collective that some never came to, a lost message       after the timeout
 //
-// A rank that answers and waits for nobody is at work, however long: a load or a save is no fault. Time counts only
-// while this thread runs, so that a job which is stopped as a whole and continued has missed nothing.
+// A rank that answers and waits for nobody is at work, however long: a load or a save is no fault. Of the time that
+// this thread did not run a fourth of the timeout counts at most, so that a job which is stopped as a whole and
+// continued has missed nothing, and one whose processors are overloaded still ends in time.
 //
 // ncclCommAbort is not called: it is for going on without the communicator, and here the process ends, which frees the
 // GPU though kernels still wait on it; in a communicator whose peer is gone it can itself wait.

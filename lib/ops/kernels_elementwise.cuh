@@ -388,6 +388,26 @@ void cast(cudaStream_t stream, To* to, const From* from, int64_t n) {
   each<common_width<To, From>>(stream, Cast<To, From>{to, from}, n, aligned(to, from));
 }
 
+// Threads that find something all write the same.
+template <class T>
+struct FlagNotFinite {
+  int32_t* flag;  // (1)
+  const T* x;     // (n)
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float v[N];
+    load(v, x + i);
+    bool finite = true;
+#pragma unroll
+    for (int j = 0; j < N; ++j) finite = finite && isfinite(v[j]);
+    if (!finite) *flag = 1;
+  }
+};
+template <class T>
+void flag_not_finite(cudaStream_t stream, int32_t* flag, const T* x, int64_t n) {
+  each<width<T>>(stream, FlagNotFinite<T>{flag, x}, n, aligned(x));
+}
+
 // 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read; 2 less where that
 // is bf16. Random bits as in the twin: a draw serves four elements, both moments of each.
 template <class M, class G>

@@ -175,6 +175,11 @@ void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate)
   RUN(is_double<A>, moves<A>(n, 2), sum, out, x, partials, n, accumulate);
 }
 
+template <class T>
+void flag_not_finite(Stream& s, int32_t* flag, const T* x, int64_t n) {
+  RUN(is_double<T>, moves<T>(n), flag_not_finite, flag, x, n);
+}
+
 void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {
   RUN(false, moves<float>(n), init_normal, w, seed, tensor, first, n, mean, std);
 }
@@ -235,6 +240,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, 
   template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, const Rope&);                               \
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
+  template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                          \
   template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \
   template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool, PowerSum);
 FOR(float)

@@ -146,6 +146,9 @@ void cross_entropy(Stream& s, T* logits, acc_t<T>* loss_rows, const int32_t* tar
 int64_t sum_partials();
 template <class A>
 void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate);
+// flag (1) = 1 if some x (n) is infinite or not a number; else it stays as it is.
+template <class T>
+void flag_not_finite(Stream& s, int32_t* flag, const T* x, int64_t n);
 
 // ---- parameters, on shards (n elements)
 // w (n)[i] = mean + std * normal(seed, tensor, first + i), clamped at 3 std; Philox 4x32-10 (Salmon et al. 2011), so an

@@ -2,7 +2,7 @@
 // and whether the run goes on (--on-nan).
 //
 //   BadSteps bad(run);
-//   std::string end = bad.take(step, scalars, fsdp.units(), sums, note);  // collective
+//   std::string end = bad.take(step, scalars, fsdp.units(), sums, replay, note);  // collective
 #pragma once
 
 #include <cmath>
@@ -18,13 +18,22 @@
 // sums (units): Fsdp::unit_sums.
 int first_bad_unit(const std::vector<Unit>& units, const double* sums);
 
+// Of the forward pass: the first module of all ranks whose output was flagged; module -1: none. Collective.
+struct BadOutput {
+  int module = -1, rank = 0;
+};
+BadOutput first_on_any_rank(const int32_t* flags, int modules);
+std::string bad_output_text(const ModelConfig& c, const BadOutput& first, const std::string& unit);
+
 class BadSteps {
  public:
   explicit BadSteps(const Run& r) : r_(r) {}
   // For every step, in order, on all ranks. Collective where the step is bad, which it is on all ranks or none. Returns
   // what ends the run, the same on all ranks, or nothing: then `note` has been told on rank 0 if the step was left out.
+  // replay: says which output was the first that was bad, or nothing (replay.h); collective. Called where the step is
+  // bad and the weights are still those that it had.
   std::string take(int64_t step, const StepScalars& of, const std::vector<Unit>& units, const double* sums,
-                   const std::function<void(const std::string&)>& note);
+                   const std::function<std::string()>& replay, const std::function<void(const std::string&)>& note);
   int64_t skipped() const { return skipped_; }  // of this run
   bool latest_was_bad() const { return in_a_row_ > 0; }
 

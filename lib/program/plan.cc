@@ -212,26 +212,26 @@ int64_t ways(const Changes& groups, size_t changes, size_t from = 0) {
 }
 
 // The fewest ranks, of `from` and its doubles, on which the run fits with blocks recomputed; 0: none. least: bytes of
-// all ranks that any run needs. Of a deep model each try takes its time, and more ranks never take more memory of each:
-// where two tries find no room, the most ranks tell whether anybody has.
+// all ranks that any run needs. Of a deep model each try takes its time. At any moment of the step so much is a rank's
+// alone, and the rest is divided; so the peak is convex in 1 / ranks, and a line through two tries, each of twice the
+// ranks of the one before, tells what any number of ranks needs at least. Where there is no room for that the search
+// ends.
 struct MoreRanks {
   int ranks = 0;
   double bytes = 0;  // of a GPU
 };
 MoreRanks ranks_that_fit(Options o, int from, double least, const Chip& chip) {
   o.recompute = "block", o.keep_attention = 0, o.shard = "full", o.reshard_after_forward = -1;
-  std::vector<std::pair<int, Run>> runs;
+  double before = 0;  // bytes, of half as many ranks
   for (int64_t ranks = from; ranks <= 65536; ranks *= 2) {
     if (!fits(least / double(ranks), chip)) continue;
     try {
-      runs.emplace_back(int(ranks), resolve(o, int(ranks), 0));
-    } catch (const UsageError&) {}  // this model cannot be cut so
-  }
-  for (size_t i = 0; i < runs.size(); i++) {
-    const auto& [ranks, run] = runs[i];
-    const DryStep step(run, ranks, chip);
-    if (step.fits_on(chip)) return {ranks, double(step.dev.mem.arena_bytes())};
-    if (i == 1 && !DryStep(runs.back().second, runs.back().first, chip).fits_on(chip)) break;
+      const DryStep step(resolve(o, int(ranks), 0), int(ranks), chip);
+      if (step.fits_on(chip)) return {int(ranks), double(step.dev.mem.arena_bytes())};
+      const double peak = double(step.dev.mem.live_peak());
+      if (before > 0 && !fits(2 * peak - before, chip)) break;
+      before = peak;
+    } catch (const UsageError&) { before = 0; }  // this model cannot be cut so
   }
   return {};
 }

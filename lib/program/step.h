@@ -10,13 +10,14 @@
 // issues so many of them, with the first, in which its clocks settle; the last of these stands for the rest.
 constexpr int64_t dry_micro_batches = 4;
 
-// host: the step's micro-batches, one behind the other; pinned, and free again when `copied` has passed.
+// host: the step's micro-batches, one behind the other; pinned, and free again when `copied` has passed. weight: of its
+// gradient; one that is no number makes a step that changes nothing (ops::adamw).
 template <class T, class G>
 void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, const ops::AdamW* adamw,
-                  Event& copied) {
+                  Event& copied, double weight = 1) {
   dev.mem.begin("step");
   model.begin_step(adamw, float(r.o.clip));
-  const double scale = 1.0 / double(r.tokens_per_step());
+  const double scale = weight / double(r.tokens_per_step());
   const int64_t last = r.grad_accum - 1;
   const bool skips = dev.mode != Mode::run && (!dev.timeline || dev.timeline->can_skip());
   auto issue = [&](int64_t m) {
