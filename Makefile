@@ -225,7 +225,7 @@ link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$
 # ------------------------------------------------------------------------------------------------------------- build
 objects := $(addprefix build/,$(addsuffix .o,$(basename $(sources))))
 parts := $(filter-out build/train.o build/bench.o,$(objects))
-rank_tests := $(foreach name,comm faults fsdp checkpoint diagnostics,test/test_$(name).cc)
+rank_tests := $(foreach name,comm faults fsdp reduce checkpoint diagnostics evaluation init,test/test_$(name).cc)
 unit_objects := $(patsubst %,build/%.o,$(basename $(filter-out test/main.cc $(rank_tests),$(test_sources))))
 rank_objects := $(patsubst %,build/%.o,$(basename $(filter $(rank_tests),$(test_sources))))
 

@@ -62,14 +62,14 @@ Unit::Piece Unit::piece(const Param& p, int rank) const {
 // ------------------------------------------------------------------------------------------------------------ trace
 
 const char* name_of(const Issued& i) {
-  static const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "optimizer",
+  static const char* names[] = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "optimizer",
                                 "use",        "release",        "cast"};
   return i.kind == Issued::remark ? i.text : names[i.kind];
 }
 
 const char* stream_of(const Issued& i) {
-  static const char* streams[] = {"gather",  "reduce",  "reduce", "reduce", "compute",
-                                  "compute", "compute", "gather", "compute"};
+  static const char* streams[] = {"gather",  "reduce",  "reduce",  "reduce", "reduce",
+                                  "compute", "compute", "compute", "gather", "compute"};
   return i.kind == Issued::optimizer && i.unit >= 0 ? "reduce" : streams[i.kind];
 }
 
@@ -86,6 +86,11 @@ int64_t largest(const std::vector<Unit>& units, F f) {
   int64_t most = 0;
   for (const Unit& u : units) most = std::max<int64_t>(most, f(u));
   return most;
+}
+std::vector<Unit> replicated(const std::vector<Unit>& units) {
+  std::vector<Unit> found;
+  std::copy_if(units.begin(), units.end(), std::back_inserter(found), [](const Unit& u) { return u.replicated; });
+  return found;
 }
 int64_t largest_gather(const std::vector<Unit>& units) {
   return largest(units, [](const Unit& u) { return std::max(u.with_gradient.padded, u.without_gradient.padded); });
@@ -108,9 +113,11 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       gather_channel_(
           dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
           dev.backend == Backend::gpu ? largest_gather(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0,
-          links, options.gather_by_copy_engine ? Via::copy_engines : Via::kernels),
+          links, options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
-                      largest_reduction(units_, &FlatParam::padded, options.reduce_dtype, shard_world_.size), links),
+                      largest_reduction(exchanges() ? replicated(units_) : units_, &FlatParam::padded,
+                                        options.reduce_dtype, shard_world_.size),
+                      links),
       replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
                        largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), links),
       scalars_ready_(dev),
@@ -120,6 +127,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   keep_state();
   keep_gather_slots();
   keep_gradient_slots();
+  if (exchanges()) open_exchange(transport, links);
   scalars_ = dev.mem.keep<StepScalars>(1, "scalars", Purpose::workspace);
   partials_ = dev.mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
   unit_sums_ = dev.mem.keep<double>(int64_t(units_.size()), "sums of units", Purpose::workspace);
@@ -208,6 +216,15 @@ void Fsdp<T, G>::keep_gradient_slots() {
 }
 
 template <class T, class G>
+void Fsdp<T, G>::open_exchange(Transport transport, Links links) {
+  const int64_t bytes = largest(units_, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; }) *
+                        size_of(options_.reduce_dtype);
+  received_ = dev_.mem.keep<char>(bytes, "gradient parts received", Purpose::gradient_slots);
+  exchange_channel_.emplace(dev_, dev_.reduce(), shard_world_, transport, "exchange",
+                            dev_.backend == Backend::gpu ? bytes : 0, links, CopyEngines::all_to_all);
+}
+
+template <class T, class G>
 int64_t Fsdp<T, G>::parameters() const {
   int64_t n = 0;
   for (const Unit& u : units_) n += u.numel;
@@ -259,8 +276,8 @@ template <class T, class G>
 void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
   dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
   dev_.compute().copy(&scalars_->steps, &adamw_->summand, 2 * sizeof(double));
+  dev_.compute().zero(unit_sums_, int64_t(units_.size() * sizeof(double)));
   clip_ = clip;
-  norm_begun_ = false;
   ASSERT(clip == 0 || !options_.update_in_backward);
 }
 
@@ -414,8 +431,23 @@ typename Fsdp<T, G>::Reduction Fsdp<T, G>::next_reduction(int u) {
   const bool last_of_micro_batch = ++state.reductions == units_[size_t(u)].reductions;
   if (last_of_micro_batch) state.reductions = 0;
   const bool complete = last_of_micro_batch && last_micro_batch_;
-  if (complete && options_.update_in_backward) return Reduction::update;
-  return options_.reduce_last && !complete ? Reduction::accumulate : Reduction::shard;
+  if (complete) return options_.update_in_backward ? Reduction::update : Reduction::complete;
+  return options_.reduce_last ? Reduction::accumulate : Reduction::shard;
+}
+
+// Whether one reduction leaves numbers that bf16 holds: it is in bf16, and does not end in the owner's fp32 sum.
+template <class T, class G>
+bool Fsdp<T, G>::fits_bf16(int u) const {
+  const bool summed_in_fp32 = exchanges() && !units_[size_t(u)].replicated && replica_world_.size == 1;
+  return options_.reduce_dtype == Dtype::bf16 && !summed_in_fp32;
+}
+
+// A replicated unit counts once.
+template <class T, class G>
+ops::PowerSum Fsdp<T, G>::share_of_norm(int u, Reduction how) {
+  const bool elsewhere = units_[size_t(u)].replicated && shard_world_.rank > 0;
+  if (elsewhere || (how != Reduction::complete && how != Reduction::update)) return {};
+  return {options_.norm, unit_sums_ + u, partials_};
 }
 
 template <class T, class G>
@@ -429,10 +461,13 @@ void Fsdp<T, G>::reduce(int u) {
   const bool first_unsharded = !state.unsharded_gradient.get(), first_shard = !state.gradient.get();
   if (how == Reduction::accumulate && first_unsharded)
     state.unsharded_gradient = dev_.mem.take<float>(flat.padded, "unsharded gradient", Purpose::gradients);
-  if (how == Reduction::shard && first_shard)
+  const bool in_bf16 = how == Reduction::complete && first_shard && fits_bf16(u);
+  if (in_bf16) state.bf16_gradient = dev_.mem.take<bf16>(flat.shard, "gradient shard", Purpose::gradients);
+  if ((how == Reduction::shard || how == Reduction::complete) && first_shard && !in_bf16)
     state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
   float* unsharded = state.unsharded_gradient.get();
   float* shard = state.gradient.get() ? state.gradient.get() : s.fp32_shard;
+  const GradientShard to = {shard, state.bf16_gradient.get(), !first_shard};
 
   // A frozen parameter that is joined with a trained one has a gradient that must not count in the norm.
   for (const Param& p : unit.params)
@@ -443,6 +478,7 @@ void Fsdp<T, G>::reduce(int u) {
   const NamedWork named(dev_, stream, Span::reduce,
                         how == Reduction::accumulate ? "accumulate"
                         : unit.replicated            ? "all_reduce"
+                        : exchanges()                ? "all_to_all"
                                                      : "reduce_scatter",
                         unit.name, flat.padded * size_of(options_.reduce_dtype));
   if (unsharded) ops::accumulate_gradient(stream, unsharded, s.p, flat.padded, !first_unsharded);
@@ -451,13 +487,13 @@ void Fsdp<T, G>::reduce(int u) {
       if (s.narrow) ops::cast(stream, s.narrow, unsharded ? unsharded : s.p, flat.padded);
     }
     if (unsharded && !s.narrow) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
-    if (s.narrow) sum_over_ranks(u, s.narrow, shard, !first_shard);
-    else sum_over_ranks(u, s.p, shard, !first_shard);
+    const ops::PowerSum norm = share_of_norm(u, how);
+    if (s.narrow) sum_over_ranks(u, s.narrow, to, norm);
+    else sum_over_ranks(u, s.p, to, norm);
     s.read_by_reduction[0] = std::move(state.unsharded_gradient);
   }
   if (how == Reduction::update) {
-    add_to_norm(stream, u, shard);
-    update(stream, u, shard, 0);
+    update<float>(stream, u, shard, 0);
     note(Issued::optimizer, u);
     s.read_by_reduction[1] = std::move(state.gradient);
   }
@@ -466,27 +502,45 @@ void Fsdp<T, G>::reduce(int u) {
   if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
 }
 
-// gradient (padded): this rank's. Adds this rank's shard of the sum over all ranks to `shard`, or sets it.
+// gradient (padded): this rank's. Adds this rank's shard of the sum over all ranks to `shard`, or sets it;
+// norm: of that, if asked for.
 template <class T, class G>
 template <class E>
-void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulate) {
+void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
   const Unit& unit = units_[size_t(u)];
   const FlatParam& flat = unit.with_gradient;
   const Dtype dtype = dtype_of<E>;
   const int64_t bytes = flat.shard * size_of(dtype);
   E* mine = gradient + shard_rank(u) * flat.shard;
   for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit(unit.name);
-  if (unit.replicated) reduce_channel_.all_reduce(gradient, flat.shard, dtype);
-  else reduce_channel_.reduce_scatter(gradient, flat.shard, dtype);
+  const Issued::Kind kind = unit.replicated ? Issued::all_reduce
+                            : exchanges()   ? Issued::all_to_all
+                                            : Issued::reduce_scatter;
+  // Without replicas the shard takes the sum of what was received as it is, unrounded.
+  const bool summed_in_shard = kind == Issued::all_to_all && replica_world_.size == 1;
+  Stream& stream = reduce_channel_.stream();
+  if (kind == Issued::all_reduce) {
+    reduce_channel_.all_reduce(gradient, flat.shard, dtype);
+  } else if (kind == Issued::reduce_scatter) {
+    reduce_channel_.reduce_scatter(gradient, flat.shard, dtype);
+  } else {
+    E* parts = static_cast<E*>(received_);
+    exchange_channel_->set_unit(unit.name);
+    exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
+    if (summed_in_shard) ops::sum_parts(stream, to.fp32, parts, flat.shard, shard_world_.size, to.accumulate, norm);
+    else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);
+  }
   replica_channel_.all_reduce(mine, flat.shard, dtype);
   // A replicated unit has been summed by each rank of a group with that rank's own replicas, whose ring may add in
   // another order: the group takes its first rank's sum, or its copies of the unit would drift apart.
   const bool several = unit.replicated && shard_world_.size > 1 && replica_world_.size > 1;
   if (several) reduce_channel_.broadcast(mine, bytes, 0);
-  ops::accumulate_gradient(reduce_channel_.stream(), shard, mine, flat.shard, accumulate);
+  if constexpr (std::is_same_v<E, bf16>)
+    if (to.bf16_alone) ops::accumulate_gradient(stream, to.bf16_alone, mine, flat.shard, /*accumulate=*/false, norm);
+  if (!to.bf16_alone && !summed_in_shard)
+    ops::accumulate_gradient(stream, to.fp32, mine, flat.shard, to.accumulate, norm);
   if (shard_world_.size > 1 || replica_world_.size == 1)
-    note(unit.replicated ? Issued::all_reduce : Issued::reduce_scatter, u, flat.padded * size_of(dtype), dtype,
-         shard_world_.size);
+    note(kind, u, flat.padded * size_of(dtype), dtype, shard_world_.size);
   if (replica_world_.size > 1) note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
   if (several) note(Issued::broadcast, u, bytes, dtype, shard_world_.size);
 }
@@ -494,16 +548,8 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, float* shard, bool accumulat
 // -------------------------------------------------------------------------------------------------------- the step
 
 template <class T, class G>
-void Fsdp<T, G>::add_to_norm(Stream& s, int u, const float* gradient) {
-  const Unit& unit = units_[size_t(u)];
-  if (unit.replicated && shard_world_.rank > 0) return s.zero(unit_sums_ + u, sizeof(double));  // counted once
-  ops::sum_powers(s, options_.norm, &scalars_->norm2, gradient, partials_, unit.with_gradient.shard, norm_begun_,
-                  unit_sums_ + u);
-  norm_begun_ = true;
-}
-
-template <class T, class G>
-void Fsdp<T, G>::update(Stream& s, int u, const float* gradient, float clip) {
+template <class E>
+void Fsdp<T, G>::update(Stream& s, int u, const E* gradient, float clip) {
   if (held_) s.wait(*held_);
   State& state = state_[size_t(u)];
   const Unit& unit = units_[size_t(u)];
@@ -583,12 +629,9 @@ void Fsdp<T, G>::end_step() {
     await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)
-    for (size_t i = 0; i < units_.size(); i++) {
-      if (!units_[i].trained()) continue;
-      ASSERT(state_[i].gradient.get() != nullptr);
-      add_to_norm(s, int(i), state_[i].gradient.get());
-    }
-  if (!norm_begun_) s.zero(&scalars_->norm2, sizeof(double));
+    for (size_t i = 0; i < units_.size(); i++)
+      ASSERT(!units_[i].trained() || state_[i].gradient.get() || state_[i].bf16_gradient.get());
+  ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
   sum_scalars();
   timing_ = false;
   // AdamW records when a unit can be gathered again. For a frozen unit somebody else must: where this step is a graph,
@@ -601,8 +644,10 @@ void Fsdp<T, G>::end_step() {
     for (size_t i = 0; i < units_.size() && !options_.update_in_backward; i++) {
       if (!units_[i].trained() || units_[i].replicated != replicated) continue;
       s.sleep(optimizer_delay_ms_ / double(units_.size()));
-      update(s, int(i), state_[i].gradient.get(), clip_);
-      state_[i].gradient.reset();
+      State& state = state_[i];
+      if (state.bf16_gradient.get()) update<bf16>(s, int(i), state.bf16_gradient, clip_);
+      else update<float>(s, int(i), state.gradient, clip_);
+      state.gradient.reset(), state.bf16_gradient.reset();
     }
   if (!options_.update_in_backward) note(Issued::optimizer, -1);
   held_ = nullptr;
@@ -640,6 +685,7 @@ template <class T, class G>
 void Fsdp<T, G>::set_delays(double gather_ms, double reduce_ms, double optimizer_ms) {
   gather_channel_.delay_ms = gather_ms;
   reduce_channel_.delay_ms = replica_channel_.delay_ms = reduce_ms;
+  if (exchange_channel_) exchange_channel_->delay_ms = reduce_ms;
   optimizer_delay_ms_ = optimizer_ms;
 }
 

@@ -31,8 +31,9 @@
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
 //   reshard(u)    release, and the slot is empty
 //   gradient(u)   a slot to write the unit's unsharded gradient into; compute waits for the slot's last reduction
-//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my fp32 gradient shard
-//   end_step()    global gradient norm, clip, AdamW on the shards
+//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my gradient shard; or send every rank
+//                 its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
+//   end_step()    global gradient norm, whose terms the last reductions have left; clip, AdamW on the shards
 //
 // There are as many slots as the options say, and no other buffers: their number is the rate limiter.
 //
@@ -42,6 +43,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -114,13 +116,28 @@ struct FsdpOptions {
   ops::GradNorm norm = ops::GradNorm::two;
   bool gather_over_mpi = false;        // where reductions go over NCCL
   bool gather_by_copy_engine = false;  // see Channel
-  bool unsharded_init = false;         // make the full model's weights on every rank, then cut: to show what that costs
-  uint64_t seed = 0;                   // of the initial weights
+  // Parts go to their owners by all_to_all, who sums them in fp32 and in rank order: by copy engines over NCCL. What is
+  // replicated is all_reduced all the same.
+  bool reduce_by_copy_engine = false;
+  bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
+  bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
+  uint64_t seed = 0;            // of the initial weights
 };
 
 // What was issued, in order: for tests and for people.
 struct Issued {
-  enum Kind { all_gather, reduce_scatter, all_reduce, broadcast, optimizer, use, release, cast, remark } kind;
+  enum Kind {
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    all_reduce,
+    broadcast,
+    optimizer,
+    use,
+    release,
+    cast,
+    remark
+  } kind;
   int unit;       // -1: all
   int64_t bytes;  // of the unsharded buffer; 0: nothing moves between ranks
   Dtype dtype;
@@ -187,7 +204,7 @@ class Fsdp {
   void empty_slots();
   StepScalars* scalars() const { return scalars_; }  // on the device
   // Of the latest step, on the device: each unit's share of the norm as this rank's shard has it (units; what is not
-  // trained has none). One that is not finite tells in whose gradient something went wrong.
+  // trained has 0). One that is not finite tells in whose gradient something went wrong.
   const double* unit_sums() const { return unit_sums_; }
 
   const std::vector<Unit>& units() const { return units_; }
@@ -224,6 +241,7 @@ class Fsdp {
     Event ready;  // to be gathered: AdamW, or what made the weights, is done with the master copy
     void *m = nullptr, *v = nullptr;
     Buffer<float> gradient;            // my shard of it; lives from the unit's first reduction to the optimizer
+    Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
     Buffer<float> unsharded_gradient;  // summed over micro-batches, where only the last one reduces
     int reductions = 0;                // so far in this micro-batch
     std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
@@ -268,13 +286,22 @@ class Fsdp {
   enum class Reduction {
     accumulate,  // add it to the unsharded fp32 gradient: nothing is sent (reduce_last, before the last micro-batch)
     shard,       // reduce_scatter, and add my shard of the sum to my gradient shard
-    update,      // the same, and AdamW on the shard at once (update_in_backward, in the last micro-batch)
+    complete,    // the same for the last time: with its share of the norm
+    update,      // the same, and AdamW on the shard at once (update_in_backward)
+  };
+  // What a reduction leaves: in fp32, of this one or added to what is there, or in bf16.
+  struct GradientShard {
+    float* fp32;
+    bf16* bf16_alone;
+    bool accumulate;
   };
   enum class Waits { gathers, reductions };
 
   void keep_state();
   void keep_gather_slots();
   void keep_gradient_slots();
+  bool exchanges() const { return options_.reduce_by_copy_engine && shard_world_.size > 1; }
+  void open_exchange(Transport transport, Links links);
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
@@ -283,9 +310,11 @@ class Fsdp {
   void await_reduction(GradientSlot& s);
   Reduction next_reduction(int u);
   template <class E>
-  void sum_over_ranks(int u, E* gradient, float* shard, bool accumulate);
-  void add_to_norm(Stream& s, int u, const float* gradient);
-  void update(Stream& s, int u, const float* gradient, float clip);
+  void sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
+  bool fits_bf16(int u) const;
+  ops::PowerSum share_of_norm(int u, Reduction how);
+  template <class E>
+  void update(Stream& s, int u, const E* gradient, float clip);
   void timed_wait(Waits of, const Event& e);
   void all_reduce_scalars(Stream& s);
   void note(Issued::Kind kind, int unit, int64_t bytes = 0, Dtype dtype = Dtype::f32, int ranks = 1,
@@ -302,11 +331,15 @@ class Fsdp {
   int64_t releases_ = 0;
   ops::AdamW* adamw_;
   float clip_ = 0;
-  bool last_micro_batch_ = true, norm_begun_ = false;
+  bool last_micro_batch_ = true;
   const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
+  // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the
+  // reduce stream comes to the next all_to_all, which waits for that on all ranks.
+  std::optional<Channel> exchange_channel_;
+  void* received_ = nullptr;
   Event scalars_ready_, scalars_summed_, counted_, wanted_;
   double optimizer_delay_ms_ = 0;
   bool tracing_ = false;

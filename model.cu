@@ -429,7 +429,7 @@ G* Model<T, G>::grad(const ParamRef& p) const {
 
 template <class T, class G>
 void Model<T, G>::init_weights() {
-  if (rope_table_) ops::rope_table<T>(dev_.compute(), rope_table_, c_.seq, c_.head_dim(), c_.rope_base);
+  if (rope_table_) ops::rope_table<T>(dev_.compute(), rope_table_, c_.seq, c_.head_dim(), c_.rope);
   fsdp.init_weights();
 }
 
@@ -526,15 +526,27 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
 }
 
 // The same forward pass without a backward: nothing is kept, every unit is resharded, so validation fits where training
-// does.
+// does. Up to the head.
 template <class T, class G>
-void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied) {
-  dev_.mem.phase("validation");
+Buffer<T> Model<T, G>::forward(const int32_t* host, Event& copied) {
   begin_micro_batch(evaluation_, true);
   load(host, copied);
   Buffer<T> x = embed();
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, nullptr, std::move(x), false);
-  head(std::move(x), 0, false, first);
+  return x;
+}
+
+template <class T, class G>
+void Model<T, G>::evaluate(const int32_t* host, bool first, Event& copied, A* row_losses) {
+  dev_.mem.phase("validation");
+  head(forward(host, copied), 0, false, first, row_losses);
+  end_micro_batch();
+}
+
+template <class T, class G>
+void Model<T, G>::next_logits(const int32_t* host, int64_t row, A* logits, Event& copied) {
+  dev_.mem.phase("sample");
+  head_of_row(forward(host, copied), row, logits);
   end_micro_batch();
 }
 
@@ -701,7 +713,7 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   } else {
     v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
     ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, weight(at.norm1), weight_if_any(at.norm1_bias),
-                         M, C);
+                         M, C, c_.norm_eps);
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
@@ -790,7 +802,7 @@ Buffer<T> Model<T, G>::middle(int64_t block, Saved* v) {
   if (!v->stats2) v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
   Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
   ops::norm_forward<T>(dev_.compute(), norm_, n, v->x2, v->stats2, v->x, v->x2, weight(at.norm2),
-                       weight_if_any(at.norm2_bias), M, C);
+                       weight_if_any(at.norm2_bias), M, C, c_.norm_eps);
   return n;
 }
 
@@ -1170,7 +1182,7 @@ Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int6
 // Final norm, logits, loss, and back again to the gradient of x, chunk by chunk: no more than chunk_ rows of logits
 // ever exist.
 template <class T, class G>
-Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first) {
+Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first, A* row_losses) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, V = c_.vocab;
@@ -1180,7 +1192,7 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   Buffer<A> stats = mem.take<A>(2 * M, "final statistics"), losses = mem.take<A>(M, "losses");
   Buffer<T> n = mem.take<T>(M * C, "final normed, then its gradient");
   ops::norm_forward<T>(s, norm_, n, nullptr, stats, x, nullptr, weight(head_norm_), weight_if_any(head_norm_bias_), M,
-                       C);
+                       C, c_.norm_eps);
   if (backward) gradient(t);
   {
     Buffer<T> logits = mem.take<T>(chunk_ * V, "logits of a chunk");
@@ -1206,6 +1218,7 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
     ops::sum<A>(s, loss_sum_, losses, partials, M, !first);
     look_at(t.module, loss_sum_, 1);
   }
+  if (row_losses) s.copy(row_losses, losses.get(), M * int64_t(sizeof(A)));
   if (!backward) {
     release(t);
     return Buffer<T>();
@@ -1216,6 +1229,25 @@ Buffer<T> Model<T, G>::head(Buffer<T> x, double scale, bool backward, bool first
   release(t);
   reduce(t);
   return n;
+}
+
+// The head of one row alone: its logits are all that exist.
+template <class T, class G>
+void Model<T, G>::head_of_row(Buffer<T> x, int64_t row, A* logits) {
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  const int64_t C = c_.dim, V = c_.vocab;
+  const Turn& t = take_turn(Turn::forward, c_.head_module());
+  gather(t), use(t);
+  dev_.mark("head of a sample");
+  Buffer<A> stats = mem.take<A>(2, "final statistics"), wide = mem.take<A>(V, "logits in fp32");
+  Buffer<T> n = mem.take<T>(C, "final normed"), narrow = mem.take<T>(V, "logits");
+  ops::norm_forward<T>(s, norm_, n, nullptr, stats, x + row * C, nullptr, weight(head_norm_),
+                       weight_if_any(head_norm_bias_), 1, C, c_.norm_eps);
+  ops::matmul<T>(s, narrow, n, weight(head_), nullptr, nullptr, 1, V, C);
+  ops::cast<A, T>(s, wide, narrow, V);
+  s.copy(logits, wide.get(), V * int64_t(sizeof(A)));
+  release(t);
 }
 
 template class Model<float, float>;

@@ -59,7 +59,8 @@ enum class BackwardPrefetch { pre, post, none };
 struct ModelConfig {
   Arch arch = Arch::rope;
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
-  double rope_base = 500000;
+  Rope rope = {};
+  double norm_eps = 1e-5;
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
   NsaGate nsa_gate = NsaGate::linear;
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
@@ -159,8 +160,10 @@ class Model {
   // Adds the micro-batch's sum of losses to loss_sum, and `scale` times its gradient to the gradient shards. host:
   // pinned, as index_batch leaves it; free to be written again once `copied` has passed. first, last: of the step.
   void forward_backward(const int32_t* host, double scale, bool first, bool last, Event& copied);
-  // The loss alone; nothing is saved for a backward.
-  void evaluate(const int32_t* host, bool first, Event& copied);
+  // The loss alone; nothing is saved for a backward. row_losses: pinned, takes the M rows' losses; may be null.
+  void evaluate(const int32_t* host, bool first, Event& copied, acc_t<T>* row_losses = nullptr);
+  // The logits (V) of the token that follows row `row` of the micro-batch, whose targets are not read. logits: pinned.
+  void next_logits(const int32_t* host, int64_t row, acc_t<T>* logits, Event& copied);
   // From here on until end_step() every module marks in bad_outputs() (modules, on the device) if it hands something on
   // that is infinite or not a number; the head, its loss. Not for a graph.
   void watch_outputs();
@@ -250,7 +253,9 @@ class Model {
   Buffer<T> block_forward(int64_t block, Saved* saved, Buffer<T> x, bool keep);
   void attention_forward_turn(int64_t block, Saved* v, bool keep);
   Buffer<T> mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool keep);
-  Buffer<T> head(Buffer<T> x, double scale, bool backward, bool first);
+  Buffer<T> forward(const int32_t* host, Event& copied);
+  Buffer<T> head(Buffer<T> x, double scale, bool backward, bool first, A* row_losses = nullptr);
+  void head_of_row(Buffer<T> x, int64_t row, A* logits);
   Buffer<T> block_backward(int64_t block, Saved saved, Buffer<T> dx);
   void recompute_queries(int64_t block, Saved* v);
   void recompute_attention(int64_t block, Saved* v);

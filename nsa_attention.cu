@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention/stages.h"
+#include "attention/untried.h"
 #include "attention/stats.h"
 #include "lib/ops/ops.h"
 
@@ -218,6 +219,10 @@ void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape&
   if (a.phi == Phi::mlp) s.zero(dphi.w2, a.D * n.hidden * bytes);
 }
 
+// Are a stage's tiles of 128 queries and a head so few that another stage finds idle multiprocessors? Two rounds of a
+// large GPU's.
+bool leaves_idle(const NsaShape& a) { return ATTENTION_UNTRIED && a.B * a.H * ((a.T + 127) / 128) <= 2 * 132; }
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------------- forward and backward
@@ -234,6 +239,17 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   Memory& mem = dev.mem;
   const int64_t rows = a.B * a.T, keys = a.B * a.compressed() * a.HKV * a.D;
   NsaSaved<T> v;
+  // The window branch reads x alone: it may run beside the others.
+  const bool beside = leaves_idle(a);
+  Branch branch(dev, beside);
+  const auto window = [&] {
+    v.o_window = mem.take<T>(rows * a.H * a.D, "window attention", life);
+    v.lse_window = mem.take<A>(rows * a.H, "window log-sum-exp", life);
+    dev.mark("window branch");
+    record(Stage::window,
+           attention_forward<T>(branch.stream(), v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
+  };
+  if (beside) window();
   v.k = mem.take<T>(keys, "compressed keys", life);
   v.v = mem.take<T>(keys, "compressed values", life);
   v.o_compressed = mem.take<T>(rows * a.H * a.D, "compressed attention", life);
@@ -268,10 +284,8 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
     record(Stage::selected,
            nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a));
   }
-  v.o_window = mem.take<T>(rows * a.H * a.D, "window attention", life);
-  v.lse_window = mem.take<A>(rows * a.H, "window log-sum-exp", life);
-  dev.mark("window branch");
-  record(Stage::window, attention_forward<T>(s, v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
+  if (!beside) window();
+  branch.join();
   dev.mark("gates");
   record(Stage::gates, nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a));
   if (saved) *saved = std::move(v);
@@ -290,15 +304,16 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   const auto gate = [&](int branch) { return Gate<T>{x + a.gate(branch), dx + a.gate(branch), a.ld}; };
 
   // dq is columns of dx: the window branch writes it, the selected branch adds its own and the compressed branch's.
-  {
-    const AttentionShape w = window_shape(a);
-    Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(w), "attention workspace");
-    dev.mark("window branch, backward");
-    record(Stage::window_backward,
-           attention_backward<T>(s, dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2), saved.o_window,
-                                 saved.lse_window, workspace, w, gate(2)));
-  }
-  saved.o_window.reset(), saved.lse_window.reset();
+  const AttentionShape w = window_shape(a);
+  Buffer<A> window_workspace = mem.take<A>(attention_backward_workspace<T>(w), "attention workspace");
+  const bool beside = leaves_idle(a);
+  Branch branch(dev, beside);
+  dev.mark("window branch, backward");
+  record(Stage::window_backward,
+         attention_backward<T>(branch.stream(), dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2),
+                               saved.o_window, saved.lse_window, window_workspace, w, gate(2)));
+  const auto window_done = [&] { window_workspace.reset(), saved.o_window.reset(), saved.lse_window.reset(); };
+  if (!beside) window_done();
 
   const bool compressed = a.compressed() > 0;
   Buffer<T> dk, dv, dq;  // of the compressed branch
@@ -314,6 +329,8 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
                                  workspace, c, gate(0)));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
+  branch.join();
+  if (beside) window_done();
 
   {
     Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(a), "selected attention workspace");

@@ -14,8 +14,10 @@
 #include "lib/device/terminal.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
+#include "lib/program/findings.h"
 #include "lib/program/export.h"
 #include "lib/program/halt.h"
+#include "lib/program/init.h"
 #include "lib/program/launch.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
@@ -79,6 +81,7 @@ struct StepInFlight {
   HostBuffer<NsaMaxima> nsa_maxima{dev, r.model.diagnostics ? r.model.depth : 1};
   std::vector<NsaKernels> kernels = {};
   double fetch_seconds = 0;  // the host's, to make the micro-batches
+  Finding sample = {};       // what was written behind the step, to be told behind its line
   Graph graph{dev};          // of this step and every second one after it: it holds addresses of this struct
   Event copied{dev};         // the device has read the micro-batches
   Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
@@ -107,9 +110,11 @@ struct Training {
   StepProfiler profiler{job};         // with --profile and --trace
   std::unique_ptr<Saver> saver = {};  // with --save
   std::string unsaved = {};           // why the run's last save failed
+  bool halted = false;                // asked to stop, and soon
   StepInFlight& slot(int64_t step) { return slots[step % 2]; }
   bool speaks() const { return job.world.rank == 0; }
   bool validates(int64_t step) const { return r.o.val_every > 0 && step % r.o.val_every == 0; }
+  bool samples(int64_t step) const { return r.o.sample_every > 0 && step % r.o.sample_every == 0; }
 };
 
 // Enqueues a step, and the copies of what is told of it. Nothing waits for the device but for the step before the last.
@@ -215,11 +220,12 @@ std::string report_step(Training<T, G>& t, int64_t step) {
     t.job.telemetry->step(s);
   }
   if (step == t.first) t.job.diagnostics->count_fallbacks(was.kernels);
+  if (const Finding f = std::exchange(was.sample, {}); t.speaks() && !f.line.empty()) t.job.telemetry->tell(f);
   const bool counts = t.model.nsa_sums() != nullptr;
   t.job.diagnostics->step(
       s, {counts ? was.nsa_sums.get() : nullptr, counts ? was.nsa_maxima.get() : nullptr, was.fetch_seconds});
   // From here on what this step told is the same on all ranks.
-  if (const std::string stop = halt::reason(of.halts, r.o.save); !stop.empty()) t.stop = stop;
+  if (const std::string stop = halt::reason(of.halts, r.o.save); !stop.empty()) t.stop = stop, t.halted = true;
   const auto note = [&](const std::string& line) { t.job.telemetry->note(line); };
   const auto replay = [&] {
     return first_bad_output(t.dev, t.model, r, was.batches.get(), was.adamw.get(), was.copied, t.bad_outputs.get());
@@ -268,6 +274,7 @@ std::string loop(Training<T, G>& t) {
         return wrong + (saved == step - 1 ? strf("; step-%lld has the weights of the step before it", ll(saved)) : "");
       if (!t.stop.empty()) break;
     }
+    if (t.samples(step)) t.slot(step).sample = write_sample(t.job, t.model, step);
     if (t.saver) {
       t.saver->check();
       if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || t.saver->idle(step)))
@@ -292,6 +299,17 @@ std::string loop(Training<T, G>& t) {
   return "";
 }
 
+// What is found out by the last weights, unless somebody wants the machine.
+template <class T, class G>
+void conclude(Training<T, G>& t) {
+  const bool asked = t.job.eval || t.r.o.sample > 0;
+  if (t.halted && asked && t.speaks()) t.job.telemetry->note("--eval and --sample are left out: " + t.stop);
+  if (t.halted) return;
+  const bool sampled = t.issued >= t.first && t.samples(t.issued);
+  for (const Finding& f : last_findings(t.job, t.model, std::max(t.issued, t.first - 1), sampled))
+    if (t.speaks()) t.job.telemetry->tell(f);
+}
+
 // Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
 // Everything that can fail for want of memory or of a file has done so before, on all ranks together.
 template <class T, class G>
@@ -302,12 +320,11 @@ std::string train(const Job& job) {
   dev.mode = Mode::tune;
   ops::keep_workspace(dev);
   flight::set_phase("the start, timing products and making weights");
-  const bool first = true;
   Model<T, G> model(dev, job.world, job.transport, r.model, r.batch, r.fsdp, Links::open);
   Training<T, G> t{job, model};
   StepInFlight& any = t.slots[0];
   step_program(dev, model, r, any.batches.get(), any.adamw.get(), any.copied);  // times the matmuls
-  if (r.o.val_every > 0) validation_program(dev, model, t.val_batches.get(), first, t.val_copied);
+  other_programs(dev, model, r, t.val_batches.get(), t.val_copied);
   dev.mode = Mode::run;
   model.init_weights();
   dev.compute().synchronize();
@@ -319,6 +336,9 @@ std::string train(const Job& job) {
     if (!job.saved.state.is_null()) {
       load_checkpoint(job.saved.step_dir, r.o.save, dev, job.world, parts, note);
       t.first += job.saved.state.at("step").template get<int64_t>();
+    } else if (job.init) {
+      load_model(*job.init, dev, job.world, parts);
+      if (t.speaks()) note(init_text(*job.init, r));
     }
     if (!r.o.save.empty())
       t.saver = std::make_unique<Saver>(dev, job.world, r.o.save, r.o.keep, own_parts, note, job.found);
@@ -336,12 +356,12 @@ std::string train(const Job& job) {
     if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty()) return;
     wrong = t.unsaved;
+    conclude(t);
     if (r.o.export_to.empty()) return;
     flight::set_phase("exporting the model");
-    const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
     try {
-      export_safetensors(r.o.export_to, dtype, dev, job.world, own_parts);
-      if (t.speaks()) note("exported the model to " + r.o.export_to);
+      const std::string made = export_model(r, dev, job.world, own_parts);
+      if (t.speaks()) note(made);
     } catch (const Error& e) { wrong = e.what(); }
   });
   return wrong;

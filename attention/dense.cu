@@ -3,13 +3,17 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "attention/dq_order.h"
 #include "attention/tiles.cuh"
+#include "attention/untried.h"
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
 #include "attention/fp32.cuh"
+#include "attention/prepare.cuh"
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
+#include "attention/sm90_backward.cuh"
 #endif
 
 std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
@@ -51,44 +55,20 @@ static int kv_parts(const AttentionShape& a) {
   });
 }
 
+// Does one kernel make all gradients, or a pair of them? One, unless its sums of dQ take more than half of dq's memory:
+// few keys and many queries keep several KV heads in work at a time.
+static bool in_one(const attention::Problem& a, const attention::DqOrder& order) {
+  const int64_t dq = int64_t(a.B) * a.T * a.H * a.D * 2;
+  return ATTENTION_UNTRIED && order.sums(a.D) * 4 <= std::max(int64_t(64) << 20, dq / 2);
+}
+
+// Numbers of the workspace for sums of parts of dK and dV.
+static int64_t part_numbers(const AttentionShape& a, int parts) {
+  return parts > 1 ? 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D : 0;
+}
+
 #if FSDP_CUDA
 namespace attention {
-
-// Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
-// past T get delta 0 and lse +inf, which makes their probabilities 0. A gate g multiplies do: taken off lse as its
-// logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them. 8 lanes take a
-// row of one head. Reads do and o once.
-template <class E>
-__global__ void __launch_bounds__(256)
-    prepare(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate) {
-  int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 8;
-  if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
-  int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
-  float sum = 0;
-  if (t < a.T) {
-    int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.D;
-    constexpr int n = 16 / sizeof(E);
-    for (int d = threadIdx.x % 8 * n; d < a.D; d += 8 * n) {
-      alignas(16) E x[n], y[n];
-      *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
-      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + at + d);
-#pragma unroll
-      for (int e = 0; e < n; ++e) sum += float(x[e]) * float(y[e]);
-    }
-  }
-  unsigned lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);
-  for (int x = 4; x; x /= 2) sum += __shfl_xor_sync(lanes, sum, x);
-  if (threadIdx.x % 8) return;
-  float l = t < a.T ? lse[int64_t(b * a.H + h) * a.T + t] : -INFINITY, log2_gate = 0;
-  if (gate.gate && t < a.T) {
-    const int64_t at = (int64_t(b) * a.T + t) * gate.ld + h;
-    const float e = __expf(-fabsf(float(gate.gate[at]))), g = (float(gate.gate[at]) < 0 ? e : 1.f) / (1 + e);
-    gate.dgate[at] = E(g * (1 - g) * sum);
-    log2_gate = log2f(g);
-  }
-  lse2[int64_t(b * a.H + h) * a.Tp + t] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate;
-  delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
-}
 
 // dk, dv (B,keys,HKV,D) that were summed in parts: the sums over parts of part_sums (2,parts,B,HKV,keys,D), first part
 // first. A thread owns 4 columns.
@@ -160,13 +140,25 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
   attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
-  prepare<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate);
-  CUDA_CHECK_LAUNCH();
+  auto prepare_with = [&](int unseeing, unsigned* counts, int n_counts) {
+    prepare(stream, lse2, delta, d_o, o, lse, a, gate, dq, unseeing, counts, n_counts);
+  };
   if constexpr (std::is_same_v<T, bf16>) {
     const int parts = kv_parts(shape);
     float* part_sums = delta + rows;
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
+      const DqOrder order(a, parts);
+      if (arch == 90 && in_one(a, order)) {
+        float* sums = part_sums + part_numbers(shape, parts);
+        auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
+        prepare_with(order.unseeing(mask), counts, order.counts() + 1);
+        auto run = [&](auto backward) {
+          backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order, part_sums, sums, counts, {});
+        };
+        return a.D == 128 ? run(sm90::backward_in_one<128, Mask>) : run(sm90::backward_in_one<64, Mask>);
+      }
+      prepare_with(0, nullptr, 0);
       auto run = [&](auto backward) {
         backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
       };
@@ -179,6 +171,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       CUDA_CHECK_LAUNCH();
     }
   } else {
+    prepare_with(0, nullptr, 0);
     with_mask(shape, [&](const auto& mask) {
       a.D > 64 ? fp32::backward<128>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask)
                : fp32::backward<64>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
@@ -235,8 +228,13 @@ template <class T>
 int64_t attention_backward_workspace(const AttentionShape& a) {
   check(a);
   int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
-  const int parts = std::is_same_v<T, bf16> ? kv_parts(a) : 1;
-  if (parts > 1) numbers += 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D;
+  if constexpr (std::is_same_v<T, bf16>) {
+    const int parts = kv_parts(a);
+    numbers += part_numbers(a, parts);
+    const attention::Problem p(a);
+    const attention::DqOrder order(p, parts);
+    if (in_one(p, order)) { numbers += order.sums(a.D) + order.counts() + 1; }
+  }
   return numbers;
 }
 

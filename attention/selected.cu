@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "attention/selected_masked.cuh"
 #include "attention/stages.h"
 #include "cpu/nsa.h"
 
@@ -81,6 +82,12 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
     p.slot_stats = take(p.pairs_at_once * most * group * 4);
   }
   return p;
+}
+
+// Masked tiles need less as a rule, but which kernels run is the GPU's to say.
+int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment) {
+  const int64_t masked = !is_masked(a, segment) ? 0 : backward ? masked_backward_bytes(a) : masked_forward_bytes(a);
+  return std::max(plan(a, backward, segment).bytes, masked);
 }
 
 #if FSDP_CUDA
@@ -195,6 +202,10 @@ Kernel nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o
   const Plan p = plan(shape, false, segment);
   attention::selected::check<T>(shape, p, {o, q, k, v, scratch});
   if constexpr (std::is_same_v<T, bf16>) {
+    if (arch == 90 && is_masked(shape, segment)) {
+      masked_forward(stream, o, lse, q, k, v, indices, scratch, shape);
+      return {"sm90", "masked tiles"};
+    }
     const auto run = shape.D == 128 ? forward<128> : forward<64>;
     return run(stream, arch, o, lse, q, k, v, indices, scratch, shape, p);
   } else {
@@ -213,8 +224,13 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
   using namespace attention::selected;
   const Plan p = plan(shape, true, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
-  const Problem a(shape, p, indices, scratch);
   constexpr bool narrow = std::is_same_v<T, bf16>;
+  if constexpr (narrow)
+    if (arch == 90 && is_masked(shape, segment)) {
+      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate);
+      return {"sm90", "masked tiles"};
+    }
+  const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
   statistics<<<blocks(shape.B * shape.T * shape.H * 8), 256, 0, stream>>>(stats, d_o, o, lse, a, gate);
   CUDA_CHECK_LAUNCH();
@@ -266,7 +282,7 @@ static Cost cost(const NsaShape& a, bool backward) {
 template <class T>
 int64_t nsa_selected_forward_scratch(const NsaShape& a) {
   check(a);
-  return std::is_same_v<T, bf16> ? attention::selected::plan(a, false).bytes : 0;
+  return std::is_same_v<T, bf16> ? attention::selected::scratch_bytes(a, false) : 0;
 }
 
 template <class T>
@@ -288,7 +304,7 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 template <class T>
 int64_t nsa_selected_backward_scratch(const NsaShape& a) {
   check(a);
-  if (std::is_same_v<T, bf16>) return attention::selected::plan(a, true).bytes;
+  if (std::is_same_v<T, bf16>) return attention::selected::scratch_bytes(a, true);
   return std::is_same_v<T, float> ? a.B * a.T * a.H * 8 : 0;
 }
 

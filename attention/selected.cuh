@@ -23,12 +23,14 @@ struct Plan {
 };
 // segment: 0 for the default, else a number of queries, of which 256 is a divisor.
 Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
+// Bytes of scratch for bf16, on any GPU: the plan's, or what masked tiles need (selected_masked.cuh).
+int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment = 0);
 
 }  // namespace attention::selected
 
 #if FSDP_CUDA
-// The same arguments and shapes as in attention/stages.h, and segment as in plan(). T: float or bf16; float needs no
-// scratch but the backward's, B*T*H*8 bytes, and has no segments.
+// The same arguments and shapes as in attention/stages.h, and segment as in plan(); 0 may take masked tiles. T: float
+// or bf16; float needs no scratch but the backward's, B*T*H*8 bytes, and has no segments.
 namespace gpu {
 template <class T>
 Kernel nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,

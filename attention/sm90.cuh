@@ -133,10 +133,11 @@ __device__ inline void named_barrier(int id, int threads) {
 __device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // Writes a warpgroup's 64 x D accumulator as bf16 to rows [row, row + 64) of one head (TMA leaves out rows past T), by
-// way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's.
+// way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's. They are columns
+// from col on.
 template <int D, int R>
 __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, uint32_t to, int id,
-                                  const CUtensorMap& map, int row, int head, int b) {
+                                  const CUtensorMap& map, int row, int head, int b, int col = 0) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   int r = warp * 16 + lane % 16;
 #pragma unroll
@@ -152,7 +153,7 @@ __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, u
   named_barrier(id, 128);
   if (threadIdx.x % 128 == 0) {
 #pragma unroll
-    for (int c = 0; c < D / 64; ++c) tma_store(map, to + c * R * 128, c * 64, row, head, b);
+    for (int c = 0; c < D / 64; ++c) tma_store(map, to + c * R * 128, col + c * 64, row, head, b);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
@@ -180,10 +181,23 @@ __device__ inline int load_shared(uint32_t at) {
 __device__ inline void store_shared(uint32_t at, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
+__device__ inline uint64_t load_shared64(uint32_t at) {
+  uint64_t x;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
+  return x;
+}
 __device__ inline float2 load_shared2(uint32_t at) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
   return x;
+}
+
+// Who sees what in a tile: the mask itself, or, where a mask chooses, what came with the tile. words: of the tile's
+// first and second 64 keys, `step` bytes apart, which of 64 queries see them; 0 for a tile of 64 keys.
+template <class Mask>
+__device__ inline auto rule_of(const Mask& mask, uint32_t words, uint32_t step) {
+  if constexpr (Mask::chooses) return typename Mask::Tile{load_shared64(words), load_shared64(words + step)};
+  else return mask;
 }
 
 // The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so
@@ -241,8 +255,8 @@ template <int D>
 struct Forward {
   static constexpr int BM = 128, BN = 128, stages = 2;
   static constexpr int q = 0, o = q + BM * D * 2, k = o + BM * D * 2, v = k + stages * BN * D * 2;
-  static constexpr int bars = v + stages * BN * D * 2, items = bars + 16 * (2 * stages + 1);
-  static constexpr int bytes = items + 32 + 1024;
+  static constexpr int words = v + stages * BN * D * 2, bars = words + stages * 32;
+  static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
 // Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse (B,H,T).
@@ -278,7 +292,12 @@ __global__ void __launch_bounds__(384, 1)
         load_tile<BM, D>(base + L::q, q_map, q_ring.acquire(round, BM * D * 2), q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
-          load_tile<BN, D>(base + L::k + slot * tile, k_map, k_ring.acquire(n, tile), j * BN, h / a.group, b);
+          uint32_t bar = k_ring.acquire(n, tile + (Mask::chooses ? 32 : 0));
+          load_tile<BN, D>(base + L::k + slot * tile, k_map, bar, j * BN, h / a.group, b);
+          if constexpr (Mask::chooses)
+            for (int i = 0; i < 2; ++i)
+              bulk_load(base + L::words + slot * 32 + i * 16, mask.words_at(b, h / a.group, q0 / 64 + i, j * 2), 16,
+                        bar);
           load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
         }
       }
@@ -300,11 +319,15 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) o[i] = 0;
 
-      auto softmax = [&](int j) {  // scores of key tile j to probabilities relative to the rows' maxima so far
-        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
+      auto rule = [&](int n) {  // who sees what, in tile n
+        return rule_of(mask, base + L::words + k_ring.slot(n) * 32 + wg * 16, 8);
+      };
+      // Scores of key tile j to probabilities relative to the rows' maxima so far.
+      auto softmax = [&](int j, const auto& rule) {
+        if (!rule.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
-            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
+            if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -335,8 +358,9 @@ __global__ void __launch_bounds__(384, 1)
       wgmma_commit();
       wgmma_wait<0>();
       pin(s);
+      const auto first_rule = rule(n);
       k_ring.release(n);
-      softmax(last - 1);
+      softmax(last - 1, first_rule);
       pack_rows(p, s);
 
 #pragma unroll 1
@@ -350,10 +374,11 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_begin();
         multiply_nn<D, BN>(o, p, base + L::v + v_ring.slot(n) * tile);
         wgmma_commit();
+        const auto next_rule = rule(n + 1);
         wgmma_wait<1>();
         pin(s);
         k_ring.release(n + 1);
-        softmax(j);
+        softmax(j, next_rule);
         wgmma_wait<0>();
         pin(o), pin(p);
         v_ring.release(n);

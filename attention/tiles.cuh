@@ -11,9 +11,11 @@ inline HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // A kernel walks the tiles that overlap [first_key, last_key) of its queries (or [first_query, last_query) of its
 // keys; either may be empty), and tests single elements only in tiles that are not whole(). They are called
 // with queries past T and keys past the last too, as parts of tiles; the answer for the former does not matter.
+// chooses: the rule is another for each query, and comes with each tile; see selected_masked.cuh.
 
 // Key j <= t.
 struct Causal {
+  static constexpr bool chooses = false;
   int T;
   explicit Causal(const AttentionShape& a) : T(int(a.T)) {}
   HD int first_key(int /*q0*/) const { return 0; }               // of queries from q0 on
@@ -28,6 +30,7 @@ struct Causal {
 
 // The last `window` keys up to the query's own.
 struct Window {
+  static constexpr bool chooses = false;
   int T, window;
   explicit Window(const AttentionShape& a) : T(int(a.T)), window(int(a.window < a.T ? a.window : a.T)) {}
   HD int first_key(int q0) const { return q0 < window ? 0 : q0 - window + 1; }
@@ -40,6 +43,7 @@ struct Window {
 
 // Key j stands for tokens [stride*j, stride*j + block): the last of them must not lie after the query.
 struct Compressed {
+  static constexpr bool chooses = false;
   int T, keys, block, stride;
   explicit Compressed(const AttentionShape& a)
       : T(int(a.T)), keys(int(a.keys ? a.keys : a.T)), block(int(a.block)), stride(int(a.stride)) {}
@@ -105,7 +109,7 @@ inline HD int64_t part_at(const Problem& a, int parts, int which, int part, int 
   return (((int64_t(which) * parts + part) * a.B + b) * a.HKV + head) * a.keys * a.D;
 }
 
-#if FSDP_CUDA
+#ifdef __CUDACC__
 // Two floats as a pair of bf16, `lo` at the lower address.
 inline __device__ uint32_t pack(float lo, float hi) {
   uint32_t d;

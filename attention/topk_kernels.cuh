@@ -41,7 +41,8 @@ __device__ inline void store_scores(const float (&p)[64], float* to, int m, bool
   const float weight = g % 4 == 3 ? 1.f : 2.f;
   const bool first = g == 0 || g == 2;                 // of the four blocks
   const int from = (odd ? g < 4 ? 6 : 3 : 2) * 4 + c;  // who has the key before the block
-  constexpr unsigned last_heads[] = {0, 0, 0xaaaa, 0, 0x8888, 0, 0, 0, 0x8080, 0, 0, 0, 0, 0, 0, 0, 0x8000};
+  constexpr unsigned last_heads[] = {0, 0xffff, 0xaaaa, 0x4924, 0x8888, 0, 0x820, 0,     0x8080,
+                                     0, 0,      0,      0x800,  0,      0, 0,     0x8000};
   const unsigned last_head = heads ? last_heads[heads] : a.last_head;
   to += 2 * c * a.row;
   float* const carried = to + a.blocks + m;
@@ -227,13 +228,24 @@ Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, c
   kernel<<<std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes, stream>>>(
       indices, q, k_map, lse, scratch, a, work, sm90::next_list());
   CUDA_CHECK_LAUNCH();
-  const char* of = heads == 2    ? "pooled, 2 heads"
-                   : heads == 4  ? "pooled, 4 heads"
-                   : heads == 8  ? "pooled, 8 heads"
-                   : heads == 16 ? "pooled, 16 heads"
-                   : pooled      ? "pooled, any heads"
-                                 : "not pooled";
-  return {"sm90", of, heads == 0};
+  constexpr const char* names[] = {pooled ? "pooled, any heads" : "not pooled",
+                                   "pooled, 1 head",
+                                   "pooled, 2 heads",
+                                   "pooled, 3 heads",
+                                   "pooled, 4 heads",
+                                   "",
+                                   "pooled, 6 heads",
+                                   "",
+                                   "pooled, 8 heads",
+                                   "",
+                                   "",
+                                   "",
+                                   "pooled, 12 heads",
+                                   "",
+                                   "",
+                                   "",
+                                   "pooled, 16 heads"};
+  return {"sm90", names[heads], heads == 0};
 }
 
 template <int D, bool pooled>
@@ -241,9 +253,13 @@ Kernel sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const b
                    float* scratch, const TopK& a) {
   const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
   if constexpr (pooled) {
+    if (a.heads == 1) return launch(sm90_launch_heads<D, true, 1>);
     if (a.heads == 2) return launch(sm90_launch_heads<D, true, 2>);
+    if (a.heads == 3) return launch(sm90_launch_heads<D, true, 3>);
     if (a.heads == 4) return launch(sm90_launch_heads<D, true, 4>);
+    if (a.heads == 6) return launch(sm90_launch_heads<D, true, 6>);
     if (a.heads == 8) return launch(sm90_launch_heads<D, true, 8>);
+    if (a.heads == 12) return launch(sm90_launch_heads<D, true, 12>);
     if (a.heads == 16) return launch(sm90_launch_heads<D, true, 16>);
   }
   return launch(sm90_launch_heads<D, pooled, 0>);

@@ -19,9 +19,8 @@ namespace cpu {
 using ops::AdamW;
 using ops::GradNorm;
 using ops::Norm;
+using ops::PowerSum;
 using ops::TokenIndex;
-
-constexpr double norm_eps = 1e-5;
 
 // ------------------------------------------------------------------------------------------------------- building bits
 
@@ -174,7 +173,7 @@ void norm_apply(Norm, T* y, const acc_t<T>* stats, const T* x, const T* gamma, c
 // The statistics are those of the sum as it is stored (rounded to T): the backward has nothing else.
 template <class T>
 void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma, const T* beta,
-                  int64_t M, int64_t C) {
+                  int64_t M, int64_t C, double eps) {
   using A = acc_t<T>;
   for (int64_t m = 0; m < M; ++m) {
     const T* row = x + m * C;
@@ -184,7 +183,7 @@ void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T*
     }
     const A mean = kind == Norm::layer ? sum_of<A>(C, [=](int64_t c) { return A(row[c]); }) / A(C) : A(0);
     const A variance = sum_of<A>(C, [=](int64_t c) { return (A(row[c]) - mean) * (A(row[c]) - mean); }) / A(C);
-    stats[2 * m] = mean, stats[2 * m + 1] = A(1) / std::sqrt(variance + A(norm_eps));
+    stats[2 * m] = mean, stats[2 * m + 1] = A(1) / std::sqrt(variance + A(eps));
     normalize_row(y + m * C, row, stats + 2 * m, gamma, beta, C);
   }
 }
@@ -293,10 +292,10 @@ void copy_columns(T* to, const T* from, int64_t M, int64_t N, int64_t ld_to, int
 // ---------------------------------------------------------------------------------------------------------- positions
 
 template <class T>
-void rope_table(acc_t<T>* table, int64_t T_, int64_t D, double base) {
+void rope_table(acc_t<T>* table, int64_t T_, int64_t D, const Rope& how) {
   for (int64_t t = 0; t < T_; ++t)
     for (int64_t i = 0; i < D / 2; ++i) {
-      const double angle = double(t) * std::pow(base, -2.0 * double(i) / double(D));
+      const double angle = double(t) * how.angle(i, D);
       table[(t * (D / 2) + i) * 2] = acc_t<T>(std::cos(angle));
       table[(t * (D / 2) + i) * 2 + 1] = acc_t<T>(std::sin(angle));
     }
@@ -408,29 +407,44 @@ void cast(To* to, const From* from, int64_t n) {
   else
     for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
 }
-template <class G>
-void accumulate_gradient(float* shard, const G* grad, int64_t n, bool accumulate) {
-  if (accumulate)
-    for (int64_t i = 0; i < n; ++i) shard[i] += float(grad[i]);
-  else
-    for (int64_t i = 0; i < n; ++i) shard[i] = float(grad[i]);
-}
-inline void sum_powers(GradNorm p, double* out, const float* x, double*, int64_t n, bool accumulate,
-                       double* own = nullptr) {
-  double total = 0;
+// Of |x|^p; of infinity, the largest.
+template <class X>
+double power_sum(GradNorm p, const X* x, int64_t n) {
   if (p == GradNorm::inf) {
-    for (int64_t i = 0; i < n; ++i) total = std::max(total, x[i] == x[i] ? std::fabs(double(x[i])) : double(INFINITY));
-    if (own) *own = total;
-    if (accumulate) total = std::max(total, *out);
-  } else {
-    total = sum_of<double>(n, [=](int64_t i) {
-      const double a = std::fabs(double(x[i]));
-      return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
-    });
-    if (own) *own = total;
-    if (accumulate) total += *out;
+    double most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const double a = std::fabs(double(float(x[i])));
+      most = std::max(most, a == a ? a : double(INFINITY));
+    }
+    return most;
   }
+  return sum_of<double>(n, [=](int64_t i) {
+    const double a = std::fabs(double(float(x[i])));
+    return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
+  });
+}
+inline void total_power(GradNorm p, double* out, const double* pieces, int64_t n) {
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total = p == GradNorm::inf ? std::max(total, pieces[i]) : total + pieces[i];
   *out = total;
+}
+template <class G, class To>
+void accumulate_gradient(To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {}) {
+  if (accumulate)
+    for (int64_t i = 0; i < n; ++i) shard[i] = To(float(shard[i]) + float(grad[i]));
+  else
+    for (int64_t i = 0; i < n; ++i) shard[i] = To(float(grad[i]));
+  if (sum.out) *sum.out = power_sum(sum.p, shard, n);
+}
+template <class To, class E>
+void sum_parts(To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {}) {
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<E> total = acc_t<E>(parts[i]);
+    for (int r = 1; r < ranks; ++r) total += acc_t<E>(parts[r * n + i]);
+    to[i] = To(accumulate ? float(to[i]) + float(total) : total);
+  }
+  if constexpr (std::is_same_v<To, float>)
+    if (sum.out) *sum.out = power_sum(sum.p, to, n);
 }
 inline void squared_norm(GradNorm p, double* out, const double* loss = nullptr) {
   if (p == GradNorm::inf) *out *= *out;
@@ -443,8 +457,8 @@ inline Philox4 rounding_bits(uint64_t seed, uint32_t tensor, uint32_t step, int6
   return philox4x32({{uint32_t(quad), uint32_t(quad >> 32), tensor, step}}, uint32_t(seed), uint32_t(seed >> 32));
 }
 
-template <class M>
-void adamw(float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
+template <class M, class G>
+void adamw(float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
            int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
   if (sumsq && !std::isfinite(*sumsq)) return;
   const AdamW a = *now;
@@ -452,7 +466,7 @@ void adamw(float* w, M* m, M* v, const float* grad, const double* sumsq, float c
   const auto update = [=](int64_t begin, int64_t end, float weight_decay) {
     Philox4 bits{};
     for (int64_t i = begin; i < end; ++i) {
-      const float g = grad[i] * factor;
+      const float g = float(grad[i]) * factor;
       const float mi = a.beta1 * float(m[i]) + (1 - a.beta1) * g;
       const float vi = a.beta2 * float(v[i]) + (1 - a.beta2) * g * g;
       if constexpr (std::is_same_v<M, bf16>) {

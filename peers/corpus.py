@@ -6,8 +6,12 @@
 lib/program/data.cc is the original, and says what the formats and the order are; peers/torch_fsdp.py is the user.
 """
 
+import glob
+import os
+
 import numpy as np
 
+HEADER_BYTES = {b"TOKENS01": 24, b"TOKENS02": 256}
 U64 = (1 << 64) - 1
 
 
@@ -161,8 +165,8 @@ def token_file(path):
         raw = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as e:
         raise CorpusError(f"data file {path} cannot be read: {e}") from e
-    if raw[:8].tobytes() == b"TOKENS01" and len(raw) >= 24:
-        header, width = 24, int(raw[8:12].view("<u4")[0])
+    if raw[:8].tobytes() in HEADER_BYTES and len(raw) >= 24:
+        header, width = HEADER_BYTES[raw[:8].tobytes()], int(raw[8:12].view("<u4")[0])
         count = int(raw[16:24].view("<u8")[0])
     elif len(raw) >= 1024 and int(raw[:4].view("<u4")[0]) in (20240520, 20240801):
         magic, _, count = (int(x) for x in raw[:12].view("<u4"))
@@ -171,16 +175,37 @@ def token_file(path):
         raise CorpusError(f"data file {path} has a wrong magic number")
     else:
         return raw  # text, a byte a token
-    if width not in (2, 4) or header + count * width != len(raw):
+    if width not in (1, 2, 4) or header + count * width != len(raw):
         raise CorpusError(f"data file {path}: its header and its length do not fit together")
-    return raw[header:].view("<u2" if width == 2 else "<u4")
+    return raw[header:].view(f"<u{width}")
+
+
+def data_files(names):
+    """Names and patterns with commas between them, as lib/program/data_files.h has them."""
+    if os.path.exists(names):
+        return [names]
+    paths = []
+    for name in names.split(","):
+        found = sorted(glob.glob(name), key=os.fsencode) if not os.path.exists(name) and set(name) & set("*?[") else [name]
+        if not found:
+            raise CorpusError(f"data files {name}: no file matches the pattern")
+        paths += found
+    return paths
+
+
+def token_files(names):
+    """Several are one that holds them all; only a single file is left on the disk."""
+    parts = [token_file(path) for path in data_files(names)]
+    if len({part.dtype for part in parts}) > 1:
+        raise CorpusError(f"data files {names} differ in their bytes a token")
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def open_corpus(path, vocab, seq, seed):
-    """path: "" the synthetic corpus, "random", or a file. All of it: nothing is kept for validation."""
+    """path: "" the synthetic corpus, "random", or files. All of it: nothing is kept for validation."""
     if path == "random":
         return Random(vocab, seed)
-    tokens = token_file(path) if path else synthetic(seq)
+    tokens = token_files(path) if path else synthetic(seq)
     corpus = Stored(tokens, vocab, f"data file {path}" if path else "the built-in corpus")
     if corpus.count <= seq:
         raise CorpusError(f"data of {corpus.count} tokens is shorter than a sequence and its target, {seq + 1}")

@@ -120,6 +120,8 @@ bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-d
 bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
 bad "a graph without a GPU" "--graph 1|CPU" --graph 1
 bad "copy engines without a GPU" "--gather copy-engine" --gather copy-engine
+bad "NCCL's reductions without a GPU" "--reduce nccl|NCCL" --reduce nccl
+bad "owners where nothing is sharded" "--reduce copy-engine|--shard none" --reduce copy-engine --shard none
 bad "frozen parameters that there are not" "--freeze blok|--show-params" --freeze blok
 bad "all parameters frozen" "--freeze embedding,block,head|nothing is left to train" --freeze embedding,block,head
 if [ "$(./train --hardware 2>/dev/null | grep -c '"gpus": *0')" = 1 ]; then
@@ -401,6 +403,10 @@ knob 'reduce all_reduce all ' 2 1 --clip-norm inf
 knob 'no clipping' 1 0 --clip 0
 knob "gathers by NCCL's kernels" 1 0 --gather nccl
 knob 'gathers by copy engines, into' 1 1 --gather copy-engine
+knob 'reduce all_to_all [a-z.0-9]+ bf16, 4 ranks' 4 0 --reduce copy-engine
+knob 'reduce (all_to_all|all_reduce) [a-z.0-9]+ bf16, 2 ranks' 8 0 --reduce copy-engine --shard hybrid:2
+knob 'beside it: 4 all_to_all,.*reductions by all-to-all and a sum in rank order' 1 0 --reduce copy-engine
+knob "reductions by NCCL's kernels" 1 1 --reduce nccl
 knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
 knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
 knob 'epilogues are kernels of their own' 1 0 --fuse 0
@@ -409,7 +415,8 @@ knob 'reduce_scatter head' 0 1 --tie-embeddings
 knob 'reduce_scatter block.0' 0 1 --freeze block.0
 # What it says before a run is what the run takes, on CPU ranks too.
 wrong=""
-for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both" "--autocast bf16 --accum-sync last --grad-accum 2"; do
+for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both" "--autocast bf16 --accum-sync last --grad-accum 2" \
+  "--reduce copy-engine --reduce-dtype bf16"; do
   # shellcheck disable=SC2086
   mpi -np 2 ./train "${small[@]}" --log "$dir/memory.jsonl" $with
   ran=$(head -n 1 "$dir/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
@@ -427,6 +434,8 @@ ln "$dir/mine/text" "$dir/mine/hard"
 ln -s text "$dir/mine/soft"
 mkfifo "$dir/mine/fifo"
 echo 'seed = 3' >"$dir/mine/config"
+echo mine >"$dir/mine/a.safetensors"
+ln -s text "$dir/mine/soft.safetensors"
 tar -C "$dir/mine" -cf "$dir/mine.tar" .
 for file in text hard soft ../mine//text; do
   bad "a log onto the data, $file" "--log $dir/mine/$file|the same file as --data" --data "$dir/mine/text" --log "$dir/mine/$file"
@@ -438,13 +447,17 @@ bad "a log onto another file" "--log $dir/mine/config|not a training log" --log 
 bad "a log onto a FIFO" "--log $dir/mine/fifo|not a regular file" --log "$dir/mine/fifo"
 bad "a log onto a device" "--log /dev/null|not a regular file" --log /dev/null
 bad "log and export in one" "--export $dir/mine/../mine/new|the same file as --log" --log "$dir/mine/new" --export "$dir/mine/../mine/new"
-bad "an export onto another file" "--export|$dir/mine/config exists" --export "$dir/mine/config"
-bad "an export onto a link" "--export|$dir/mine/soft|not a regular file" --export "$dir/mine/soft"
-bad "an export onto a device" "--export|/dev/null|not a regular file" --export /dev/null
+bad "an export onto another file" "--export|$dir/mine/config is not a directory" --export "$dir/mine/config"
+bad "an export onto another model" "--export|$dir/mine/a.safetensors exists" --export "$dir/mine/a.safetensors"
+bad "an export beside another model" "--export|$dir/mine/a.safetensors exists" --export "$dir/mine"
+bad "an export onto a link" "--export|$dir/mine/soft.safetensors|not a regular file" --export "$dir/mine/soft.safetensors"
+bad "an export onto a device" "--export|/dev/null is not a directory" --export /dev/null
 verdict "files of the user's are as they were" "$(tar -C "$dir/mine" -df "$dir/mine.tar" 2>&1; ls "$dir/mine" | grep -x new)"
 verdict "/dev/null is a device" "$([ -c /dev/null ] || echo "it is not")"
 bad "an export to nowhere" "--export|/nonexistent/model|No such file" --export /nonexistent/model
-bad "an export onto a directory" "--export|Is a directory" --export "$dir"
+mkdir "$dir/folder.safetensors"
+bad "an export onto a directory" "--export|Is a directory" --export "$dir/folder.safetensors"
+bad "files of a size for one file" "--export-shard-mb" --export "$dir/model.safetensors" --export-shard-mb 7
 verdict "an export that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
 judge_plan() { # NAME WORD OPTION...: refused before the run as in it
   local name=$1 word=$2
@@ -454,6 +467,7 @@ judge_plan() { # NAME WORD OPTION...: refused before the run as in it
   judge "$name" "$word"
 }
 judge_plan "a plan of copy engines between hosts" "several hosts" --world 16 --gather copy-engine
+judge_plan "a plan of reductions by copy engines between hosts" "several hosts" --world 16 --reduce copy-engine
 judge_plan "a plan of a graph on a CPU" "--graph 1" --device cpu --graph 1
 judge_plan "a plan of copy engines on a CPU" "--gather copy-engine" --device cpu --world 2 --gather copy-engine
 good "a run" "step" "${small[@]}" --log "$dir/log.jsonl"
@@ -740,6 +754,77 @@ cmp -s "$dir/initial.safetensors" "$dir/again.safetensors" || wrong="$wrong; thr
 mpi -np 2 ./train "${run[@]}" --stop-after 1 --export "$dir/one.safetensors" --export-dtype fp32
 [ -s "$dir/one.safetensors" ] && ! cmp -s "$dir/initial.safetensors" "$dir/one.safetensors" || wrong="$wrong; a step changes nothing"
 verdict "the initial weights are exported" "${wrong#; }"
+
+# ------------------------------------------------------------------------------------------------- models in and out
+# From a folder of transformers' making, through any number of ranks, and out again the same.
+hf=(--device cpu --batch 1 --seq 48 --data random --export-dtype fp32)
+wrong=""
+from=test/hf-llama
+for ranks in 2 3 1; do
+  mpi -np $ranks ./train --init $from "${hf[@]}" --stop-after 0 --export "$dir/hf-$ranks" --export-shard-mb 1
+  [ "$status" = 0 ] || wrong="$wrong; exit status $status with $ranks"
+  from="$dir/hf-$ranks"
+done
+diff -r "$dir/hf-2" "$dir/hf-3" >"$dir/out" && diff -r "$dir/hf-3" "$dir/hf-1" >>"$dir/out" || wrong="$wrong; ranks change it"
+[ -s "$dir/hf-1/model.safetensors" ] || wrong="$wrong; there is nothing"
+verdict "a model goes in and out bit for bit at other numbers of ranks" "${wrong#; }"
+# The same command line goes on, and needs no folder any more.
+cp -r test/hf-llama "$dir/begun"
+hf=(--init "$dir/begun" --device cpu --seq 48 --global-batch 2 --data random --steps 4 --save "$dir/hf-saved")
+mpi -np 2 ./train "${hf[@]}" --stop-after 2
+wrong=""
+grep -q "^weights of $dir/begun (llama, BF16)" "$dir/out" || wrong="it is not said where the weights are from"
+rm -r "$dir/begun"
+mpi -np 2 ./train "${hf[@]}" --resume latest --log "$dir/hf.jsonl" --export "$dir/hf-out"
+[ "$status" = 0 ] || wrong="$wrong; exit status $status"
+grep -q "the checkpoint has the weights" "$dir/out" || wrong="$wrong; it is not said that the folder is not read"
+hf[1]=test/hf-llama
+mpi -np 2 ./train "${hf[@]:0:10}" --steps 4 --log "$dir/whole.jsonl"
+[ "$(losses "$dir/whole.jsonl" | wc -l)" = 1 ] && [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/hf.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
+grep -q '"rms_norm_eps": 0.0003' "$dir/hf-out/config.json" || wrong="$wrong; the exported model has another eps"
+verdict "a run that began with a folder is resumed by the same command" "${wrong#; }"
+mpi -np 2 ./train --init test/hf-llama --attn nsa --nsa-block 8 --nsa-stride 4 --nsa-select-block 8 --nsa-selected 3 --device cpu \
+  --seq 48 --batch 1 --data random --steps 2
+verdict "sparse attention begins with dense weights, and that is said in a line" \
+  "$([ "$status" = 0 ] && grep -q "the three branches begin with its keys and values" "$dir/out" || echo "it does not")"
+bad "a folder that is not there" "--init $dir/none|not a directory" --init "$dir/none"
+bad "a preset beside a folder" "--preset tiny|test/hf-llama/config.json" --init test/hf-llama
+cp -r test/hf-llama "$dir/damaged"
+rm "$dir/damaged/model-00002-of-00002.safetensors"
+mpi -np 2 ./train --init "$dir/damaged" --device cpu
+judge "an index that names a file that is not there" "$dir/damaged/model.safetensors.index.json" "model-00002-of-00002.safetensors, which is not there"
+mpi -np 2 ./train --plan --init test/hf-llama --dim 32 --device cpu
+judge "a plan of a folder's model with another size" "--dim 32" "says 64"
+# needs NAME MODULE...: python3 has them, or a test of this name is skipped.
+needs() {
+  local name=$1
+  shift
+  python3 -c "import ${*// /,}" 2>/dev/null && return
+  skipped=$((skipped + 1))
+  echo "skipped: $name: python3 lacks one of: $*"
+  return 1
+}
+if needs "a Llama through transformers and back" torch,transformers,numpy; then
+  timeout 200 python3 peers/hf_round_trip.py --work "$dir/round" --steps 5 --seq 64 --more "--device cpu" >"$dir/out" 2>&1
+  status=$?
+  verdict "transformers finds the loss that we printed" "$([ $status = 0 ] || echo "exit status $status")"
+fi
+if needs "exported models in PyTorch" torch,numpy; then
+  wrong=""
+  nsa="--nsa-block 8 --nsa-stride 4 --nsa-select-block 16 --nsa-selected 3 --nsa-window 12"
+  i=0
+  for with in "--arch rope $nsa" "--arch llama --nsa-phi mlp --nsa-gate mlp --rope-scaling llama3:8:1:4:16 $nsa" \
+    "--arch simple --nsa-phi linear $nsa" "--arch rope --attn dense" "--arch simple --attn dense --tie-embeddings" "--arch mlp"; do
+    i=$((i + 1))
+    # shellcheck disable=SC2086
+    mpi -np 2 ./train --device cpu --preset tiny --dim 64 --seq 64 --batch 1 --steps 2 --lr 0.01 --data README.md --val-data README.md \
+      --val-every 2 --val-batches 1 --log "$dir/val.jsonl" --export "$dir/val-$i" --export-dtype fp32 $with
+    ours=$(grep -o '"val_loss":[0-9.]*' "$dir/val.jsonl" | tail -n 1 | cut -d: -f2)
+    theirs=$(python3 peers/read_export.py "$dir/val-$i" README.md --sequences 2 2>"$dir/out" | awk '/^loss/ { print $2 }')
+    awk -v a="${ours:-nan}" -v b="${theirs:-nan}" 'BEGIN { exit !(a - b < 1e-5 && b - a < 1e-5 && a > 1) }' || wrong="$wrong; $with: $ours here, $theirs in PyTorch"
+  done
+  verdict "PyTorch finds our validation loss in what is exported" "${wrong#; }"
+fi
 # 63000 bytes hold 984 sequences of 64 tokens and the target behind them.
 mpi -np 2 ./train "${run[@]:0:6}" --global-batch 60 --epochs 0.5 --data "$dir/mine/text" --log "$dir/epochs.jsonl"
 verdict "half an epoch is the whole steps in it" \
@@ -908,6 +993,206 @@ grep -qE "signal 9|is gone, killed or crashed" "$dir/out" || wrong="$wrong; no r
 mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
 [ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
 verdict "a rank that is killed ends all" "${wrong#; }"
+
+# ------------------------------------------------------------------------------------------------------------ text
+# Many files: one order for any ranks, and the files that a checkpoint had.
+t="$dir/text.d"
+mkdir "$t"
+head -c 21000 "$dir/mine/text" >"$t/part_0.txt"
+tail -c +21001 "$dir/mine/text" | head -c 30 >"$t/part_1.txt"
+tail -c +21031 "$dir/mine/text" >"$t/part_2.txt"
+many=(--device cpu --preset tiny --seq 64 --global-batch 6 --steps 3)
+mpi -np 2 ./train "${many[@]}" --data "$dir/mine/text" --log "$t/one.jsonl"
+mpi -np 2 ./train "${many[@]}" --data "$t/part_*.txt" --log "$t/many.jsonl" --save "$t/saved" --stop-after 2
+mpi -np 2 ./train "${many[@]}" --log "$t/rest.jsonl" --save "$t/saved" --resume latest
+steps_of() { sed -n 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\),.*/\2 \1/p' "$@"; }
+wrong=""
+[ "$(steps_of "$t/one.jsonl" | wc -l)" = 3 ] || wrong="not three steps"
+[ "$(steps_of "$t/one.jsonl")" = "$(steps_of "$t/many.jsonl" "$t/rest.jsonl")" ] || wrong="$wrong; the losses are not those of one file that holds all"
+verdict "three files are trained on as one, and resumed" "$wrong"
+for n in 1 3 4; do
+  mpi -np $n ./train "${many[@]}" --data "$t/part_*.txt" --log "$t/$n.jsonl"
+  steps_of "$t/one.jsonl" | paste - <(steps_of "$t/$n.jsonl") | awk '{ d = $2 - $4; n += NF == 4 && d * d < 1e-10 } END { exit n != 3 }'
+  verdict "three files are drawn in one order with $n ranks" "$([ $? = 0 ] || echo "the losses are $(steps_of "$t/$n.jsonl" | xargs), not $(steps_of "$t/one.jsonl" | xargs)")"
+done
+echo "one more" >"$t/part_3.txt"
+mpi -np 2 ./train "${many[@]}" --resume "$t/saved"
+judge "files that a checkpoint did not have" "--data $t/part_*.txt" "part_3.txt is new" "4 now, 3 then"
+rm "$t/part_3.txt"
+echo "longer" >>"$t/part_2.txt"
+mpi -np 2 ./train "${many[@]}" --resume "$t/saved"
+judge "a file that has grown since a checkpoint" "part_2.txt has 41977 tokens, and had 41970"
+mv "$t/part_1.txt" "$t/moved"
+mpi -np 2 ./train "${many[@]}" --resume "$t/saved"
+judge "a file that a checkpoint had" "part_1.txt is missing"
+bad "a pattern that nothing matches" "$t/none_*.bin|no file matches" --data "$t/none_*.bin"
+bad "a file that is named twice" "part_0.txt is named twice" --data "$t/part_0.txt,$t/part_*.txt"
+bad "files of different kinds" "$dir/tokens.bin|2 bytes a token and 1|differ" --data "$dir/tokens.bin,$t/part_0.txt"
+bad "a log onto one of many files" "--log $t/part_0.txt|the same file as --data" --data "$t/part_*.txt" --log "$t/part_0.txt"
+{ printf TOKENS02 && u16 2 0 300 0 200 0 0 0 0 0 0 0 65535 65535 0 0 && printf 'somebody' && head -c 208 /dev/zero && u16 $(seq 0 199); } >"$t/named.bin"
+bad "a tokenizer with more tokens than the model" "$t/named.bin|vocabulary in its header, 300 (somebody)|256|--vocab 304" --data "$t/named.bin"
+good "a tokenizer is named" "(uint16 tokens of somebody)" "${small[@]}" --data "$t/named.bin" --vocab 304
+
+# What a model has learnt by heart it writes, in a window that moves on; with any ranks.
+yes "the quick brown fox jumps over the lazy dog" | head -n 500 >"$t/fox.txt"
+for n in 1 2 3; do
+  mpi -np $n ./train --device cpu --preset tiny --seq 64 --global-batch 6 --steps 50 --lr 0.003 --data "$t/fox.txt" --prompt "the quick" \
+    --sample 100 --temperature 0 --log "$t/fox.jsonl"
+  head -c 109 "$t/fox.txt" >"$t/want"
+  tr -d '\r' <"$dir/out" | sed -n '/^sample after step 50: /,$p' | sed '1s/^[^:]*: //' | head -c 109 | cmp -s - "$t/want"
+  verdict "a text that was learnt is written by $n ranks" "$([ $? = 0 ] || echo "another is: $(tail -n 3 "$dir/out" | xargs -0)")"
+done
+# Samples and evaluations by initial weights, which are the same bits: so are they, with any ranks. 1231 bytes are 19
+# windows of 64 and a shorter one; the questions are four, whose answers' means are 0 or more tokens apart.
+head -c 1231 README.md >"$t/odd.txt"
+question() { # RIGHT: of a context of 3 tokens and answers of 1, 2 and 5
+  u16 65535 40 0 "$1" 3 3 5 6 7 1 8 2 9 10 5 11 12 13 14 15
+}
+{ u16 $((20240522 & 65535)) $((20240522 >> 16)) 1 0 3 0 40 0 && head -c 1008 /dev/zero && question 0 && question 1 && question 2; } >"$t/questions.bin"
+ask=(--device cpu --preset tiny --seq 64 --batch 2 --stop-after 0)
+: >"$t/found"
+for n in 1 2 3 4; do
+  mpi -np $n ./train "${ask[@]}" --sample 40 --temperature 1 --top-k 50 --prompt "Once" --eval "$t/odd.txt" --log "$t/asked.jsonl"
+  mpi -np $n ./train "${ask[@]}" --eval "$t/questions.bin" --log "$t/answered.jsonl"
+  grep -hE '^\{"(sample|eval)"' "$t/asked.jsonl" "$t/answered.jsonl" >"$t/found-$n"
+  [ "$(wc -l <"$t/found-$n")" = 3 ] && cmp -s "$t/found-1" "$t/found-$n"
+  verdict "a sample and evaluations with $n ranks" "$([ $? = 0 ] || echo "they are $(xargs -0 <"$t/found-$n"), not $(xargs -0 <"$t/found-1")")"
+done
+wrong=""
+grep -q '"targets":1230}' "$t/found-1" || wrong="not 1230 targets"
+grep -q '"questions":3,"right_norm":1}' "$t/found-1" || wrong="$wrong; not one of three questions is answered right, by whichever answer"
+verdict "how many tokens and questions are evaluated" "${wrong#; }"
+# Behind steps too, and from a checkpoint; a step's numbers are those of a run that was not asked.
+mpi -np 2 ./train "${many[@]}" --data "$dir/mine/text" --sample 5 --sample-every 1 --save "$t/sampled" --log "$t/sampled.jsonl"
+wrong=""
+[ "$(steps_of "$t/sampled.jsonl")" = "$(steps_of "$t/one.jsonl")" ] || wrong="the losses are others"
+[ "$(grep -o '"after_step":[0-9]*' "$t/sampled.jsonl" | xargs)" = "after_step:1 after_step:2 after_step:3" ] || wrong="$wrong; not once behind each step"
+mpi -np 3 ./train --device cpu --preset tiny --seq 64 --resume "$t/sampled" --stop-after 0 --sample 5 --log "$t/again.jsonl"
+[ "$(grep '^{"sample"' "$t/again.jsonl")" = "$(grep '^{"sample"' "$t/sampled.jsonl" | tail -n 1)" ] || wrong="$wrong; the checkpoint writes another"
+verdict "samples behind steps, and from a checkpoint" "${wrong#; }"
+mpi -np 2 ./train "${small[@]}" --eval "$t/odd.txt" --sample 3 --log "$t/memory.jsonl"
+ran=$(head -n 1 "$t/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
+planned=$(./train --plan --world 2 "${small[@]}" --eval "$t/odd.txt" --sample 3 | awk '$1 == "arena" { print $2 }')
+verdict "the plan knows of samples and evaluations" "$([ -n "$ran" ] && [ "$ran" = "$planned" ] || echo "planned $planned MiB, ran $ran")"
+# Who is asked to stop does not evaluate for an hour first.
+stop_it() { touch "$t/halted/.HALT"; }
+long=(--device cpu --preset tiny --seq 64 --batch 1 --steps 1000000 --minutes 0.3 --eval "$t/odd.txt" --save "$t/halted")
+mpi_until stop_it
+verdict "a run that is asked to stop evaluates nothing" "$(grep -q 'eval and --sample are left out: ' "$dir/out" && ! grep -q '^evaluated' "$dir/out" || echo "it does, or does not say so")"
+bad "a prompt without a sample" "--prompt|--sample N" --prompt "Once"
+bad "samples every so often of nothing" "--sample-every|--sample N" --sample-every 2
+bad "a prompt of no token ids" "--prompt|'Once'|299" --data "$t/named.bin" --vocab 304 --sample 3 --prompt "Once 3"
+bad "nothing to begin a sample with" "--sample|--prompt" --data random --sample 3
+bad "an evaluation of what is not there" "$t/none|No such file" --eval "$t/none"
+head -c 1100 "$t/questions.bin" >"$t/cut.bin"
+bad "questions that are cut" "--eval $t/cut.bin|question 1|byte 1100|ends before" --eval "$t/cut.bin"
+bad "training on questions" "$t/questions.bin|--eval" --data "$t/questions.bin"
+bad "a log onto what is evaluated" "--log $t/odd.txt|the same file as --eval" --eval "$t/odd.txt" --log "$t/odd.txt"
+
+# Text to tokens and back.
+python=$(command -v python3)
+to_tokens() { # OPTION...: prepare.py in $t, output in $dir/out
+  (cd "$t" && timeout -k 5 $limit "$python" "$OLDPWD/data/prepare.py" "$@") >"$dir/out" 2>&1 </dev/null
+  status=$?
+}
+# For each tokenizer: the same tokens from one process and from two, cut into files or not, and the text comes back.
+round_trip() { # NAME OPTION...
+  local name=$1 wrong=""
+  shift
+  rm -f "$t"/rt*.bin
+  to_tokens a.txt b.jsonl "$@" --workers 1 --out rt.bin
+  [ "$status" = 0 ] || wrong="exit status $status"
+  to_tokens a.txt b.jsonl "$@" --workers 2 --out rt2.bin
+  cmp -s "$t/rt.bin" "$t/rt2.bin" || wrong="$wrong; two processes write something else"
+  to_tokens a.txt b.jsonl "$@" --shard-tokens 100000 --out rts.bin
+  tail -q -c +257 "$t"/rts_*.bin | cmp -s - <(tail -c +257 "$t/rt.bin") || wrong="$wrong; shards hold something else"
+  (cd "$t" && "$python" "$OLDPWD/data/decode.py" rt.bin "$@") >"$t/back" 2>"$dir/out"
+  cmp -s "$t/back" "$t/text-of-all" || wrong="$wrong; another text comes back"
+  verdict "text to tokens and back, $name" "${wrong#; }"
+}
+if [ -n "$python" ]; then
+  # More than a piece, with and without ends of lines, and documents; é and 東 are two and three bytes.
+  { for i in $(seq 1 45000); do echo "line $i of 東京, é"; done && for i in $(seq 1 60000); do printf '%s東東東東東東東東' "$i"; done; } >"$t/a.txt"
+  for i in $(seq 1 300); do echo "{\"text\": \"document $i:\\n caf\\u00e9 \\ud83d\\ude00\", \"n\": 3}"; done >"$t/b.jsonl"
+  echo '{"text": ""}' >>"$t/b.jsonl"
+  { cat "$t/a.txt" && echo && for i in $(seq 1 300); do printf 'document %s:\n café 😀\n' "$i"; done; } >"$t/text-of-all"
+  round_trip bytes
+  printf 'one<|end|>\ntwo\nlines<|end|>three' >"$t/parts.txt"
+  to_tokens parts.txt --separator '<|end|>' --out parts.bin
+  verdict "a separator ends documents" "$([ "$(tail -c +257 "$t/parts.bin" | tr '\0' '|')" = $'one|two\nlines|three|' ] || echo "not so: $(tail -c +257 "$t/parts.bin" | tr '\0' '|')")"
+  mpi -np 2 ./train "${small[@]}" --data "$t/rts_*.bin" --eval "$t/parts.bin" --sample 5 --log "$t/bytes.jsonl"
+  verdict "files of prepare.py are trained on" "$([ "$status" = 0 ] && grep -q "files, bytes of bytes)" "$dir/out" && grep -q '"bits_per_byte":[0-9]' "$t/bytes.jsonl" || echo "they are not")"
+  to_tokens a.txt --out rt.bin
+  judge "tokens over a file that is there" "rt.bin exists"
+  printf '{"text": "a"}\n{"txt": "b"}\n' >"$t/bad.jsonl"
+  to_tokens bad.jsonl --out none.bin
+  judge "a JSON line without text" 'bad.jsonl:2' '"text"' "--field"
+  printf '{"text": "a"}\n{"text":\n' >"$t/bad.jsonl"
+  to_tokens bad.jsonl --out none.bin
+  judge "a line that is no JSON" 'bad.jsonl:2' "not JSON"
+  printf 'zero \0 byte' >"$t/zero.txt"
+  to_tokens zero.txt --out none.bin
+  judge "bytes that end documents in one" "zero.txt" "byte 5 of it is 0"
+  to_tokens none.txt --out none.bin
+  judge "no text file" "none.txt" "No such file"
+  verdict "what fails leaves nothing" "$(cd "$t" && find . -name 'none*')"
+  "$python" data/decode.py "$t/rt.bin" --tokenizer none.json >"$dir/out" 2>&1
+  status=$?
+  judge "a tokenizer that is not there" "none.json"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: text to tokens: there is no python3"
+fi
+# A tokenizer.json of bytes, two merges and a special token, whose text stands in a document too.
+if "$python" -c 'import tokenizers' 2>/dev/null; then
+  "$python" - "$t/tokenizer.json" <<'END'
+import sys
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+vocab = {c: i for i, c in enumerate(letters + ["in", "lin"])}
+made = Tokenizer(models.BPE(vocab, [("i", "n"), ("l", "in")]))
+made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+made.add_special_tokens(["<|endoftext|>"])
+made.save(sys.argv[1])
+END
+  round_trip tokenizers --tokenizer tokenizer.json
+  # 259 tokens: two bytes each; "lin" is one, and what looks like the special token is text.
+  printf 'lin<|endoftext|>' >"$t/special.txt"
+  to_tokens special.txt --tokenizer tokenizer.json --out special.bin
+  verdict "a special token's text is text" "$([ "$(wc -c <"$t/special.bin")" = $((256 + 2 * (1 + 13 + 1))) ] || echo "$(wc -c <"$t/special.bin") bytes")"
+  mpi -np 2 ./train "${small[@]}" --data "$t/rt.bin"
+  judge "a tokenizer.json that is larger than the model" "$t/rt.bin" "259 (tokenizer.json sha256:" "--vocab 264"
+  mpi -np 2 ./train "${small[@]}" --vocab 264 --data "$t/rt.bin" --sample 4 --eval "$t/special.bin" --log "$t/ids.jsonl"
+  cp "$dir/out" "$t/told"
+  "$python" data/decode.py --tokenizer "$t/tokenizer.json" <"$t/told" >"$dir/out" 2>&1
+  verdict "samples are decoded" "$([ "$(grep -cE '^sample after step 2: ([0-9]+ ?)+' "$t/told")" = 1 ] && ! grep -qE '^sample after step 2: ([0-9]+ ?)+$' "$dir/out" && grep -q '^step  *2/2' "$dir/out" || echo "they are not")"
+  to_tokens a.txt --tokenizer tokenizer.json --end-token '<none>' --out none.bin
+  judge "an end token that there is not" "<none>" "--end-token"
+  "$python" data/decode.py "$t/rt.bin" >"$dir/out" 2>&1
+  status=$?
+  judge "a token file of another tokenizer" "$t/rt.bin" "tokenizer.json sha256:" "bytes"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: a tokenizer.json: Python's package tokenizers is not here"
+fi
+if "$python" -c 'import tiktoken' 2>/dev/null; then
+  mkdir -p "$t/plugins/tiktoken_ext"
+  cat >"$t/plugins/tiktoken_ext/small.py" <<'END'
+def small():
+    ranks = {bytes([i]): i for i in range(256)} | {b"li": 256, b"lin": 257}
+    return {"name": "small", "pat_str": r"\S+|\s+", "mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 258}}
+
+
+ENCODING_CONSTRUCTORS = {"small": small}
+END
+  export PYTHONPATH="$t/plugins${PYTHONPATH:+:$PYTHONPATH}"
+  round_trip tiktoken --tiktoken small
+  to_tokens a.txt --tiktoken none --out none.bin
+  judge "an encoding that there is not" "--tiktoken none"
+else
+  skipped=$((skipped + 1))
+  echo "skipped: an encoding of tiktoken: Python's package tiktoken is not here"
+fi
 
 # ------------------------------------------------------------------------------------------- builds that are not here
 env -u MAKEFLAGS -u MAKELEVEL make --no-print-directory syntax >"$dir/out" 2>&1 # not a part of the make that runs this

@@ -274,7 +274,7 @@ full() {
 }
 
 gpus() {
-  local graph how kind
+  local graph how what kind
   device=(--device gpu --preset tiny --seq 1024 --batch 1)
   where=GPU
   timeout=10
@@ -285,9 +285,11 @@ gpus() {
           --gather $how --graph $graph
       done
     done
-    for kind in $KILL $STOP; do
-      expect='' fault "signal $kind in a reduction, --graph $graph" 2 0 8 "$kind" "reduce reduce_scatter of 'block.0'" \
-        --graph $graph
+    for what in 'nccl reduce reduce_scatter' 'copy-engine exchange all_to_all'; do
+      for kind in $KILL $STOP; do
+        expect='' fault "signal $kind in a reduction, ${what%% *}, --graph $graph" 2 0 8 "$kind" "${what#* } of 'block.0'" \
+          --reduce "${what%% *}" --graph $graph
+      done
     done
     expect='' asked "SIGTERM, --graph $graph" 2 "TERM 1" --graph $graph
   done

@@ -4,11 +4,15 @@
 #include "test/arrays.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <numeric>
+#include <set>
 
 #include "attention/dense.h"
+#include "attention/dq_order.h"
 #include "lib/ops/philox.h"
 
 using Doubles = std::vector<double>;
@@ -451,6 +455,67 @@ TEST_CASE("attention repeats its bits", "[attention]") {
     CHECK(twin_repeats<bf16>(a));
     CHECK(twin_repeats<double>(a));
   }
+}
+
+// What the one-kernel backward's blocks tell each other, without the kernel: which summands a tile of dQ gets.
+TEST_CASE("dQ's summands come in one order, each from a block drawn before the next", "[attention]") {
+  const auto base = [](int64_t B, int64_t T, int64_t group) { return shape(B, T, 2 * group, 2, 64); };
+  for (const AttentionShape& a :
+       {base(1, 64, 1), base(3, 129, 1), base(2, 1000, 3), base(1, 4096, 4), base(40, 257, 2), base(1, 40000, 1),
+        windowed(base(2, 1000, 2), 1), windowed(base(1, 3001, 1), 512), windowed(base(2, 700, 3), 100000),
+        compressed(base(2, 1000, 2), 32, 16), compressed(base(1, 5003, 1), 32, 16), compressed(base(1, 20, 1), 32, 16),
+        compressed(base(2, 515, 1), 64, 64), compressed(base(1, 2068, 1), 32, 16, 130),
+        compressed(base(1, 4101, 2), 8, 4)})
+    for (int parts : {1, 3}) {
+      CAPTURE(a.B, a.T, a.H, int(a.sees), a.keys, parts);
+      attention::with_mask(a, [&](const auto& mask) {
+        const attention::Problem p(a);
+        const attention::DqOrder order(p, parts);
+        // Of each unit, head and query tile: the key tile whose summand is next, and whether the last has come.
+        std::map<std::array<int, 3>, std::pair<int, bool>> tiles;
+        std::set<std::array<int, 3>> blocks;
+        bool right = true;
+        int64_t summands = 0;
+        for (int n = 0; n < order.blocks(); ++n) {
+          int unit, j, part;
+          order.locate(n, &unit, &j, &part);
+          right = right && unit < order.units && j < order.k_tiles && part < parts;
+          right = right && blocks.insert({unit, j, part}).second;
+          const attention::DqLoop loop(mask, order, j, part);
+          for (int s = loop.begin; s < loop.end; ++s) {
+            const int i = loop.tile(s, p.group);
+            auto& [next, done] =
+                tiles.try_emplace({unit, s % p.group, i}, order.first_keys(mask, i), false).first->second;
+            right = right && next++ == j && !done;
+            done = next == order.last_keys(mask, i);
+            right = right && done == (s >= loop.finishes);
+            ++summands;
+          }
+        }
+        CHECK(right);
+        // Every pair of a query and a key that it sees is in one of the summands.
+        int64_t seen_tiles = 0;
+        for (int i = 0; i < order.q_tiles; ++i) {
+          bool any = false;
+          for (int j = 0; j < order.k_tiles; ++j) {
+            bool sees_some = false;
+            for (int64_t t = i * 64; t < std::min(a.T, i * 64 + int64_t(64)) && !sees_some; ++t)
+              for (int64_t k = j * 128; k < std::min(keys_of(a), j * 128 + int64_t(128)) && !sees_some; ++k)
+                sees_some = sees(a, t, k);
+            const bool adds = order.first_keys(mask, i) <= j && j < order.last_keys(mask, i);
+            right = right && (adds || !sees_some);
+            seen_tiles += adds, any = any || sees_some;
+          }
+          right = right && (any || i * 64 < order.unseeing(mask));
+        }
+        CHECK(right);
+        CHECK(summands == seen_tiles * p.group * order.units);
+        CHECK(int64_t(tiles.size()) == (order.q_tiles - order.unseeing(mask) / 64) * p.group * order.units);
+        for (const auto& [at, state] : tiles) right = right && state.second;
+        CHECK(right);
+        CHECK(order.slots <= order.units);
+      });
+    }
 }
 
 TEST_CASE("attention refuses bad shapes and is off when it should be", "[attention]") {

@@ -163,6 +163,25 @@ std::vector<T> check_reduce_scatter(Rig& rig, int64_t count, uint64_t seed) {
 }
 
 template <class T>
+void check_all_to_all(Rig& rig, int64_t count, uint64_t seed) {
+  const int ranks = rig.world.size, rank = rig.world.rank;
+  std::vector<T> sent(static_cast<size_t>(count * ranks)), data(sent.size(), nan<T>());
+  for (int64_t i = 0; i < count * ranks; ++i) sent[size_t(i)] = value<T>(seed, rank, i);
+  HostBuffer<char> from(rig.dev, std::max<int64_t>(1, count * ranks * int64_t(sizeof(T))));
+  if (count) std::memcpy(from.get(), sent.data(), sent.size() * sizeof(T));
+  CHECK(rig.around<T>(*rig.reductions, rig.two, data, [&](T* buf) {
+    rig.reductions->stream().copy(rig.one, from.get(), int64_t(sent.size() * sizeof(T)));
+    rig.reductions->all_to_all(rig.one, buf, count, dtype_of<T>);
+  }));
+  int64_t wrong = 0;
+  for (int r = 0; r < ranks; ++r)
+    for (int64_t i = 0; i < count; ++i)
+      wrong += !same(data[size_t(r * count + i)], value<T>(seed, r, rank * count + i));
+  CAPTURE(name_of(dtype_of<T>), count, ranks);
+  CHECK(wrong == 0);
+}
+
+template <class T>
 void check_all_reduce(Rig& rig, int64_t n, uint64_t seed) {
   std::vector<T> data(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) data[size_t(i)] = value<T>(seed, rig.world.rank, i);
@@ -226,6 +245,7 @@ void check_collectives_of(Rig& rig) {
   for (int64_t count : counts) {
     check_all_gather<T>(rig, count, seed++);
     check_reduce_scatter<T>(rig, count, seed++);
+    check_all_to_all<T>(rig, count, seed++);
   }
   for (int64_t count : {int64_t(7), int64_t(3000)}) check_repeats<T>(rig, count);
 }
@@ -405,6 +425,7 @@ TEST_CASE("a planned world opens nothing", "[comm]") {
     CHECK(dev.mem.report().before_step[int(Purpose::workspace)] >= 123456);
     channel.all_gather(nullptr, 10, Dtype::f32);
     channel.reduce_scatter(nullptr, 10, Dtype::f32);
+    channel.all_to_all(nullptr, nullptr, 10, Dtype::f32);
     CHECK_THROWS_AS(Channel(dev, dev.gather(), world, Transport::none, "none", 1, Links::planned), Error);
   }
 }

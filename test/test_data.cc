@@ -39,6 +39,20 @@ std::string token_file(uint32_t width, uint64_t count, const std::string& tokens
   return std::string(magic, 8) + as_bytes<uint32_t>({width, 0}) + as_bytes<uint64_t>({count}) + tokens;
 }
 
+// With a header that names its tokenizer.
+struct Named {
+  uint32_t width = 2, vocab = 100;
+  uint64_t text_bytes = 40;
+  uint32_t end = 99;
+  std::string tokenizer = "tiktoken gpt2";
+  std::string file(const std::vector<uint16_t>& tokens) const {
+    std::string name = tokenizer;
+    name.resize(216);
+    return "TOKENS02" + as_bytes<uint32_t>({width, vocab}) + as_bytes<uint64_t>({tokens.size(), text_bytes}) +
+           as_bytes<uint32_t>({end, 0}) + name + as_bytes(tokens);
+  }
+};
+
 std::string llmc_file(int32_t magic, int32_t version, int32_t count, const std::string& tokens) {
   std::vector<int32_t> header(256);
   header[0] = magic, header[1] = version, header[2] = count;
@@ -184,8 +198,8 @@ TEST_CASE("bad data files are refused in one line", "[data]") {
     refused(refusal(f.path), {f.path.c_str(), "holds 4 tokens", "fewer than one batch", "5 at --seq 4"});
   }
   {
-    File f(token_file(2, 6, six, "TOKENS02"));
-    refused(refusal(f.path), {f.path.c_str(), "wrong magic number", "TOKENS02"});
+    File f(token_file(2, 6, six, "TOKENS03"));
+    refused(refusal(f.path), {f.path.c_str(), "wrong magic number", "TOKENS03"});
   }
   {
     File f("some text or other", ".bin");
@@ -355,4 +369,135 @@ TEST_CASE("a file that changes while it is in use is an error that names it and 
     REQUIRE(said.size() == 1);
     refused(said[0], {f.path.c_str(), "removed or replaced", "--resume"});
   }
+}
+
+TEST_CASE("a header that names its tokenizer", "[data]") {
+  const std::vector<uint16_t> t = {1, 2, 3, 99, 4, 99};
+  const Named named;
+  {
+    File f(named.file(t));
+    auto corpus = open_corpus(f.path, 100, 4, 0, Split::all);
+    CHECK(tokens_of(*corpus) == std::vector<int32_t>(t.begin(), t.end()));
+    CHECK(corpus->tokenizer == "tiktoken gpt2");
+    CHECK(corpus->vocab == 100);
+    CHECK(corpus->text_bytes == 40);
+    CHECK(corpus->end_of_document == 99);
+    CHECK(corpus->description == f.path + " (uint16 tokens of tiktoken gpt2)");
+    // The tokens would do: it is the tokenizer that has too many, and a prompt or other files may bring them.
+    refused(refusal(f.path, 99),
+            {f.path.c_str(), "vocabulary in its header, 100 (tiktoken gpt2)", "99", "--vocab 104"});
+  }
+  Named plain = named;
+  plain.text_bytes = 0, plain.end = 0xffffffff;
+  File f(plain.file(t));
+  auto corpus = open_corpus(f.path, 100, 4, 0, Split::all);
+  CHECK(corpus->text_bytes == -1);
+  CHECK(corpus->end_of_document == -1);
+  auto wrong = [&](Named n) {
+    File bad(n.file(t));
+    const std::string text = refusal(bad.path, 1 << 20);
+    refused(text, {bad.path.c_str()});
+    return text;
+  };
+  auto with = [&](auto change) {
+    Named n = named;
+    change(&n);
+    return wrong(n);
+  };
+  refused(with([](Named* n) { n->width = 3; }), {"3 bytes a token", "1, 2 or 4"});
+  refused(with([](Named* n) { n->vocab = 0; }), {"vocabulary of 0", "65536"});
+  refused(with([](Named* n) { n->vocab = 65537; }), {"vocabulary of 65537"});
+  refused(with([](Named* n) { n->text_bytes = ~uint64_t(0); }), {"18446744073709551615 bytes of text"});
+  refused(with([](Named* n) { n->end = 100; }), {"token 100 ends a document"});
+  refused(with([](Named* n) { n->tokenizer = ""; }), {"no name of a tokenizer"});
+  refused(with([](Named* n) { n->tokenizer = "\x1b[31m"; }), {"no name of a tokenizer"});
+  File old(token_file(2, 6, as_bytes(t)).replace(12, 4, as_bytes<uint32_t>({50257})));
+  refused(refusal(old.path, 50256), {"vocabulary in its header, 50257", "--vocab 50264"});
+  CHECK(refusal(old.path, 50257).empty());
+}
+
+TEST_CASE("many files are one that holds them all", "[data]") {
+  std::vector<uint16_t> all(1000);
+  std::iota(all.begin(), all.end(), uint16_t(0));
+  File directory("");
+  std::remove(directory.path.c_str());
+  REQUIRE(mkdir(directory.path.c_str(), 0700) == 0);
+  const std::string dir = directory.path + "/";
+  std::vector<std::string> made;
+  auto write = [&](const std::string& name, const std::string& bytes) {
+    std::ofstream(dir + name, std::ios::binary) << bytes;
+    made.push_back(dir + name);
+  };
+  Named named;
+  named.vocab = 1000, named.end = 0xffffffff;
+  auto part = [&](size_t from, size_t to) {
+    return named.file({all.begin() + int64_t(from), all.begin() + int64_t(to)});
+  };
+  write("shard_0.bin", part(0, 300));
+  write("shard_1.bin", part(300, 303));  // shorter than a window
+  write("shard_2.bin", part(303, 1000));
+  write("whole", named.file(all));
+  for (const Split split : {Split::all, Split::training, Split::validation})
+    for (const int64_t seq : {7, 64}) {
+      auto many = open_corpus(dir + "shard_*.bin", 1000, seq, 0, split);
+      auto one = open_corpus(dir + "whole", 1000, seq, 0, split);
+      REQUIRE(tokens_of(*many) == tokens_of(*one));
+      CHECK(many->text_bytes == 3 * 40);
+      const Sampler a = {many.get(), seq, 42}, b = {one.get(), seq, 42};
+      REQUIRE(a.windows() == b.windows());
+      for (int64_t n = 0; n < 3 * a.windows(); n++) {
+        std::vector<int32_t> x(static_cast<size_t>(seq)), y = x, tx = x, ty = x;
+        a.sequence(n, x.data(), tx.data());
+        b.sequence(n, y.data(), ty.data());
+        CHECK((x == y && tx == ty));
+      }
+    }
+  auto names = [&](const std::string& patterns) {
+    std::string text;
+    for (const std::string& path : data_files(patterns)) text += file_name(path) + " ";
+    return text;
+  };
+  CHECK(names(dir + "shard_*.bin") == "shard_0.bin shard_1.bin shard_2.bin ");
+  CHECK(names(dir + "shard_[12].bin," + dir + "shard_0*") == "shard_1.bin shard_2.bin shard_0.bin ");
+  CHECK(names(dir + "whole") == "whole ");
+  CHECK(names(dir + "none") == "none ");
+  write("a,b*.bin", "a name that looks like patterns");
+  CHECK(names(dir + "a,b*.bin") == "a,b*.bin ");
+  auto corpus = open_corpus(dir + "shard_?.bin", 1000, 4, 0, Split::all);
+  refused(corpus->description, {"shard_?.bin (3 files, uint16 tokens of tiktoken gpt2)"});
+  REQUIRE(corpus->files.size() == 3);
+  CHECK(corpus->files[1].tokens == 3);
+
+  refused(refusal(dir + "none*.bin", 1000), {"none*.bin", "no file matches"});
+  refused(refusal(dir + "whole,", 1000), {"a name is empty"});
+  refused(refusal(dir + "shard_*," + dir + "shard_1.bin", 1000), {"shard_1.bin is named twice"});
+  // Several ranks share the checking, and a token of any file's is found by one of them.
+  std::vector<uint16_t> bad(3500000, 5);
+  bad[3400000] = 999;
+  named.vocab = 900;
+  write("bad_0.bin", named.file(bad));
+  int found = 0;
+  for (int rank = 0; rank < 2; rank++) try {
+      open_corpus(dir + "bad_0.bin", 900, 4, 0, Split::all, {rank, 2});
+    } catch (const UsageError& e) { found += std::string(e.what()).find("index 3400000") != std::string::npos; }
+  CHECK(found == 1);
+  // Files of one kind.
+  auto differs = [&](const char* name, const std::string& bytes) {
+    write(name, bytes);
+    const std::string text = refusal(dir + "whole," + dir + name, 2000);
+    refused(text, {"whole", name, "differ"});
+    return text;
+  };
+  const std::vector<uint16_t> few = {1, 2, 3, 4, 5, 6};
+  named = Named();
+  refused(differs("other.bin", (named.vocab = 1001, named).file(few)), {"a vocabulary of 1000 and 1001"});
+  named.vocab = 1000, named.tokenizer = "bytes";
+  refused(differs("name.bin", named.file(few)), {"the tokenizer tiktoken gpt2 and bytes"});
+  refused(differs("wide.bin", token_file(4, 2, as_bytes<uint32_t>({1, 2}))), {"2 bytes a token and 4"});
+  refused(differs("text.txt", "hello, world"), {"2 bytes a token and 1"});
+  CHECK(refusal(dir + "whole," + dir + "old.bin", 1000).find("No such file") != std::string::npos);
+  write("old.bin", token_file(2, 6, as_bytes(few)));  // says nothing of its tokenizer
+  CHECK(refusal(dir + "whole," + dir + "old.bin", 1000).empty());
+  for (const std::string& path : made) std::remove(path.c_str());
+  rmdir(directory.path.c_str());
 }

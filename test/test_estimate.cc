@@ -61,6 +61,18 @@ double step_ms(const Chip& chip, const ModelConfig& m, int64_t batch, int ranks,
   return 1e3 * dry.estimate.step();
 }
 
+// On the gather stream, what copy engines and owners do in place of a reduce_scatter in bf16. bytes: of all parts.
+void exchange_and_sum(Device& dev, int ranks, int64_t bytes) {
+  World world;
+  world.size = world.local_size = ranks;
+  Channel channel(dev, dev.gather(), world, Transport::nccl, "exchange", bytes, Links::planned,
+                  CopyEngines::all_to_all);
+  const bf16* parts = nullptr;
+  const int64_t count = bytes / ranks / 2;
+  channel.all_to_all(nullptr, nullptr, count, Dtype::bf16);
+  ops::sum_parts(dev.gather(), static_cast<float*>(nullptr), parts, count, ranks, /*accumulate=*/false);
+}
+
 std::vector<json> lines(const std::string& path) {
   std::ifstream in(path);
   INFO(path << ": tests run in the source's directory");
@@ -131,6 +143,28 @@ TEST_CASE("a collective slows compute and other collectives while it runs, and n
   dry.dev.compute().spend(flops(1e12));
   CHECK(e.clock(0) == Approx(end + 1));
   CHECK(e.exposed(1) + e.exposed(2) == 0);
+}
+
+TEST_CASE("an exchange by copy engines takes the link's time and a sum's, and leaves products nearly alone",
+          "[estimate]") {
+  const Chip& chip = *chip_named("h200");
+  const int64_t bytes = int64_t(400) << 20;
+  for (int ranks : {2, 4, 8}) {
+    Dry ring(chip), engines(chip);
+    ring.dev.gather().spend(Collective::reduce_scatter, double(bytes), ranks, ranks);
+    exchange_and_sum(engines.dev, ranks, bytes);
+    const double part = double(bytes) / ranks, exchanged = engines.estimate.talking(Collective::all_to_all);
+    CHECK(exchanged < ring.estimate.talking(Collective::reduce_scatter));
+    CHECK(exchanged ==
+          Approx(engines.estimate.seconds(Collective::all_to_all, double(bytes), ranks, ranks, Via::copy_engines)));
+    // The own part is copied, all parts are read, and a shard is written in fp32.
+    const double summed = engines.estimate.clock(1) - exchanged;
+    CHECK(summed == Approx((2 * part + double(bytes) + 2 * part) / (chip.bandwidth * 0.75)).epsilon(0.1));
+    // Beside products.
+    for (Dry* d : {&ring, &engines}) d->dev.compute().spend(flops(1e15));
+    CHECK(engines.estimate.slowed() < 0.3 * ring.estimate.slowed());
+    CHECK(engines.estimate.slowed() > 0);
+  }
 }
 
 TEST_CASE("copy engines gather faster and leave the multiprocessors alone; between nodes rings hold a few",
@@ -349,7 +383,8 @@ TEST_CASE("estimated collectives and the measured ones of results/", "[estimate]
       const bool engines = j.at("by") == "copy engines";
       const Collective kind = j.at("collective") == "all_gather" ? Collective::all_gather : Collective::reduce_scatter;
       Dry dry(*chip_named("h200"));
-      dry.dev.gather().spend(kind, double(mib << 20), ranks, ranks, engines ? Via::copy_engines : Via::kernels);
+      if (engines && kind == Collective::reduce_scatter) exchange_and_sum(dry.dev, ranks, mib << 20);
+      else dry.dev.gather().spend(kind, double(mib << 20), ranks, ranks, engines ? Via::copy_engines : Via::kernels);
       dry.dev.compute().spend(flops(1e15));
       const double ms = r.at("ms"), estimated = 1e3 * dry.estimate.clock(1);
       // Beside products it takes so much longer, and they do for all that time.

@@ -149,7 +149,7 @@ Outcome train(const Setup& s, const World& world) {
     step(m, nullptr, 1, copied);
     if (s.validate) validation(m, nullptr, true, copied);
   }
-  if (s.fsdp.gather_by_copy_engine) use_nccl_memory(dev);
+  if (transport == Transport::nccl && s.fsdp.uses_copy_engines()) use_nccl_memory(dev);
   dev.mem.commit();
   dev.mem.rewind();
   dev.mode = Mode::run;
@@ -269,8 +269,8 @@ std::string text_of(const std::vector<Issued>& trace, bool uses = false) {
   std::string text;
   for (const Issued& i : trace) {
     if (!i.moves() && !(uses && i.kind == Issued::use)) continue;
-    static const char* names[] = {"gather", "reduce", "sum", "copy", "step", "use"};
-    ASSERT(size_t(i.kind) < 6);
+    static const char* names[] = {"gather", "reduce", "exchange", "sum", "copy", "step", "use"};
+    ASSERT(size_t(i.kind) < std::size(names));
     text += (text.empty() ? "" : " ") + std::string(names[i.kind]);
     if (i.unit >= 0) text += std::to_string(i.unit);
   }
@@ -305,7 +305,7 @@ double loss_by_definition(const ModelConfig& c, int64_t batch, const int32_t* ho
     for (double v : x) square += (v - mean) * (v - mean) / double(x.size());
     Vector y(x.size());
     for (size_t i = 0; i < x.size(); ++i)
-      y[i] = (x[i] - mean) / std::sqrt(square + 1e-5) * weight(u, name.c_str(), int64_t(i)) +
+      y[i] = (x[i] - mean) / std::sqrt(square + c.norm_eps) * weight(u, name.c_str(), int64_t(i)) +
              weight(u, (name + ".bias").c_str(), int64_t(i));
     return y;
   };
@@ -328,7 +328,7 @@ double loss_by_definition(const ModelConfig& c, int64_t batch, const int32_t* ho
     const size_t D = size_t(c.head_dim());
     for (size_t head = 0; rotates && head < x.size(); head += D)
       for (size_t i = 0; i < D / 2; ++i) {
-        const double angle = double(t) * std::pow(c.rope_base, -2.0 * double(i) / double(D));
+        const double angle = double(t) * c.rope.angle(i, D);
         const double a = x[head + i], b = x[head + i + D / 2];
         x[head + i] = a * std::cos(angle) - b * std::sin(angle);
         x[head + i + D / 2] = b * std::cos(angle) + a * std::sin(angle);
@@ -764,6 +764,50 @@ TEST_CASE("what only moves work in time changes no bit", "[fsdp]") {
     if (n == 5) CHECK(furthest(out.norms, plain.norms) < 1e-12);
     else CHECK(out.norms == plain.norms);
   }
+}
+
+TEST_CASE("in fp32 it changes no bit who sums the parts of a gradient", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.steps = 3, s.micro_batches = 2;
+  for (int n = 0; n < 5; ++n) {
+    INFO("case " << n);
+    s.model = small(n % 2 ? Arch::llama : Arch::rope, 4 * world.size + 1);
+    s.model.replicate_below = n == 1 ? 200 : 0, s.model.tied = n == 2;
+    s.fsdp = FsdpOptions(), s.clip = n == 3 ? 0 : 1;
+    s.fsdp.reduce_last = n == 2, s.fsdp.update_in_backward = n == 3, s.fsdp.gradient_slots = 1 + n % 3;
+    s.fsdp.shard_ranks = n == 4 && world.size == 4 ? 2 : 0;
+    const Outcome plain = train<float, float>(s, world);
+    s.fsdp.reduce_by_copy_engine = true;
+    CHECK(same(train<float, float>(s, world), plain));
+    s.delay_ms = world.rank % 2 ? 3 : 10, s.together = true;
+    CHECK(same(train<float, float>(s, world), plain));
+    s.delay_ms = 0, s.together = false;
+  }
+}
+
+TEST_CASE("a gradient that is reduced once, in bf16, is kept in bf16", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::rope, 4 * world.size + 1), s.model.dim = 64, s.model.hidden = 512, s.model.depth = 8;
+  s.rows = world.size, s.steps = 3;  // the peak is near the end of the backward pass
+  auto kept = [](const Outcome& out) { return double(out.memory.peak[int(Purpose::gradients)]); };
+  s.fsdp.reduce_dtype = Dtype::f32;
+  const double in_fp32 = kept(train<bf16, float>(s, world));
+  s.fsdp.reduce_dtype = Dtype::bf16;
+  CHECK(kept(train<bf16, bf16>(s, world)) < 0.6 * in_fp32);
+  CHECK(kept(train<bf16, float>(s, world)) < 0.6 * in_fp32);
+  // The same numbers in fp32: those of AdamW in the backward pass, which keeps none.
+  s.clip = 0;
+  const Outcome apart = train<bf16, bf16>(s, world);
+  s.fsdp.update_in_backward = true;
+  CHECK(train<bf16, bf16>(s, world).shards == apart.shards);
+  s.fsdp.update_in_backward = false, s.clip = 1;
+  // Several micro-batches add up in fp32, and so do the parts that an owner sums.
+  s.micro_batches = 2;
+  CHECK(kept(train<bf16, bf16>(s, world)) > 0.8 * in_fp32);
+  s.micro_batches = 1, s.fsdp.reduce_by_copy_engine = true;
+  if (world.size > 1) CHECK(kept(train<bf16, bf16>(s, world)) > 0.8 * in_fp32);
 }
 
 TEST_CASE("weights that are made whole first need room for the whole model", "[fsdp]") {
@@ -1830,6 +1874,27 @@ TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu][hosts]") {
   const Outcome by_engines = train<bf16, bf16>(s, test_world());
   s.fsdp.gather_by_copy_engine = false;
   CHECK(same(train<bf16, bf16>(s, test_world()), by_engines));
+}
+
+TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp][gpu][hosts]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
+  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  Setup s;
+  s.model = small_on_gpu(Arch::rope), s.model.replicate_below = 1000, s.lr = 1e-3, s.steps = 6, s.micro_batches = 2;
+  s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+  const Outcome ring = train<bf16, bf16>(s, test_world());
+  s.fsdp.reduce_by_copy_engine = true;
+  const Outcome plain = train<bf16, bf16>(s, test_world());
+  CHECK(furthest(plain.losses, ring.losses) < 1e-2);
+  s.delay_ms = test_world().rank % 2 ? 20 : 5, s.poison = true;
+  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+  s.delay_ms = 0, s.poison = false;
+  for (bool gathers_too : {false, true})
+    for (bool graph : {false, true}) {
+      s.fsdp.gather_by_copy_engine = gathers_too, s.graph = graph;
+      CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+    }
 }
 
 TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {

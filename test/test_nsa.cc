@@ -15,6 +15,7 @@
 #include <set>
 
 #include "attention/stages.h"
+#include "attention/untried.h"
 #include "cpu/nsa.h"
 #include "lib/ops/philox.h"
 
@@ -1734,7 +1735,7 @@ TEST_CASE("GPU: selection", "[nsa][gpu]") {
     list.push_back(shape(2, T, 2, 1, 64));
     list.back().selected = 4;
   }
-  for (int64_t group : {1, 2, 4, 6, 8, 16})
+  for (int64_t group : {1, 2, 3, 4, 5, 6, 8, 12, 16})
     for (int64_t D : {64, 128}) list.push_back(with(shape(1, 500, 2 * group, 2, D), 32, 16, 32, 6, 64));
   list.push_back(shape(1, 2049, 2, 1, 64));
   check_select(list);
@@ -2026,7 +2027,9 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
     CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
     for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
       CHECK(kernel_of(k, s) == code);
-    const std::string blocks = a.select_block > 64 ? ", blocks in pieces" : ", blocks of one piece";
+    const std::string blocks = a.select_block > 64                                   ? ", blocks in pieces"
+                               : ATTENTION_UNTRIED && hopper && a.select_block == 64 ? ", masked tiles"
+                                                                                     : ", blocks of one piece";
     CHECK(kernel_of(k, Stage::selected) == code + blocks);
     CHECK(has(kernel_of(k, Stage::selected_backward), code));
     CHECK(has(kernel_of(k, Stage::selected_backward), blocks));
@@ -2034,11 +2037,11 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
       CHECK(kernel_of(k, s) == "cuda, vectors");
   };
   for (int64_t D : {64, 128})
-    for (int64_t group : {2, 4, 8, 16})
+    for (int64_t group : {1, 2, 3, 4, 6, 8, 12, 16})
       check(shape(1, 100, group, 1, D, group == 4 ? Phi::mlp : Phi::mean),
-            hopper ? strf("sm90, pooled, %d heads", int(group)) : "sm80, pooled", {});
+            hopper ? strf("sm90, pooled, %d head%s", int(group), group == 1 ? "" : "s") : "sm80, pooled", {});
   // Groups that no kernel was made for; a selection block that is not four strides; one that is two tiles of keys.
-  for (int64_t group : {1, 3, 6})
+  for (int64_t group : {5, 7, 10})
     check(with(shape(1, 100, group, 1, 64), 8, 4, 16, 4, 20), hopper ? "sm90, pooled, any heads" : "sm80, pooled",
           hopper ? std::set<std::string>{"selection"} : std::set<std::string>{});
   check(with(shape(1, 100, 4, 1, 128), 8, 4, 8, 4, 20), code + ", not pooled", {"selection"});

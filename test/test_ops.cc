@@ -141,7 +141,7 @@ TEST_CASE("norms: gradients", "[ops]") {
     // The block's output is a function of y and of the residual stream: sum dy y + dres sum.
     const auto loss = [&] {
       cpu::norm_forward(kind, y.data(), sum.data(), stats.data(), x.data(), delta.data(), gamma.data(),
-                        layer ? beta.data() : nullptr, M, C);
+                        layer ? beta.data() : nullptr, M, C, 1e-5);
       return dot(dy, y) + dot(dres, sum);
     };
     loss();
@@ -277,10 +277,45 @@ TEST_CASE("matmul in bf16 rounds once", "[ops]") {
   CHECK(same_bits(alone, g));
 }
 
+TEST_CASE("norms add eps to the variance", "[ops]") {
+  const float x[4] = {1, -3, 5, 1}, gamma[4] = {1, 1, 2, 1}, beta[4] = {0, 1, 0, 0};
+  float y[4], stats[2];
+  for (double eps : {1e-6, 0.5}) {
+    cpu::norm_forward<float>(Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, 1, 4, eps);
+    CHECK(stats[1] == Approx(1 / std::sqrt(9 + eps)).epsilon(1e-7));
+    CHECK(y[2] == Approx(10 / std::sqrt(9 + eps)).epsilon(1e-6));
+    cpu::norm_forward<float>(Norm::layer, y, nullptr, stats, x, nullptr, gamma, beta, 1, 4, eps);
+    CHECK(stats[1] == Approx(1 / std::sqrt(8 + eps)).epsilon(1e-7));
+    CHECK(y[1] == Approx(1 - 4 / std::sqrt(8 + eps)).epsilon(1e-6));
+  }
+}
+
+// By wavelength, as the paper's appendix and transformers tell it.
+TEST_CASE("Llama 3's scaling slows long waves alone", "[ops]") {
+  const Rope plain = {500000, {}};
+  Rope scaled = plain;
+  scaled.scaling = {8, 1, 4, 8192};
+  const int64_t D = 128;
+  int64_t kept = 0, mixed = 0, slowed = 0;
+  for (int64_t i = 0; i < D / 2; ++i) {
+    const double angle = std::pow(500000.0, -2.0 * double(i) / D), length = 2 * 3.14159265358979 / angle;
+    CHECK(plain.angle(i, D) == angle);
+    double want = angle;
+    if (length > 8192 / 1.0) want = angle / 8, slowed++;
+    else if (length < 8192 / 4.0) kept++;
+    else {
+      const double smooth = (8192 / length - 1) / (4 - 1);
+      want = (1 - smooth) * angle / 8 + smooth * angle, mixed++;
+    }
+    CHECK(scaled.angle(i, D) == Approx(want).epsilon(1e-12));
+  }
+  CHECK((kept > 20 && mixed > 3 && slowed > 20));
+}
+
 TEST_CASE("RoPE turns and its inverse is its transpose", "[ops]") {
   const int64_t M = 7, T = 3, heads = 2, D = 8, ld = 20;
   Doubles table(T * D), x = normals<double>(M * ld, 1), y = normals<double>(M * ld, 2);
-  cpu::rope_table<double>(table.data(), T, D, 500000);
+  cpu::rope_table<double>(table.data(), T, D, Rope());
   Doubles turned = x, back = y;
   cpu::rope(turned.data(), table.data(), M, T, heads, D, ld, false);
   cpu::rope(back.data(), table.data(), M, T, heads, D, ld, true);
@@ -402,8 +437,7 @@ TEST_CASE("AdamW follows the paper, with clipping", "[ops]") {
   const auto w0 = normals<float>(n, 1), m0 = normals<float>(n, 2), g = normals<float>(n, 3, 5);
   auto v0 = normals<float>(n, 4);
   for (float& v : v0) v *= v;
-  double sumsq = 0;
-  cpu::sum_powers(ops::GradNorm::two, &sumsq, g.data(), nullptr, n, false);
+  const double sumsq = cpu::power_sum(ops::GradNorm::two, g.data(), n);
   double exact = 0;
   for (float x : g) exact += double(x) * x;
   CHECK(sumsq == Approx(exact).epsilon(1e-14));
@@ -439,14 +473,19 @@ TEST_CASE("norms of a gradient", "[ops]") {
       want = p == ops::GradNorm::inf ? std::max(want, a) : want + std::pow(a, double(int(p)));
     }
     if (p != ops::GradNorm::inf) want = std::pow(want, 1.0 / int(p));
-    cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
-    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
-    double own = 0, alone = 0;
-    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true, &own);
-    cpu::sum_powers(p, &alone, g.data() + 20, nullptr, n - 20, false);
-    CHECK(own == alone);
-    cpu::sum_powers(p, &got, g.data(), nullptr, 20, false);
-    cpu::sum_powers(p, &got, g.data() + 20, nullptr, n - 20, true);
+    // In two pieces: of what is set, and of what is there once it has been added to.
+    auto norm_of = [&](const std::vector<float>& x) {
+      double pieces[2];
+      std::vector<float> set(20), added(x.begin() + 20, x.end());
+      const std::vector<bf16> more(added.size(), bf16(0.0f));
+      cpu::accumulate_gradient(set.data(), x.data(), 20, false, {p, &pieces[0]});
+      cpu::accumulate_gradient(added.data(), more.data(), n - 20, true, {p, &pieces[1]});
+      cpu::total_power(p, &got, pieces, 2);
+      double summed = 0;
+      cpu::sum_parts(set.data(), x.data(), 20, 1, false, {p, &summed});
+      CHECK(same_bits(std::vector<double>{summed}, std::vector<double>{pieces[0]}));
+    };
+    norm_of(g);
     const double loss = 1, no_loss = INFINITY;
     cpu::squared_norm(p, &got, &loss);
     CHECK(std::sqrt(got) == Approx(want).epsilon(1e-12));
@@ -454,8 +493,7 @@ TEST_CASE("norms of a gradient", "[ops]") {
     CHECK(std::isnan(got));
     auto broken = g;
     broken[7] = NAN;
-    cpu::sum_powers(p, &got, broken.data(), nullptr, 20, false);
-    cpu::sum_powers(p, &got, broken.data() + 20, nullptr, n - 20, true);
+    norm_of(broken);
     // NCCL's maximum may lose a NaN, so there it is infinity.
     CHECK((p == ops::GradNorm::inf ? std::isinf(got) : std::isnan(got)));
   }
@@ -519,6 +557,27 @@ TEST_CASE("casts and accumulation", "[ops]") {
   }
   cpu::accumulate_gradient(sum.data(), b.data(), 100, false);
   CHECK(same_bits(sum, back));
+}
+
+TEST_CASE("parts are summed in their order, and not rounded before the end", "[ops]") {
+  const int64_t n = 100;
+  for (int ranks : {1, 2, 3, 7}) {
+    const auto x = normals<float>(n * ranks, 3);
+    std::vector<bf16> parts(x.begin(), x.end());
+    const std::vector<float> before = normals<float>(n, 4);
+    std::vector<float> set(n, NAN), added = before;
+    std::vector<bf16> narrow(n);
+    cpu::sum_parts(set.data(), parts.data(), n, ranks, false);
+    cpu::sum_parts(added.data(), parts.data(), n, ranks, true);
+    cpu::sum_parts(narrow.data(), parts.data(), n, ranks, false);
+    for (int64_t i = 0; i < n; ++i) {
+      float sum = 0;
+      for (int r = 0; r < ranks; ++r) sum += float(parts[size_t(r * n + i)]);
+      CHECK(set[size_t(i)] == sum);
+      CHECK(added[size_t(i)] == before[size_t(i)] + sum);
+      CHECK(narrow[size_t(i)].bits == bf16(sum).bits);
+    }
+  }
 }
 
 // --------------------------------------------------------------------------------- one call on two backends, compared
@@ -659,7 +718,7 @@ TEST_CASE("operations through their streams on the CPU", "[ops]") {
   const int64_t M = 6, C = 40;
   const auto body = [&](Space& a) {
     auto *y = a.out<float>(M * C), *stats = a.out<float>(2 * M), *x = a.in<float>(M * C), *gamma = a.in<float>(C);
-    ops::norm_forward<float>(a.s, Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, M, C);
+    ops::norm_forward<float>(a.s, Norm::rms, y, nullptr, stats, x, nullptr, gamma, nullptr, M, C, 1e-5);
     ops::gelu_forward(a.s, y, static_cast<const float*>(y), M * C);
   };
   const auto first = run_on(Backend::cpu, body), second = run_on(Backend::cpu, body);
@@ -692,7 +751,7 @@ TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
       ops::matmul<T>(a.s, y, x, w, bias, residual, M, N, K);
       ops::matmul<T>(a.s, sum, x, w, none, sum, M, N, K);
       ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
-      ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N);
+      ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N, 1e-5);
       a.dev.fuse = true;
     });
   };
@@ -719,7 +778,7 @@ bool apply_repeats_forward(Backend backend, Norm kind, int64_t M, int64_t C) {
     auto *y = a.out<T>(M * C), *again = a.out<T>(M * C), *sum = a.work<T>(M * C), *x = a.in<T>(M * C),
          *delta = a.in<T>(M * C), *gamma = a.in<T>(C), *beta = kind == Norm::layer ? a.in<T>(C) : nullptr;
     auto* stats = a.work<acc_t<T>>(2 * M);
-    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C, 1e-5);
     ops::norm_apply<T>(a.s, kind, again, stats, sum, gamma, beta, M, C);
   });
   return same_bits(r[0].bits, r[1].bits) && !std::isnan(r[0].values[M * C - 1]);
@@ -759,7 +818,7 @@ void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_pla
          *delta = with_delta ? a.in<T>(M * C) : nullptr, *gamma = a.in<T>(C), *beta = layer ? a.in<T>(C) : nullptr;
     T* sum = !with_delta ? nullptr : in_place ? x : a.out<T>(M * C);
     auto* stats = a.out<float>(2 * M);
-    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C, with_delta ? 1e-5 : 0.25);
   });
   compare(
       [&](Space& a) {
@@ -862,9 +921,9 @@ void compare_positions() {
         compare([&](Space& a) {
           auto *x = a.inout<T>(M * ld), *far = a.inout<T>(M * ld);
           auto *table = a.out<float>(T_ * D), *long_table = a.work<float>(4096 * D);
-          ops::rope_table<T>(a.s, table, T_, D, 500000);
+          ops::rope_table<T>(a.s, table, T_, D, Rope());
           ops::rope<T>(a.s, x, table, M, T_, heads, D, ld, inverse);
-          ops::rope_table<T>(a.s, long_table, 4096, D, 10000);
+          ops::rope_table<T>(a.s, long_table, 4096, D, Rope{10000, {8, 1, 4, 1024}});
           ops::rope<T>(a.s, far, long_table + 3900 * D, M, 196, heads, D, ld, inverse);
         });
       }
@@ -960,21 +1019,21 @@ TEST_CASE("GPU: sums", "[ops][gpu]") {
             ops::sum<float>(a.s, total, x, partials, n, true);
           },
           5);
-      compare(
-          [&](Space& a) {
-            auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
-            const float* x = a.in(positive) + shift;
-            ops::sum_powers(a.s, ops::GradNorm::two, total, x, partials, n, false);
-            ops::sum_powers(a.s, ops::GradNorm::two, total, x, partials, n, true);
-          },
-          1e6);
-      for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::three, ops::GradNorm::inf})
+      for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::two, ops::GradNorm::three, ops::GradNorm::inf})
         compare(
             [&](Space& a) {
-              auto *total = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
+              auto *pieces = a.out<double>(3), *total = a.out<double>(1),
+                   *partials = a.work<double>(ops::sum_partials());
+              auto *fresh = a.out<float>(n + shift), *more = a.inout<float>(n + shift), *sum = a.out<float>(n);
               const float* x = a.in<float>(n + shift) + shift;
-              ops::sum_powers(a.s, p, total, x, partials, n, false);
-              ops::sum_powers(a.s, p, total, x, partials, n, true, a.out<double>(1));
+              auto *narrow = a.out<bf16>(n + shift), *parts = a.out<bf16>(3 * n);
+              ops::cast<bf16, float>(a.s, narrow, x - shift, n + shift);
+              ops::cast<bf16, float>(a.s, parts, a.in<float>(3 * n), 3 * n);
+              ops::fill(a.s, fresh, 2.5f, n + shift);
+              ops::accumulate_gradient<float>(a.s, fresh + shift, x, n, false, {p, pieces, partials});
+              ops::accumulate_gradient<bf16>(a.s, more + shift, narrow + shift, n, true, {p, pieces + 1, partials});
+              ops::sum_parts<float, bf16>(a.s, sum, parts, n, 3, false, {p, pieces + 2, partials});
+              ops::total_power(a.s, p, total, pieces, 3);
               ops::squared_norm(a.s, p, total, a.in(std::vector<double>{2.0}));
             },
             1e6);
@@ -1020,6 +1079,33 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
         ops::fill(a.s, fresh, 2.5f, n + shift);
         ops::accumulate_gradient<bf16>(a.s, fresh + shift, b, n, false);
       });
+      // A gradient in bf16 is the same one in fp32.
+      for (int64_t first : {0, 64, 6})
+        compare([&](Space& a) {
+          auto *w = a.inout<float>(n + shift) + shift, *m = a.inout<float>(n + shift) + shift,
+               *v = a.in(positive) + shift;
+          auto* w2 = a.inout<float>(n + shift) + shift;
+          auto *m2 = a.out<bf16>(n + shift), *v2 = a.out<bf16>(n + shift), *g = a.out<bf16>(n + shift),
+               *copy = a.out<bf16>(n);
+          ops::cast<bf16, float>(a.s, g, a.in<float>(n + shift), n + shift);
+          ops::cast<bf16, float>(a.s, m2, a.in<float>(n + shift), n + shift);
+          ops::cast<bf16, float>(a.s, v2, a.in(positive), n + shift);
+          const ops::AdamW* now = a.in(std::vector<ops::AdamW>{{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3}});
+          ops::adamw(a.s, w, m, v, g + shift, nullptr, 0.0f, now, n, n / 2, 1, 2, first);
+          ops::adamw(a.s, w2, m2 + shift, v2 + shift, g + shift, nullptr, 0.0f, now, n, n / 2, 1, 2, first);
+          auto *piece = a.out<double>(1), *partials = a.work<double>(ops::sum_partials());
+          ops::accumulate_gradient<bf16>(a.s, copy, g + shift, n, false, {ops::GradNorm::two, piece, partials});
+        });
+      for (int ranks : {1, 2, 3, 8})
+        compare([&](Space& a) {
+          auto *x = a.in<float>(n * ranks + shift), *set = a.out<float>(n), *added = a.inout<float>(n + shift);
+          auto *parts = a.out<bf16>(n * ranks + shift), *narrow = a.out<bf16>(n);
+          ops::cast<bf16, float>(a.s, parts, x, n * ranks + shift);
+          ops::sum_parts<float, bf16>(a.s, set, parts, n, ranks, false);
+          ops::sum_parts<float, bf16>(a.s, added + shift, parts + shift, n, ranks, true);
+          ops::sum_parts<bf16, bf16>(a.s, narrow, parts, n, ranks, false);
+          ops::sum_parts<float, float>(a.s, added + shift, x + shift, n, ranks, true);
+        });
       compare([&](Space& a) {
         auto *w = a.out<float>(n), *cut = a.out<float>(n);
         ops::init_normal(a.s, w, 99, 3, 1000000001 + shift, n, 0.1f, 0.02f);

@@ -198,6 +198,10 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "33",
                             "--rope-base",
                             "10000.5",
+                            "--rope-scaling",
+                            "llama3:8:1:4:8192",
+                            "--norm-eps",
+                            "1e-6",
                             "--batch",
                             "3",
                             "--global-batch",
@@ -273,6 +277,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "1",
                             "--gather",
                             "copy-engine",
+                            "--reduce",
+                            "copy-engine",
                             "--tie-embeddings",
                             "--freeze",
                             "embedding,block.0.mlp",
@@ -326,9 +332,27 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--resume",
                             "b",
                             "--export",
-                            "m.safetensors",
+                            "model",
+                            "--export-shard-mb",
+                            "100",
+                            "--init",
+                            "c",
+                            "--max-positions",
+                            "4097",
                             "--export-dtype",
                             "fp32",
+                            "--eval",
+                            "val.bin",
+                            "--sample",
+                            "100",
+                            "--sample-every",
+                            "50",
+                            "--prompt",
+                            "Once upon",
+                            "--temperature",
+                            "0.5",
+                            "--top-k",
+                            "40",
                             "--on-nan",
                             "skip:3",
                             "--timeout",
@@ -406,7 +430,8 @@ TEST_CASE("the command line wins over the environment, and that over the file", 
     std::string name = "FSDP_" + key;
     for (char& c : name) c = char(std::toupper(c));
     INFO(name);
-    const Variable v(name.c_str(), "?!"), validates("FSDP_VAL_EVERY", key == "val_every" ? "?!" : "1");
+    const Variable v(name.c_str(), "?!"), validates("FSDP_VAL_EVERY", key == "val_every" ? "?!" : "1"),
+        samples("FSDP_SAMPLE", key == "sample" ? "?!" : "1");
     const std::string text = refusal({});
     if (text.empty()) CHECK(to_json(parsed({}))[key] == "?!");
     else CHECK(text.rfind(name + "=?!: ", 0) == 0);

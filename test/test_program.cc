@@ -243,7 +243,15 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(m.hidden == 2 * tiny.hidden);  // a width alone keeps the MLP's proportion
   CHECK(m.heads == 4);
   CHECK(m.depth == tiny.depth);
-  CHECK(m.rope_base == 7);
+  CHECK(m.rope.base == 7);
+  CHECK(m.rope.scaling == RopeScaling());
+  CHECK(m.norm_eps == 1e-5);
+  CHECK(on_cpu("--norm-eps 1e-6 --rope-scaling llama3:32:1:4.5:8192").model.rope.scaling ==
+        RopeScaling{32, 1, 4.5, 8192});
+  CHECK(on_cpu("--norm-eps 1e-6").model.norm_eps == 1e-6);
+  for (const char* bad : {"linear:2", "llama3", "llama3:8:1:4", "llama3:8:1:4:8192:", "llama3:1:1:4:8192",
+                          "llama3:nan:1:4:8192", "llama3:8:4:4:8192", "llama3:8:1:4:0"})
+    says(refusal([&] { on_cpu(std::string("--rope-scaling ") + bad); }), {bad, "llama3:8:1:4:8192"});
   CHECK(on_cpu("--preset tiny --dim 256 --hidden 64").model.hidden == 64);
   CHECK(on_cpu("--preset tiny").model.sparse);
   CHECK(!on_cpu("--preset tiny --attn dense").model.sparse);
@@ -321,7 +329,7 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   CHECK(!engines("--gather nccl", 4, Transport::nccl, here, pay));
   CHECK(engines("--gather copy-engine", 4, Transport::nccl, here, !pay));
   auto refused = [](const Run& r, Transport transport, bool one_host) {
-    return refusal([&] { check_gathers(r, transport, one_host); });
+    return refusal([&] { check_collectives(r, transport, one_host); });
   };
   says(refused(on_gpus("--gather copy-engine", 4), Transport::nccl, !here), {"--gather copy-engine", "hosts"});
   says(refused(on_gpus("--gather nccl", 4), Transport::mpi, here), {"--gather nccl", "GPU per rank"});
@@ -330,6 +338,17 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   says(refused(on_gpus("--graph 1", 4), Transport::mpi, here), {"--graph 1", "MPI"});
   CHECK(refused(on_gpus("--graph 1", 4), Transport::nccl, here).empty());
   CHECK(refused(on_cpu("--gather mpi", 4), Transport::mpi, here).empty());
+  // A CPU's ranks are each other's copy engines, wherever they are; who is told to sum what nobody sends is not obeyed.
+  CHECK(refused(on_cpu("--reduce copy-engine", 4), Transport::mpi, !here).empty());
+  CHECK(on_cpu("--reduce copy-engine", 4).fsdp.reduce_by_copy_engine);
+  CHECK(!on_gpus("--reduce nccl", 4).fsdp.reduce_by_copy_engine);
+  CHECK(refused(on_gpus("--reduce copy-engine --shard hybrid:2", 4), Transport::nccl, here).empty());
+  says(refused(on_gpus("--reduce copy-engine", 4), Transport::nccl, !here), {"--reduce copy-engine", "hosts"});
+  says(refused(on_gpus("--reduce copy-engine", 4), Transport::mpi, here), {"--reduce copy-engine", "GPU per rank"});
+  says(refused(on_cpu("--reduce nccl", 4), Transport::mpi, here), {"--reduce nccl", "NCCL"});
+  for (const char* shard : {"none", "hybrid:1"})
+    says(refused(on_gpus(std::string("--reduce copy-engine --shard ") + shard, 4), Transport::nccl, here),
+         {"--reduce copy-engine", "--shard", shard});
 }
 
 // --------------------------------------------------------------------------------------------------------- resume
@@ -424,9 +443,10 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   CHECK(one[0] == "differs from the checkpoint: --freeze \"head\" (was \"\"), --lr 0.01 (was 0.0003)");
   // Each option that a resumed run carries over, told otherwise.
   for (const char* told :
-       {"--rope-base 9", "--nsa-block 64", "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5",
-        "--nsa-window 9", "--min-lr-ratio 0.3", "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1",
-        "--weight-decay 0", "--clip 9", "--clip-norm 1", "--data random", "--val-every 3"}) {
+       {"--rope-base 9", "--rope-scaling llama3:8:1:4:8192", "--norm-eps 0.1", "--max-positions 99", "--nsa-block 64",
+        "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5", "--nsa-window 9", "--min-lr-ratio 0.3",
+        "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1", "--weight-decay 0", "--clip 9", "--clip-norm 1",
+        "--data random", "--val-every 3"}) {
     INFO(told);
     const Words said = notices(was + told);
     REQUIRE(said.size() == 1);

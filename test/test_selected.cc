@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "attention/selected.cuh"
+#include "attention/selected_masked.cuh"
 #include "attention/stages.h"
 #include "lib/ops/philox.h"
 
@@ -20,7 +21,7 @@
 #if FSDP_CUDA
 namespace {
 
-using attention::selected::plan;
+using attention::selected::scratch_bytes;
 
 // Rows of a buffer, with one to spare before the first and after the last. All bytes are 0xff at first, a NaN in every
 // type: what nobody may touch must stay so, and what was read from there shows in the results.
@@ -248,7 +249,7 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
   Arrays gpu(s);
   char* at[2];
   for (int i : {0, 1})
-    at[i] = gpu.scratch<char>(narrow && segment ? plan(a, i == 1, segment).bytes
+    at[i] = gpu.scratch<char>(narrow && segment ? scratch_bytes(a, i == 1, segment)
                               : i               ? nsa_selected_backward_scratch<T>(a)
                                                 : nsa_selected_forward_scratch<T>(a));
   const T* x = gpu.up(c.x.v) + a.ld;
@@ -356,6 +357,48 @@ void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t se
 
 }  // namespace
 #endif
+
+// The rule of masked tiles, without the kernel: words of bits from indices, as word_kernel makes them.
+TEST_CASE("words of bits say what was selected", "[selected]") {
+  using attention::selected::Chosen;
+  AttentionShape shape{2, 300, 4, 2, 64, 256, 256, 256, 256, 256, 1};
+  const attention::Problem p(shape);
+  const int n = p.Tp / 64, blocks = (p.T + 63) / 64;
+  std::mt19937 random(7);
+  std::vector<char> selected(size_t(p.B * p.HKV * p.T * blocks));
+  for (char& x : selected) x = random() % 3 == 0;
+  for (int j = 0; j < blocks; ++j)  // one tile of queries selects everything
+    for (int t = 256; t < p.T; ++t) selected[size_t((3 * p.T + t) * blocks + j)] = 1;
+  std::vector<uint64_t> words(size_t(p.B * p.HKV * n * n));
+  for (int pair = 0; pair < p.B * p.HKV; ++pair)
+    for (int t = 0; t < p.T; ++t)
+      for (int j = 0; j < blocks; ++j)
+        if (selected[size_t((pair * p.T + t) * blocks + j)])
+          words[size_t((pair * n + t / 64) * n + j)] |= uint64_t(1) << (t % 64);
+  const Chosen mask(p, words.data());
+  int wrong = 0, wrong_whole = 0, wholes = 0;
+  for (int pair = 0; pair < p.B * p.HKV; ++pair)
+    for (int i = 0; i < blocks; ++i)
+      for (int j = 0; j < blocks; j += 2) {
+        const uint64_t* at = mask.words_at(pair / p.HKV, pair % p.HKV, i, j);
+        const Chosen::Tile both{at[0], at[1]}, even{at[0], at[0]}, odd{at[1], at[1]};
+        bool all = true;
+        for (int t = i * 64; t < std::min(p.T, i * 64 + 64); ++t)
+          for (int k = j * 64; k < std::min(p.T, j * 64 + 128); ++k) {
+            const bool sees = k <= t && selected[size_t((pair * p.T + t) * blocks + k / 64)];
+            wrong += both.visible(t, k) != sees;
+            wrong += (k / 64 % 2 ? odd : even).visible(t, k) != sees;
+            all = all && sees;
+          }
+        if (both.whole(i * 64, i * 64 + 64, j * 64, j * 64 + 128)) wrong_whole += !all, ++wholes;
+      }
+  CHECK(wrong == 0);
+  CHECK(wrong_whole == 0);
+  CHECK(wholes == 0);  // 44 queries of the last tile do not make 64 bits
+  words.assign(words.size(), ~uint64_t(0));
+  CHECK(Chosen::Tile{words[0], words[1]}.whole(128, 192, 0, 128));
+  CHECK(!Chosen::Tile{words[0], words[1]}.whole(64, 128, 0, 128));
+}
 
 TEST_CASE("GPU: selected attention, a few small shapes", "[selected][gpu][small]") {
   NEEDS_GPU();
@@ -557,7 +600,7 @@ TEST_CASE("GPU: selected attention, milliseconds", "[.time]") {
       float* lse = reinterpret_cast<float*>(take(T * H * 4));
       int32_t* chosen = reinterpret_cast<int32_t*>(take(int64_t(indices.size()) * 4));
       s.copy(chosen, indices.data(), int64_t(indices.size()) * 4);
-      const int64_t bytes[2] = {plan(a, false, segment).bytes, plan(a, true, segment).bytes};
+      const int64_t bytes[2] = {scratch_bytes(a, false, segment), scratch_bytes(a, true, segment)};
       char* scratch = take(std::max(bytes[0], bytes[1]));
       Event e[3] = {Event(s.device(), Event::timed), Event(s.device(), Event::timed), Event(s.device(), Event::timed)};
       std::vector<float> forward, backward;

@@ -45,6 +45,14 @@ struct Part {
   ~Part() { MPI_Type_free(&type); }
 };
 
+// send, receive: a part for each rank, and from each.
+void exchange(const char* send, char* receive, int64_t part, MPI_Comm mpi) {
+  Part p(part);
+  MPI_Request request;
+  MPI_CHECK(MPI_Ialltoall(send, p.count, p.type, receive, p.count, p.type, mpi, &request));
+  finish(&request);
+}
+
 // to[i] = sum over ranks of parts[r*count + i], in rank order.
 template <class T, class A>
 void sum_parts(T* to, const T* parts, int64_t count, int ranks) {
@@ -104,7 +112,8 @@ void use_nccl_memory(Device& dev) {
   dev.mem.free = [](void* p) { ncclMemFree(p); };
 #else
   (void)dev;
-  throw UsageError("--gather copy-engine needs NCCL 2.28 or newer; this build has " + nccl_version());
+  throw UsageError("--gather copy-engine and --reduce copy-engine need NCCL 2.28 or newer; this build has " +
+                   nccl_version());
 #endif
 }
 
@@ -141,13 +150,13 @@ struct Channel::Impl {
 };
 
 Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
-                 int64_t max_bytes, Links links, Via gathers)
+                 int64_t max_bytes, Links links, CopyEngines engines)
     : dev_(dev),
       stream_(stream),
       world_(world),
       transport_(world.size == 1 ? Transport::none : transport),
       max_bytes_(max_bytes),
-      gathers_(gathers),
+      engines_(engines),
       impl_(std::make_unique<Impl>()) {
   transport = transport_;
   ASSERT(world.size == 1 || transport != Transport::none);
@@ -163,36 +172,10 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, impl_->mpi));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 #if COPY_ENGINES
-    if (gathers == Via::copy_engines) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    if (engines != CopyEngines::none) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
 #endif
     NCCL_CHECK(ncclCommInitRankConfig(&impl_->nccl, world.size, id, world.rank, &config), nullptr);
-#if COPY_ENGINES
-    if (gathers == Via::copy_engines) {
-      // A window cannot be a communicator's first collective. All of the arena: its slots lie at the same places on
-      // all ranks, whose plans are the same.
-      char* base = dev.mem.base();
-      NCCL_CHECK(ncclAllReduce(base, base, 1, ncclInt8, ncclSum, impl_->nccl, stream.cuda()), impl_->nccl);
-      CUDA_CHECK(cudaStreamSynchronize(stream.cuda()));
-      const ncclResult_t code = ncclCommWindowRegister(impl_->nccl, base, size_t(dev.mem.arena_bytes()), &impl_->window,
-                                                       NCCL_WIN_COLL_SYMMETRIC);
-      if (code != ncclSuccess)
-        throw NcclError(
-            strf("NCCL: copy engines cannot reach the arena of rank %d (ncclCommWindowRegister: %s); --gather "
-                 "nccl does without them",
-                 this_rank(), ncclGetErrorString(code)));
-      // NCCL may take kernels all the same, and tells nobody: one gather is looked at, and one before it sets NCCL up.
-      const Mode mode = std::exchange(dev.mode, Mode::run);
-      auto gather = [&] { all_gather(base, 256, Dtype::f32); };
-      gather();
-      stream.synchronize();
-      Graph graph(dev);
-      graph.make(gather);
-      dev.mode = mode;
-      if (graph.nodes().nccl_kernels > 0)
-        throw NcclError(strf("NCCL: gathers of rank %d would run on SMs and not on copy engines; --gather nccl is that",
-                             this_rank()));
-    }
-#endif
+    if (engines != CopyEngines::none) open_window();
 #else
     throw UsageError("this build has no NCCL: rebuild with NCCL installed");
 #endif
@@ -201,6 +184,39 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     impl_->host2 = std::make_unique<HostBuffer<char>>(dev, max_bytes);
   }
   watch(name);
+}
+
+// All of the arena: its slots lie at the same places on all ranks, whose plans are the same.
+void Channel::open_window() {
+#if COPY_ENGINES
+  const char* without = engines_ == CopyEngines::all_gather ? "--gather nccl" : "--reduce nccl";
+  char* base = dev_.mem.base();
+  constexpr int64_t count = 256;
+  ASSERT(dev_.mem.arena_bytes() >= 2 * count * world_.size * size_of(Dtype::f32));
+  // A window cannot be a communicator's first collective.
+  NCCL_CHECK(ncclAllReduce(base, base, 1, ncclInt8, ncclSum, impl_->nccl, stream_.cuda()), impl_->nccl);
+  CUDA_CHECK(cudaStreamSynchronize(stream_.cuda()));
+  const ncclResult_t code = ncclCommWindowRegister(impl_->nccl, base, size_t(dev_.mem.arena_bytes()), &impl_->window,
+                                                   NCCL_WIN_COLL_SYMMETRIC);
+  if (code != ncclSuccess)
+    throw NcclError(
+        strf("NCCL: copy engines cannot reach the arena of rank %d (ncclCommWindowRegister: %s); %s does without them",
+             this_rank(), ncclGetErrorString(code), without));
+  // NCCL may take kernels all the same, and tells nobody: one collective is looked at, and one before it sets NCCL up.
+  const Mode mode = std::exchange(dev_.mode, Mode::run);
+  auto carry = [&] {
+    if (engines_ == CopyEngines::all_gather) all_gather(base, count, Dtype::f32);
+    else all_to_all(base, base + count * world_.size * size_of(Dtype::f32), count, Dtype::f32);
+  };
+  carry();
+  stream_.synchronize();
+  Graph graph(dev_);
+  graph.make(carry);
+  dev_.mode = mode;
+  if (graph.nodes().nccl_kernels > 0)
+    throw NcclError(strf("NCCL: %s of rank %d would run on SMs and not on copy engines; %s is that",
+                         engines_ == CopyEngines::all_gather ? "gathers" : "reductions", this_rank(), without));
+#endif
 }
 
 // The flight record of a channel over NCCL is made on the device, for a watchdog, and there is none without one.
@@ -277,7 +293,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off())
     stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size,
-                  gathers_);
+                  via(CopyEngines::all_gather));
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= max_bytes_);
@@ -324,13 +340,41 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   if (staged) stream_.copy(send, buf, part * world_.size);
   char* out = send + world_.rank * part;
   over_mpi("reduce_scatter", part * world_.size, [=, ranks = world_.size, mpi = impl_->mpi] {
-    Part p(part);
-    MPI_Request request;
-    MPI_CHECK(MPI_Ialltoall(send, p.count, p.type, parts, p.count, p.type, mpi, &request));
-    finish(&request);
+    exchange(send, parts, part, mpi);
     sum_parts(out, parts, count, ranks, t);
   });
   if (staged) stream_.copy(mine, out, part);
+}
+
+// A rank's own part is copied too, and that is a kernel where the driver makes it one.
+void Channel::all_to_all(const void* from, void* to, int64_t count, Dtype t) {
+  stream_.sleep(delay_ms);
+  const int64_t part = count * size_of(t), all = part * world_.size;
+  if (transport_ == Transport::none) return stream_.copy(to, from, part);
+  if (stream_.off()) {
+    stream_.spend({Work::memory, 2.0 * double(part)});
+    stream_.spend(Collective::all_to_all, double(all), world_.size, world_.local_size, via(CopyEngines::all_to_all));
+    return;
+  }
+#if FSDP_NCCL
+  if (transport_ == Transport::nccl) {
+#if COPY_ENGINES
+    const Recorded recorded(*this, "all_to_all", all);
+    NCCL_CHECK(ncclAlltoAll(from, to, size_t(count), nccl_type(t), impl_->nccl, stream_.cuda()), impl_->nccl);
+    return;
+#else
+    throw UsageError("NCCL " + nccl_version() + " has no all_to_all");
+#endif
+  }
+#endif
+  ASSERT(!impl_->host || all <= max_bytes_);
+  char* send = impl_->host ? impl_->host->get() : nullptr;
+  char* receive = impl_->host ? impl_->host2->get() : static_cast<char*>(to);
+  if (send) stream_.copy(send, from, all);
+  over_mpi("all_to_all", all, [=, sent = send ? send : static_cast<const char*>(from), mpi = impl_->mpi] {
+    exchange(sent, receive, part, mpi);
+  });
+  if (send) stream_.copy(to, receive, all);
 }
 
 // Over MPI in pieces, of which every rank's fit into the staging memory together.

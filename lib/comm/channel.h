@@ -42,6 +42,10 @@ void use_nccl_memory(Device& dev);
 // the others' GPUs cannot ask: false.
 bool copy_engines_pay(const Device& dev, const World& world);
 
+// What copy engines carry on a channel, and no SM has a part in (NCCL's zero-CTA policy on symmetric windows). The rest
+// goes by kernels.
+enum class CopyEngines { none, all_gather, all_to_all };
+
 // planned: memory is recorded and nobody is talked to, as in a world that is not here (--plan --world N).
 enum class Links { planned, open };
 
@@ -50,10 +54,10 @@ class Channel {
   // `max_bytes`: the largest buffer that a collective here will see (all ranks' parts together); MPI stages through
   // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks, of all groups. A world of
   // one needs no transport, whatever is given.
-  // gathers: by copy engines, all_gathers of arena memory use no SM (NCCL's zero-CTA policy on symmetric windows; one
-  // host; after use_nccl_memory). Throws NcclError where NCCL would take kernels instead.
+  // engines: of arena memory, whose buffers lie at the same places on all ranks; one host; after use_nccl_memory.
+  // Throws NcclError where NCCL would take kernels instead.
   Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
-          Links links, Via gathers = Via::kernels);
+          Links links, CopyEngines engines = CopyEngines::none);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
@@ -63,6 +67,10 @@ class Channel {
   // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
   // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
   void reduce_scatter(void* buf, int64_t count, Dtype t);
+  // from, to: size*count elements each, apart; part r of rank s's `from` becomes part s of rank r's `to`. No rank's
+  // `to` is written before that rank's stream has come here, and what follows on it finds `from` read and `to`
+  // complete.
+  void all_to_all(const void* from, void* to, int64_t count, Dtype t);
   // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f64 alone.
   enum Reduction { sum, max };
   void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);
@@ -78,12 +86,14 @@ class Channel {
   class Recorded;
   void over_mpi(const char* what, int64_t bytes, std::function<void()> work);
   void watch(const std::string& name);
+  void open_window();
+  Via via(CopyEngines carried) const { return engines_ == carried ? Via::copy_engines : Via::kernels; }
   Device& dev_;
   Stream& stream_;
   World world_;
   Transport transport_;
   int64_t max_bytes_;
   std::string unit_;
-  Via gathers_;
+  CopyEngines engines_;
   std::unique_ptr<Impl> impl_;
 };

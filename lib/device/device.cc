@@ -113,6 +113,9 @@ Device::Device(Backend backend, int ordinal, int sharers, CommStreams comm)
   compute_ = std::make_unique<Stream>(*this, Stream::normal);
   gather_ = std::make_unique<Stream>(*this, Stream::high);
   if (comm == CommStreams::two) reduce_ = std::make_unique<Stream>(*this, Stream::high);
+  if (backend == Backend::cpu || ordinal == plan_only) return;
+  branch_ = std::make_unique<Stream>(*this, Stream::normal);
+  branches_ = std::make_unique<Event>(*this), joins_ = std::make_unique<Event>(*this);
 }
 
 int64_t Device::free_bytes_now() const {
@@ -132,7 +135,7 @@ int64_t Device::free_bytes_now() const {
 
 Device::~Device() {
   // The streams first: their work still uses the arena.
-  compute_.reset(), gather_.reset(), reduce_.reset();
+  compute_.reset(), gather_.reset(), reduce_.reset(), branch_.reset();
 }
 
 // --------------------------------------------------------------------------------------------------------- profile
@@ -214,6 +217,19 @@ std::vector<std::pair<std::string, double>> sums(const std::vector<Span>& spans)
 }
 
 std::vector<std::pair<std::string, double>> Device::end_profile() { return sums(take_profile().device); }
+
+Branch::Branch(Device& dev, bool worth)
+    : dev_(dev),
+      stream_(worth && dev.branch_ && dev.mode == Mode::run && !dev.profiles() ? *dev.branch_ : dev.compute()) {
+  if (&stream_ == &dev.compute()) return;
+  dev.compute().record(*dev.branches_);
+  stream_.wait(*dev.branches_);
+}
+void Branch::join() {
+  if (&stream_ == &dev_.compute()) return;
+  stream_.record(*dev_.joins_);
+  dev_.compute().wait(*dev_.joins_);
+}
 
 NamedWork::NamedWork(Device& dev, Stream& stream, Span::Lane lane, const char* what, const std::string& unit,
                      int64_t bytes)

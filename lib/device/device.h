@@ -94,7 +94,7 @@ struct Device {
   int compute_capability = 0;               // 90 for sm_90; 0 on a CPU
   int multiprocessors = 0;
 
-  std::unique_ptr<Stream> compute_, gather_, reduce_;
+  std::unique_ptr<Stream> compute_, gather_, reduce_, branch_;
   Stream& compute() { return *compute_; }
   Stream& gather() { return *gather_; }
   Stream& reduce() { return reduce_ ? *reduce_ : *gather_; }
@@ -112,6 +112,7 @@ struct Device {
   friend class MarkedWait;
   friend class MarkedRecomputation;
   friend class NamedWork;
+  friend class Branch;
   bool profiles() const { return profiling_ && mode == Mode::run && in_graph == 0; }
   std::string marked() const { return std::string(marked_) + (recomputing_ ? ", recomputed" : ""); }
   struct Failure;
@@ -131,6 +132,7 @@ struct Device {
   std::vector<Mark> marks_;
   std::vector<Work> works_;
   bool range_open_ = false;  // NVTX's, of the latest mark
+  std::unique_ptr<Event> branches_, joins_;
 };
 
 // By name, in order of first appearance, of spans on the compute stream: milliseconds.
@@ -158,6 +160,21 @@ class MarkedRecomputation {
 
  private:
   Device& dev_;
+};
+// A stream of a GPU's own for work that leaves multiprocessors idle, beside the compute stream: begins behind what the
+// compute stream has been given, until join(), behind which the compute stream goes on. One at a time. What the work
+// touches must stay taken until then. Where there is nothing to gain (`worth` false, a CPU, a dry run, a profile) the
+// stream is the compute stream.
+class Branch {
+ public:
+  Branch(Device& dev, bool worth);
+  Branch(const Branch&) = delete;
+  Stream& stream() { return stream_; }
+  void join();
+
+ private:
+  Device& dev_;
+  Stream& stream_;
 };
 // Within its life the gather or the reduce stream is given a unit's gather or reduction: for profiles, for NVTX, and
 // for the names of what a dry run reports. No mark is made meanwhile. bytes: of the whole unsharded buffer.

@@ -35,7 +35,7 @@ Cost moves(int64_t numbers, int launches = 1, Work kind = Work::memory) {
   return c;
 }
 
-enum class Collective { all_gather, reduce_scatter, all_reduce, broadcast };
+enum class Collective { all_gather, reduce_scatter, all_reduce, broadcast, all_to_all };
 // What a rank sends of a buffer of `bytes`: all parts but one, and in an all_reduce twice.
 inline double sent(Collective kind, double bytes, int ranks) {
   return bytes * (ranks - 1) / ranks * (kind == Collective::all_reduce ? 2 : 1);

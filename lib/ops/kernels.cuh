@@ -21,6 +21,10 @@ inline int round_up_to_warp(int64_t n) { return int(ceil_div(n, warp) * warp); }
 template <class T>
 constexpr int width = 16 / int(sizeof(T));
 
+// Vectors of the narrower of two types.
+template <class A, class B>
+constexpr int common_width = width<A> > width<B> ? width<A> : width<B>;
+
 // May all these be read as 16-byte vectors? (null: not read at all)
 template <class... P>
 bool aligned(const P*... p) {

@@ -222,16 +222,16 @@ void copy_columns(cudaStream_t stream, T* to, const T* from, int64_t M, int64_t 
 struct RopeTable {
   float2* table;  // (T_,D/2)
   int64_t half, D;
-  double base;
+  Rope how;
   template <int N>
   __device__ void at(int64_t i) const {
-    const double angle = double(i / half) * pow(base, -2.0 * double(i % half) / double(D));
+    const double angle = double(i / half) * how.angle(i % half, D);
     table[i] = make_float2(float(cos(angle)), float(sin(angle)));
   }
 };
 template <class T>
-void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, double base) {
-  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, base}, T_ * (D / 2), false);
+void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, const Rope& how) {
+  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, how}, T_ * (D / 2), false);
 }
 
 // x (M,ld), table (T_,D/2,2). threadIdx.x runs along the D / 2 pairs of a head, threadIdx.y and blockIdx.x along rows,
@@ -372,10 +372,6 @@ inline void fill(cudaStream_t stream, float* w, float value, int64_t n) {
   each<4>(stream, Fill{w, value}, n, aligned(w));
 }
 
-// Vectors of the narrower of two types.
-template <class A, class B>
-constexpr int common_width = width<A> > width<B> ? width<A> : width<B>;
-
 template <class To, class From>
 struct Cast {
   To* to;            // (n)
@@ -412,33 +408,13 @@ void flag_not_finite(cudaStream_t stream, int32_t* flag, const T* x, int64_t n) 
   each<width<T>>(stream, FlagNotFinite<T>{flag, x}, n, aligned(x));
 }
 
-template <class G>
-struct AccumulateGradient {
-  float* shard;   // (n)
-  const G* grad;  // (n)
-  bool accumulate;
-  template <int N>
-  __device__ void at(int64_t i) const {
-    float g[N], s[N] = {};
-    load(g, grad + i);
-    if (accumulate) load(s, shard + i);
-#pragma unroll
-    for (int j = 0; j < N; ++j) s[j] += g[j];
-    store(shard + i, s);
-  }
-};
-template <class G>
-void accumulate_gradient(cudaStream_t stream, float* shard, const G* grad, int64_t n, bool accumulate) {
-  each<common_width<float, G>>(stream, AccumulateGradient<G>{shard, grad, accumulate}, n, aligned(shard, grad));
-}
-
-// 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read. Random bits as
-// in the twin: a draw serves four elements, both moments of each.
-template <class M>
+// 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read; 2 less where that
+// is bf16. Random bits as in the twin: a draw serves four elements, both moments of each.
+template <class M, class G>
 struct AdamWUpdate {
   float* w;               // (n)
   M *m, *v;               // (n)
-  const float* grad;      // (n)
+  const G* grad;          // (n)
   const double* sumsq;    // (1) or none
   const ops::AdamW* now;  // (1)
   float clip;
@@ -476,11 +452,12 @@ struct AdamWUpdate {
     store(w + i, p), store(m + i, mi), store(v + i, vi);
   }
 };
-template <class M>
-void adamw(cudaStream_t stream, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip,
+template <class M, class G>
+void adamw(cudaStream_t stream, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip,
            const ops::AdamW* now, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  const AdamWUpdate<M> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
-  each<common_width<float, M>>(stream, update, n, first % 4 == 0 && aligned(w, m, v, grad));
+  constexpr int N = std::max(common_width<float, M>, width<G>);
+  const AdamWUpdate<M, G> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
+  each<N>(stream, update, n, first % 4 == 0 && aligned(w, m, v, grad));
 }
 
 }  // namespace gpu

@@ -6,8 +6,6 @@
 
 namespace gpu {
 
-constexpr float norm_eps = 1e-5f;
-
 // How a block covers rows of `vectors` vectors: x threads a row with `each` vectors to a thread, y rows a block.
 struct NormShape {
   int each;
@@ -47,7 +45,7 @@ __device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean,
 template <class T, int each>
 __global__ void __launch_bounds__(1024)
     norm_forward_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
-                        const T* beta, int64_t M, int64_t C) {
+                        const T* beta, int64_t M, int64_t C, float eps) {
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -92,7 +90,7 @@ __global__ void __launch_bounds__(1024)
       for (int j = 0; j < N; ++j) squares += (a[j] - mean) * (a[j] - mean);
   }
   row_sums(squares, unused, shared[1]);
-  const float inv_std = rsqrtf(squares / C + norm_eps);
+  const float inv_std = rsqrtf(squares / C + eps);
   if (m < M && threadIdx.x == 0) stats[m] = make_float2(mean, inv_std);
 #pragma unroll
   for (int k = 0; k < each; ++k) {
@@ -106,7 +104,7 @@ __global__ void __launch_bounds__(1024)
 template <class T>
 __global__ void __launch_bounds__(512)
     norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
-                            const T* beta, int64_t C) {
+                            const T* beta, int64_t C, float eps) {
   __shared__ RowSums<float> shared[2];
   const int64_t row = int64_t(blockIdx.x) * C;
   const T* from = delta ? sum : x;
@@ -124,7 +122,7 @@ __global__ void __launch_bounds__(512)
     squares += a * a;
   }
   row_sums(squares, unused, shared[1]);
-  const float inv_std = rsqrtf(squares / C + norm_eps);
+  const float inv_std = rsqrtf(squares / C + eps);
   if (threadIdx.x == 0) stats[blockIdx.x] = make_float2(mean, inv_std);
   for (int64_t c = threadIdx.x; c < C; c += blockDim.x)
     normalize(y + row + c, load<1>(from + row + c), mean, inv_std, gamma + c, beta ? beta + c : nullptr);
@@ -132,7 +130,7 @@ __global__ void __launch_bounds__(512)
 
 template <class T>
 void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stats, const T* x, const T* delta,
-                  const T* gamma, const T* beta, int64_t M, int64_t C) {
+                  const T* gamma, const T* beta, int64_t M, int64_t C, double eps) {
   constexpr int N = width<T>;
   if (M == 0) return;
   const bool layer = kind == ops::Norm::layer;
@@ -141,12 +139,16 @@ void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stat
   const NormShape shape = norm_shape(C / N, 4);
   const unsigned blocks = unsigned(ceil_div(M, shape.threads.y));
   if (!vectors || shape.each == 0)
-    norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, C);
+    norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, C, float(eps));
   else if (shape.each == 4)
-    norm_forward_kernel<T, 4><<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C);
+    norm_forward_kernel<T, 4>
+        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C, float(eps));
   else if (shape.each == 2)
-    norm_forward_kernel<T, 2><<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C);
-  else norm_forward_kernel<T, 1><<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C);
+    norm_forward_kernel<T, 2>
+        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C, float(eps));
+  else
+    norm_forward_kernel<T, 1>
+        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C, float(eps));
   CUDA_CHECK_LAUNCH();
 }
 

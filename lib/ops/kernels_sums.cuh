@@ -1,9 +1,10 @@
-// Operations that sum: bias gradients, the gradient of the embedding, cross-entropy, norms of gradients. Sums that
-// cross blocks go through partial sums in memory and a second kernel with a fixed order: no atomics, the same bits
-// every time.
+// Operations that sum: bias gradients, the gradient of the embedding, cross-entropy, shards of gradients and their
+// norms. Sums that cross blocks go through partial sums in memory and a second kernel with a fixed order: no atomics,
+// the same bits every time.
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "lib/ops/kernels.cuh"
 #include "lib/ops/kernels_norm.cuh"
@@ -262,59 +263,154 @@ __device__ __forceinline__ A block_total(A x) {
   return x;
 }
 
-// partials (gridDim.x): totals over the blocks' shares of x (n). A thread strides over vectors of N.
+// partials (gridDim.x): totals over the blocks' shares of the n numbers that f gives. A thread strides over vectors of
+// N.
 constexpr int sum_threads = 256;
-template <class A, Term term, int N>
-__global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, const float* x, int64_t n) {
+template <class A, Term term, int N, class F>
+__global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, F f, int64_t n) {
   const int64_t vectors = n / N, stride = int64_t(gridDim.x) * blockDim.x;
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   A total = 0;
 #pragma unroll 4
   for (int64_t i = t; i < vectors; i += stride) {
     float v[N], sum = 0;
-    load(v, x + i * N);
+    f.get(v, i * N);
 #pragma unroll
     for (int j = 0; j < N; ++j) sum = both<term>(sum, term_of<term>(v[j]));
     total = both<term>(total, A(sum));
   }
-  for (int64_t i = vectors * N + t; i < n; i += stride) total = both<term>(total, A(term_of<term>(x[i])));
+  for (int64_t i = vectors * N + t; i < n; i += stride) {
+    float v[1];
+    f.get(v, i);
+    total = both<term>(total, A(term_of<term>(v[0])));
+  }
   total = block_total<term>(total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
-// out (1), and own if there is one, from partials (blocks).
+// out (1), from partials (n).
 template <class A, Term term>
 __global__ void __launch_bounds__(sum_threads)
-    sum_finish_kernel(A* out, const A* partials, int blocks, bool accumulate, A* own) {
+    sum_finish_kernel(A* out, const A* partials, int64_t n, bool accumulate) {
   A total = 0;
-  for (int i = threadIdx.x; i < blocks; i += blockDim.x) total = both<term>(total, partials[i]);
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) total = both<term>(total, partials[i]);
   total = block_total<term>(total);
-  if (threadIdx.x != 0) return;
-  if (own) *own = total;
-  *out = both<term>(accumulate ? *out : A(0), total);
+  if (threadIdx.x == 0) *out = both<term>(accumulate ? *out : A(0), total);
 }
-template <Term term, class A>
-void sum_by_blocks(cudaStream_t stream, A* out, const float* x, A* partials, int64_t n, bool accumulate,
-                   A* own = nullptr) {
+template <Term term, int N, class A, class F>
+void sum_by_blocks(cudaStream_t stream, A* out, F f, A* partials, int64_t n, bool vectors, bool accumulate) {
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
   if (blocks > 0) {
-    if (aligned(x)) sum_kernel<A, term, 4><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
-    else sum_kernel<A, term, 1><<<blocks, sum_threads, 0, stream>>>(partials, x, n);
+    if (vectors) sum_kernel<A, term, N><<<blocks, sum_threads, 0, stream>>>(partials, f, n);
+    else sum_kernel<A, term, 1><<<blocks, sum_threads, 0, stream>>>(partials, f, n);
     CUDA_CHECK_LAUNCH();
   }
-  sum_finish_kernel<A, term><<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate, own);
+  sum_finish_kernel<A, term><<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate);
   CUDA_CHECK_LAUNCH();
 }
+
+struct Read {
+  const float* x;
+  template <int N>
+  __device__ void get(float (&v)[N], int64_t i) const {
+    load(v, x + i);
+  }
+};
 template <class A>
 void sum(cudaStream_t stream, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
-  sum_by_blocks<Term::itself>(stream, out, x, partials, n, accumulate);
+  sum_by_blocks<Term::itself, 4>(stream, out, Read{x}, partials, n, aligned(x), accumulate);
 }
-inline void sum_powers(cudaStream_t stream, ops::GradNorm p, double* out, const float* x, double* partials, int64_t n,
-                       bool accumulate, double* own) {
-  const auto by = p == ops::GradNorm::one     ? sum_by_blocks<Term::absolute, double>
-                  : p == ops::GradNorm::two   ? sum_by_blocks<Term::square, double>
-                  : p == ops::GradNorm::three ? sum_by_blocks<Term::cube, double>
-                                              : sum_by_blocks<Term::largest, double>;
-  by(stream, out, x, partials, n, accumulate, own);
+
+// -------------------------------------------------------------------------------------------- shards of a gradient
+
+// Calls by(term) with the p-norm's.
+template <class F>
+void with_term(ops::GradNorm p, F by) {
+  if (p == ops::GradNorm::one) by(std::integral_constant<Term, Term::absolute>());
+  else if (p == ops::GradNorm::two) by(std::integral_constant<Term, Term::square>());
+  else if (p == ops::GradNorm::three) by(std::integral_constant<Term, Term::cube>());
+  else by(std::integral_constant<Term, Term::largest>());
+}
+// Writes n numbers, and sums the powers of what is written while it is in registers, if somebody asks.
+template <class F>
+struct Write {
+  F f;
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float v[N];
+    f.get(v, i);
+  }
+};
+template <int N, class F>
+void write_and_sum(cudaStream_t stream, F f, int64_t n, bool vectors, ops::PowerSum sum) {
+  if (!sum.out) return each<N>(stream, Write<F>{f}, n, vectors);
+  with_term(sum.p, [&](auto term) {
+    sum_by_blocks<decltype(term)::value, N>(stream, sum.out, f, sum.partials, n, vectors, /*accumulate=*/false);
+  });
+}
+
+// sizeof(G) + sizeof(To) bytes an element, 4 more if it accumulates; the sum of powers reads nothing.
+template <class To, class G>
+struct AccumulateGradient {
+  To* shard;      // (n)
+  const G* grad;  // (n)
+  bool accumulate;
+  template <int N>
+  __device__ void get(float (&s)[N], int64_t i) const {
+    float before[N];
+    load(s, grad + i);
+    if (accumulate) {
+      load(before, shard + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) s[j] += before[j];
+    }
+    store(shard + i, s);
+  }
+};
+template <class G, class To>
+void accumulate_gradient(cudaStream_t stream, To* shard, const G* grad, int64_t n, bool accumulate, ops::PowerSum sum) {
+  write_and_sum<common_width<To, G>>(stream, AccumulateGradient<To, G>{shard, grad, accumulate}, n,
+                                     aligned(shard, grad), sum);
+}
+
+// What the ranks have sent of a shard, summed: ranks * sizeof(E) bytes read an element and sizeof(To) written, and read
+// if it accumulates: with bf16 parts of two ranks 8 bytes, or 12. A thread owns a vector of all parts, whose loads do
+// not wait for each other.
+template <class To, class E>
+struct SumParts {
+  To* to;          // (n)
+  const E* parts;  // (ranks, n)
+  int64_t n;
+  int ranks;
+  bool accumulate;
+  template <int N>
+  __device__ void get(float (&sum)[N], int64_t i) const {
+    float x[N];
+    load(sum, parts + i);
+#pragma unroll 4
+    for (int r = 1; r < ranks; ++r) {
+      load(x, parts + r * n + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += x[j];
+    }
+    if (accumulate) {
+      load(x, to + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += x[j];
+    }
+    store(to + i, sum);
+  }
+};
+template <class To, class E>
+void sum_parts(cudaStream_t stream, To* to, const E* parts, int64_t n, int ranks, bool accumulate, ops::PowerSum sum) {
+  constexpr int N = common_width<To, E>;
+  write_and_sum<N>(stream, SumParts<To, E>{to, parts, n, ranks, accumulate}, n, aligned(to, parts) && n % N == 0, sum);
+}
+
+inline void total_power(cudaStream_t stream, ops::GradNorm p, double* out, const double* pieces, int64_t n) {
+  with_term(p, [&](auto term) {
+    sum_finish_kernel<double, decltype(term)::value><<<1, sum_threads, 0, stream>>>(out, pieces, n, false);
+    CUDA_CHECK_LAUNCH();
+  });
 }
 // x (1), loss (1) or none.
 static __global__ void power_kernel(double* x, double exponent, const double* loss) {

@@ -92,12 +92,13 @@ void add(Stream& s, T* y, const T* a, const T* b, int64_t n) {
 
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
-                  const T* beta, int64_t M, int64_t C) {
+                  const T* beta, int64_t M, int64_t C, double eps) {
   if (delta && !s.device().fuse) {
     add(s, sum, x, delta, M * C);
-    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C);
+    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C, eps);
   }
-  RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C);
+  RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C,
+      eps);
 }
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
@@ -142,8 +143,8 @@ void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t
 }
 
 template <class T>
-void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base) {
-  RUN(is_double<T>, moves<T>(T_ * D), rope_table<T>, table, T_, D, base);
+void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, const Rope& how) {
+  RUN(is_double<T>, moves<T>(T_ * D), rope_table<T>, table, T_, D, how);
 }
 template <class T>
 void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
@@ -187,14 +188,18 @@ template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n) {
   RUN(is_double<From>, moves<char>(n * (sizeof(To) + sizeof(From))), cast, to, from, n);
 }
-template <class G>
-void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate) {
-  RUN(is_double<G>, moves<char>(n * (sizeof(G) + (accumulate ? 8 : 4))), accumulate_gradient, shard, grad, n,
-      accumulate);
+template <class G, class To>
+void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum) {
+  const int64_t bytes = int64_t(sizeof(G)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
+  RUN(is_double<G>, moves<char>(n * bytes, sum.out ? 2 : 1), accumulate_gradient, shard, grad, n, accumulate, sum);
 }
-void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
-                double* own) {
-  RUN(false, moves<float>(n, 2, Work::optimizer), sum_powers, p, out, x, partials, n, accumulate, own);
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum) {
+  const int64_t bytes = ranks * int64_t(sizeof(E)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
+  RUN(is_double<E>, moves<char>(n * bytes, sum.out ? 2 : 1), sum_parts, to, parts, n, ranks, accumulate, sum);
+}
+void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n) {
+  RUN(false, moves<double>(n, 1, Work::optimizer), total_power, p, out, pieces, n);
 }
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss) {
   RUN(false, moves<double>(1, 1, Work::optimizer), squared_norm, p, out, loss);
@@ -210,18 +215,18 @@ AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, 
       c2(float(1 / (1 - std::pow(double(beta2), double(step))))),
       step(uint32_t(step)),
       summand(double(step)) {}
-template <class M>
-void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
-           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  RUN(false, moves<char>(n * int64_t(12 + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq, clip, a, n,
-      decayed, seed, tensor, first);
+template <class M, class G>
+void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a, int64_t n,
+           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  RUN(false, moves<char>(n * int64_t(8 + sizeof(G) + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq,
+      clip, a, n, decayed, seed, tensor, first);
 }
 
 // ------------------------------------------------------------------------------------------------------ instantiation
 
 #define FOR(T)                                                                                                  \
   template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t, \
-                             int64_t);                                                                          \
+                             int64_t, double);                                                                  \
   template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
   template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                     \
   template void add(Stream&, T*, const T*, const T*, int64_t);                                                  \
@@ -232,12 +237,12 @@ void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sum
   template void silu_forward(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                   \
   template void silu_backward(Stream&, T*, T*, const T*, int64_t, int64_t, int64_t);                            \
   template void copy_columns(Stream&, T*, const T*, int64_t, int64_t, int64_t, int64_t);                        \
-  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, double);                                    \
+  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, const Rope&);                               \
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
   template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                          \
   template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \
-  template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool);
+  template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool, PowerSum);
 FOR(float)
 FOR(bf16)
 FOR(double)
@@ -256,16 +261,26 @@ FOR(double, double)
 
 template void sum(Stream&, float*, const float*, float*, int64_t, bool);
 template void sum(Stream&, double*, const double*, double*, int64_t, bool);
+template void sum_parts(Stream&, float*, const float*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const bf16*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, bf16*, const bf16*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const double*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, double*, const double*, int64_t, int, bool, PowerSum);
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);
 template void cast(Stream&, double*, const double*, int64_t);
 template void cast(Stream&, float*, const bf16*, int64_t);
 template void cast(Stream&, float*, const double*, int64_t);
-template void adamw(Stream&, float*, float*, float*, const float*, const double*, float, const AdamW*, int64_t, int64_t,
-                    uint64_t, uint32_t, int64_t);
-template void adamw(Stream&, float*, bf16*, bf16*, const float*, const double*, float, const AdamW*, int64_t, int64_t,
-                    uint64_t, uint32_t, int64_t);
+template void accumulate_gradient(Stream&, bf16*, const bf16*, int64_t, bool, PowerSum);
+#define FOR(M, G)                                                                                              \
+  template void adamw(Stream&, float*, M*, M*, const G*, const double*, float, const AdamW*, int64_t, int64_t, \
+                      uint64_t, uint32_t, int64_t);
+FOR(float, float)
+FOR(float, bf16)
+FOR(bf16, float)
+FOR(bf16, bf16)
+#undef FOR
 
 }  // namespace ops
 

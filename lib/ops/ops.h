@@ -8,6 +8,7 @@
 #pragma once
 
 #include "lib/device/stream.h"
+#include "lib/ops/rope.h"
 
 namespace ops {
 
@@ -53,13 +54,14 @@ void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
 template <class T>
 void add(Stream& s, T* y, const T* a, const T* b, int64_t n);
 
-// ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without; eps 1e-5.
+// ---- norms. LayerNorm (Ba et al. 2016) with bias, RMSNorm (Zhang & Sennrich 2019) without.
 enum class Norm { layer, rms };
 // sum (M,C) = x (M,C) + delta (M,C); y (M,C) = norm(sum) * gamma (C) (+ beta (C)); stats (M,2): mean (0 for rms) and
-// 1/std of each row. delta may be null: then sum is not written and may be null. sum may equal x or delta.
+// 1/std of each row, of the variance + eps. delta may be null: then sum is not written and may be null. sum may equal x
+// or delta.
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
-                  const T* beta, int64_t M, int64_t C);
+                  const T* beta, int64_t M, int64_t C, double eps);
 // y (M,C) again from the saved input x (M,C) and stats (M,2): the same bits as norm_forward's y.
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
@@ -100,9 +102,9 @@ void copy_columns(Stream& s, T* to, const T* from, int64_t M, int64_t N, int64_t
 // ---- positions
 // RoPE (Su et al. 2021), half-split pairs (i, i + D/2), in place on `heads` consecutive heads of D at the start of each
 // row of x (M,ld); the row's position is row % T_. inverse: the transposed rotation, which is the backward.
-// table (T_,D/2,2): cos and sin in fp32, made by rope_table; base: e.g. 500000.
+// table (T_,D/2,2): cos and sin in fp32, made by rope_table.
 template <class T>
-void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, double base);
+void rope_table(Stream& s, acc_t<T>* table, int64_t T_, int64_t D, const Rope& how);
 template <class T>
 void rope(Stream& s, T* x, const acc_t<T>* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld,
           bool inverse);
@@ -156,18 +158,26 @@ void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t fi
 void fill(Stream& s, float* w, float value, int64_t n);
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n);
-// shard (n) = (accumulate ? shard : 0) + grad (n)
-template <class G>
-void accumulate_gradient(Stream& s, float* shard, const G* grad, int64_t n, bool accumulate);
-// The p-norm of a gradient x (n), in pieces: out (1) = sum of |x|^p in a fixed order (the largest |x| where p is
-// infinity), of what it was before too if accumulate; own (1), where there is one: of this piece alone; and out = the
-// square of the norm, from that. partials: sum_partials() doubles. loss (1), where there is one: the norm is not finite
-// if that is not, so that adamw leaves the step out.
+// The p-norm of a gradient is made in pieces. out (1), where somebody asks for it: the sum of |x|^p over what an
+// operation writes, in a fixed order; where p is infinity the largest |x|, and of a NaN infinity. partials:
+// sum_partials() doubles.
 enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
-void sum_powers(Stream& s, GradNorm p, double* out, const float* x, double* partials, int64_t n, bool accumulate,
-                double* own = nullptr);
+struct PowerSum {
+  GradNorm p = GradNorm::two;
+  double *out = nullptr, *partials = nullptr;
+};
+// out (1) = what pieces (n) make together.
+void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n);
+// out (1) = the square of the norm, from that. loss (1), where there is one: the norm is not finite if that is not, so
+// that adamw leaves the step out.
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullptr);
-
+// shard (n) = (accumulate ? shard : 0) + grad (n). To is float; or G, where nothing is accumulated.
+template <class G, class To>
+void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
+// to (n) = (accumulate ? to : 0) + the sum of parts (ranks, n) over ranks, in that order, in fp32 (fp64 of fp64). To is
+// float; or E, where nothing is accumulated and no powers are summed.
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {});
 struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW() = default;
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1
@@ -183,8 +193,8 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
 // if clip > 0. Where *sumsq is not finite nothing changes; without a sumsq (null, and clip 0) nobody looks. Moments in
 // M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean right: Gupta et al.
 // 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a moment change.
-template <class M>
-void adamw(Stream& s, float* w, M* m, M* v, const float* grad, const double* sumsq, float clip, const AdamW* a,
-           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
+template <class M, class G>
+void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a, int64_t n,
+           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
 
 }  // namespace ops

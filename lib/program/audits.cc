@@ -94,7 +94,10 @@ std::string dtypes_text(const Run& r) {
   use("activations", r.dtype);
   with_types(r, [&](auto, auto g) { use("unsharded_gradients", dtype_of<decltype(g)>); });
   use("reduction", r.reduce_dtype);
-  use("gradient_shards", Dtype::f32);
+  // What a step reduces once, in bf16, and an owner does not sum; but for a tied embedding's two reductions.
+  const FsdpOptions& f = r.fsdp;
+  const bool once = r.grad_accum == 1 && !f.update_in_backward, summed = f.reduce_by_copy_engine && f.shard_ranks == 0;
+  use("gradient_shards", once && !summed ? r.reduce_dtype : Dtype::f32);
   use("moments", r.fsdp.moment_dtype);
   return strf("# DTYPE SUMMARY (elements) - FSDP\n%s: %lld (100.00%%)\n\n", name_of(master), ll(elements)) +
          parameters + uses;

@@ -1,16 +1,13 @@
 #include "lib/program/data.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 #include <vector>
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
+#include <sys/resource.h>
 
 #include "lib/device/error.h"
+#include "lib/program/token_file.h"
 
 namespace {
 
@@ -128,256 +125,99 @@ struct Storyteller {
 
 // --------------------------------------------------------------------------------------------------------- corpora
 
-// Tokens of 1, 2 or 4 bytes as numbers.
-void widen(const uint8_t* p, int width, int64_t n, int32_t* out) {
-  if (width == 1) std::copy(p, p + n, out);
-  if (width == 4) std::memcpy(out, p, size_t(n) * 4);
-  for (int64_t i = 0; width == 2 && i < n; ++i) {
-    uint16_t t;
-    std::memcpy(&t, p + 2 * i, 2);
-    out[i] = t;
-  }
-}
-
 struct Synthetic : Corpus {
   std::string text;
   int64_t first_token = 0;  // where this part begins
   void read(int64_t first, int64_t n, int32_t* out) const override {
     ASSERT(first >= 0 && n >= 0 && first + n <= count);
-    widen(reinterpret_cast<const uint8_t*>(text.data()) + first_token + first, 1, n, out);
+    widen_tokens(reinterpret_cast<const uint8_t*>(text.data()) + first_token + first, 1, n, out);
   }
 };
 
 // Uniform tokens, each a hash of its place: nothing to store, nothing to learn.
 struct Random : Corpus {
-  int64_t vocab = 0, first_token = 0;
+  int64_t below = 0, first_token = 0;  // below: the model's vocabulary
   uint64_t key = 0;
   void read(int64_t first, int64_t n, int32_t* out) const override {
     ASSERT(first >= 0 && n >= 0 && first + n <= count);
     for (int64_t i = 0; i < n; ++i) {
-      // The upper 32 bits, scaled to [0, vocab) by a product.
+      // The upper 32 bits, scaled to [0, below) by a product.
       const uint64_t h = mix(key + uint64_t(first_token + first + i)) >> 32;
-      out[i] = int32_t((h * uint64_t(vocab)) >> 32);
+      out[i] = int32_t((h * uint64_t(below)) >> 32);
     }
   }
 };
 
-template <class T>
-int64_t first_at_or_above(const uint8_t* tokens, int64_t count, int64_t limit) {
-  // A block's maximum first: the compiler makes wide instructions of it, and it runs as fast as the file is read.
-  const int64_t block = 1 << 16;
-  for (int64_t start = 0; start < count; start += block) {
-    const int64_t n = std::min(block, count - start);
-    T most = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      T t;
-      std::memcpy(&t, tokens + (start + i) * int64_t(sizeof(T)), sizeof(T));
-      most = std::max(most, t);
-    }
-    if (int64_t(most) < limit) continue;
-    for (int64_t i = start;; ++i) {
-      T t;
-      std::memcpy(&t, tokens + i * int64_t(sizeof(T)), sizeof(T));
-      if (int64_t(t) >= limit) return i;
-    }
+// Files, read as one that holds them all, one behind the other.
+struct TokenFiles : Corpus {
+  std::vector<std::unique_ptr<TokenFile>> parts;
+  std::vector<int64_t> starts = {0};  // of each in the whole, and the whole's end
+  int64_t first_token = 0;            // where this part of the whole begins
+
+  void add(std::unique_ptr<TokenFile> part) {
+    starts.push_back(starts.back() + part->count());
+    files.push_back({part->path(), part->count()});
+    parts.push_back(std::move(part));
   }
-  return -1;
-}
-// The first of the tokens that is not below the limit, or -1.
-int64_t first_bad(const uint8_t* tokens, int width, int64_t count, int64_t limit) {
-  if (width < 4 && limit >= int64_t(1) << (8 * width)) return -1;
-  return width == 1   ? first_at_or_above<uint8_t>(tokens, count, limit)
-         : width == 2 ? first_at_or_above<uint16_t>(tokens, count, limit)
-                      : first_at_or_above<uint32_t>(tokens, count, limit);
-}
-
-uint32_t u32_at(const uint8_t* p) {
-  uint32_t x;
-  std::memcpy(&x, p, 4);
-  return x;
-}
-
-bool ends_with(const std::string& s, const char* end) {
-  const size_t n = std::strlen(end);
-  return s.size() >= n && s.compare(s.size() - n, n, end) == 0;
-}
-
-// Where the tokens begin, how wide they are and how many there should be.
-struct Format {
-  int64_t header = 0;
-  int width = 1;
-  uint64_t count = 0;
-  const char* name = "text, a byte a token";
-};
-
-constexpr int64_t longest_header = 1024;
-
-// p: the file's first bytes, as many as a header has, or all; bytes: how many it has.
-Format read_header(const std::string& path, const uint8_t* p, int64_t bytes) {
-  const char* file = path.c_str();
-  Format f;
-  f.count = uint64_t(bytes);
-  auto need = [&](int64_t n) {
-    REQUIRE_USER(bytes >= n, "data file %s is truncated: it ends inside its header of %lld bytes; make it again", file,
-                 static_cast<long long>(n));
-  };
-  if (bytes >= 6 && std::memcmp(p, "TOKENS", 6) == 0) {
-    need(24);
-    REQUIRE_USER(std::memcmp(p, "TOKENS01", 8) == 0,
-                 "data file %s has a wrong magic number: \"%.8s\" is not \"TOKENS01\" (data/README.md has the format)",
-                 file, reinterpret_cast<const char*>(p));
-    f.header = 24;
-    const uint32_t width = u32_at(p + 8);
-    REQUIRE_USER(width == 2 || width == 4, "data file %s: its header says %u bytes a token, which can be 2 or 4", file,
-                 width);
-    f.width = int(width);
-    std::memcpy(&f.count, p + 16, 8);
-    f.name = width == 2 ? "uint16 tokens" : "uint32 tokens";
-    return f;
-  }
-  const uint32_t magic = bytes >= 4 ? u32_at(p) : 0;
-  if (magic == 20240520 || magic == 20240801) {
-    need(longest_header);
-    const uint32_t version = u32_at(p + 4), expected = magic == 20240520 ? 1 : 7;
-    REQUIRE_USER(version == expected, "data file %s has a wrong version: llm.c magic %u goes with version %u, not %u",
-                 file, magic, expected, version);
-    f.header = longest_header, f.width = magic == 20240520 ? 2 : 4;
-    f.count = u32_at(p + 8);
-    f.name = magic == 20240520 ? "llm.c, uint16 tokens" : "llm.c, uint32 tokens";
-    return f;
-  }
-  // Anything may be text, but a file with such a name is not meant to be.
-  REQUIRE_USER(
-      !ends_with(path, ".bin") && !ends_with(path, ".tokens"),
-      "data file %s has a wrong magic number: a .bin or .tokens file starts with \"TOKENS01\" or an llm.c header "
-      "(data/README.md has the formats; rename it to .txt if it is text)",
-      file);
-  return f;
-}
-
-// A file is read, not mapped: where it is cut while it is used, reading says so, and a mapping would kill the process.
-struct TokenFile : Corpus {
-  std::string path;
-  int fd = -1;
-  struct stat opened = {};  // what it was
-  Format format = {};
-  int64_t first_token = 0;  // where this part begins
-  int64_t vocab = 0;
-  mutable bool said_gone = false;
-
-  ~TokenFile() override {
-    if (fd >= 0) close(fd);
-  }
-
   void read(int64_t first, int64_t n, int32_t* out) const override {
     ASSERT(first >= 0 && n >= 0 && first + n <= count);
-    const int64_t index = first_token + first, at = format.header + index * format.width;
-    std::vector<uint8_t> bytes(size_t(n * format.width));
-    read_bytes(at, &bytes);
-    require_tokens(bytes, index);
-    require_unchanged(at);
-    widen(bytes.data(), format.width, n, out);
-  }
-
-  // Fills `to` from byte `at` on.
-  void read_bytes(int64_t at, std::vector<uint8_t>* to) const {
-    for (size_t have = 0; have < to->size();) {
-      const ssize_t n = pread(fd, to->data() + have, to->size() - have, off_t(at) + off_t(have));
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0)
-        throw Error(
-            strf("data file %s cannot be read at byte %lld: %s; see that the disk or server that holds it is "
-                 "there, and --resume",
-                 path.c_str(), ll(at) + ll(have), std::strerror(errno)));
-      if (n == 0) cut(at + int64_t(have));
-      have += size_t(n);
+    first += first_token;
+    size_t i = size_t(std::upper_bound(starts.begin(), starts.end(), first) - starts.begin()) - 1;
+    for (int64_t here; n > 0; first += here, out += here, n -= here, ++i) {
+      here = std::min(n, starts[i + 1] - first);
+      parts[i]->read(first - starts[i], here, out, warn);
     }
-  }
-
-  // tokens: the bytes of those from number `index` on.
-  void require_tokens(const std::vector<uint8_t>& tokens, int64_t index) const {
-    const int64_t bad = first_bad(tokens.data(), format.width, int64_t(tokens.size()) / format.width, vocab);
-    if (bad < 0) return;
-    uint32_t token = 0;
-    std::memcpy(&token, tokens.data() + bad * format.width, size_t(format.width));
-    throw UsageError(
-        strf("data file %s: token %u at index %lld (byte %lld) is not below the vocabulary, %lld: raise "
-             "--vocab, or make the file for this vocabulary",
-             path.c_str(), token, ll(index + bad), ll(format.header + (index + bad) * format.width), ll(vocab)));
-  }
-
- private:
-  using ll = long long;
-
-  [[noreturn]] void cut(int64_t at) const {
-    struct stat now = {};
-    fstat(fd, &now);
-    throw Error(strf(
-        "data file %s was cut while it was in use: it had %lld bytes and has %lld, as was seen in reading byte %lld; "
-        "restore it, and --resume",
-        path.c_str(), ll(opened.st_size), ll(now.st_size), ll(at)));
-  }
-
-  // at: the byte that was read.
-  void require_unchanged(int64_t at) const {
-    struct stat now;
-    if (fstat(fd, &now) != 0)
-      throw Error(
-          strf("data file %s is no longer there: %s, as was seen in reading byte %lld; restore it, and --resume",
-               path.c_str(), std::strerror(errno), ll(at)));
-    if (now.st_size < opened.st_size) cut(at);
-    if (now.st_size != opened.st_size || now.st_mtim.tv_sec != opened.st_mtim.tv_sec ||
-        now.st_mtim.tv_nsec != opened.st_mtim.tv_nsec)
-      throw Error(strf(
-          "data file %s was written to while it was in use, as was seen in reading byte %lld; restore it, and --resume "
-          "from a step before that",
-          path.c_str(), ll(at)));
-    if (now.st_nlink == 0 && warn && !std::exchange(said_gone, true))
-      warn(
-          strf("data file %s was removed or replaced; training goes on with what it has open, but --resume will not "
-               "find it",
-               path.c_str()));
   }
 };
 
-void check_length(const std::string& path, const Format& f, int64_t bytes) {
-  const char* file = path.c_str();
-  const uint64_t there = uint64_t(bytes - f.header) / uint64_t(f.width);
-  REQUIRE_USER(f.count <= there,
-               "data file %s is truncated: its header says %llu tokens of %d bytes, it holds %llu; make it again", file,
-               static_cast<unsigned long long>(f.count), f.width, static_cast<unsigned long long>(there));
-  REQUIRE_USER(int64_t(f.count) * f.width + f.header == bytes,
-               "data file %s is longer than its header says (%llu tokens of %d bytes); make it again", file,
-               static_cast<unsigned long long>(f.count), f.width);
-  REQUIRE_USER(f.count > 0, "data file %s is empty: its header says 0 tokens", file);
+// What two files differ in that cannot be read as one; empty: nothing.
+std::string difference(const TokenHeader& a, const TokenHeader& b) {
+  const bool both_said = a.vocab > 0 && b.vocab > 0, both_named = !a.tokenizer.empty() && !b.tokenizer.empty();
+  if (a.width != b.width) return strf("%d bytes a token and %d", a.width, b.width);
+  if (both_named && a.tokenizer != b.tokenizer)
+    return strf("the tokenizer %s and %s", a.tokenizer.c_str(), b.tokenizer.c_str());
+  if (both_said && a.vocab != b.vocab)
+    return strf("a vocabulary of %lld and %lld", static_cast<long long>(a.vocab), static_cast<long long>(b.vocab));
+  return "";
 }
 
-std::unique_ptr<TokenFile> open_file(const std::string& path, int64_t vocab) {
-  const char* file = path.c_str();
-  auto corpus = std::make_unique<TokenFile>();
-  corpus->path = path, corpus->vocab = vocab;
-  corpus->fd = open(file, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // of a FIFO it would wait for a writer
-  REQUIRE_USER(corpus->fd >= 0, "data file %s cannot be opened: %s", file, std::strerror(errno));
-  REQUIRE_USER(fstat(corpus->fd, &corpus->opened) == 0 && S_ISREG(corpus->opened.st_mode),
-               "data file %s is not a regular file", file);
-  const int64_t bytes = corpus->opened.st_size;
-  REQUIRE_USER(bytes > 0, "data file %s is empty", file);
+// So that so many files can be open at once, as far as the system lets this process.
+void allow_open_files(size_t n) {
+  const rlim_t beside = 256;  // what else a rank has open
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= n + beside) return;
+  limit.rlim_cur = std::min<rlim_t>(n + beside, limit.rlim_max);
+  setrlimit(RLIMIT_NOFILE, &limit);  // if not, opening says so
+}
 
-  std::vector<uint8_t> part(size_t(std::min(bytes, longest_header)));
-  corpus->read_bytes(0, &part);
-  const Format f = corpus->format = read_header(path, part.data(), bytes);
-  check_length(path, f, bytes);
-  corpus->count = int64_t(f.count);
-  corpus->description = strf("%s (%s)", file, f.name);
-
-  posix_fadvise(corpus->fd, 0, 0, POSIX_FADV_SEQUENTIAL);
-  const int64_t most = int64_t(1) << 20;  // tokens at once
-  for (int64_t at = 0; at < corpus->count; at += most) {
-    part.resize(size_t(std::min(most, corpus->count - at) * f.width));
-    corpus->read_bytes(f.header + at * f.width, &part);
-    corpus->require_tokens(part, at);
+std::unique_ptr<TokenFiles> open_files(const std::string& names, int64_t vocab, Reader reader) {
+  auto corpus = std::make_unique<TokenFiles>();
+  const std::vector<std::string> paths = data_files(names);
+  allow_open_files(paths.size());
+  bool text_bytes_said = true;
+  corpus->text_bytes = 0;
+  for (const std::string& path : paths) {
+    auto file = std::make_unique<TokenFile>(path, vocab);
+    const TokenHeader& h = file->header();
+    if (!corpus->parts.empty()) {
+      const TokenFile& first = *corpus->parts[0];
+      const std::string differs = difference(first.header(), h);
+      REQUIRE_USER(differs.empty(), "data files %s and %s differ: %s; train on those of one kind", first.path().c_str(),
+                   path.c_str(), differs.c_str());
+    }
+    if (corpus->tokenizer.empty()) corpus->tokenizer = h.tokenizer;
+    if (corpus->vocab == 0) corpus->vocab = h.vocab;
+    if (corpus->end_of_document < 0) corpus->end_of_document = h.end_of_document;
+    text_bytes_said = text_bytes_said && h.text_bytes >= 0;
+    corpus->text_bytes += h.text_bytes;
+    corpus->add(std::move(file));
   }
-  posix_fadvise(corpus->fd, 0, 0, POSIX_FADV_NORMAL);
+  if (!text_bytes_said) corpus->text_bytes = -1;
+  for (const auto& part : corpus->parts) part->check_tokens(reader.rank, reader.ranks);
+  corpus->count = corpus->starts.back();
+  const std::string& format = corpus->parts[0]->header().format;
+  corpus->description = paths.size() == 1 ? strf("%s (%s)", names.c_str(), format.c_str())
+                                          : strf("%s (%zu files, %s)", names.c_str(), paths.size(), format.c_str());
   return corpus;
 }
 
@@ -391,6 +231,7 @@ std::unique_ptr<Synthetic> synthetic(int64_t vocab, int64_t seq) {
   corpus->text.resize(size_t(bytes));
   corpus->count = bytes;
   corpus->description = "synthetic stories";
+  corpus->tokenizer = bytes_tokenizer, corpus->text_bytes = bytes;
   const char most = *std::max_element(corpus->text.begin(), corpus->text.end());
   REQUIRE_USER(most < vocab,
                "the built-in corpus holds bytes up to %d: --vocab %lld is too small for it (or use --data random)",
@@ -419,21 +260,30 @@ void cut(int64_t all, int64_t seq, Split split, const std::string& what, int64_t
 
 }  // namespace
 
-std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int64_t seq, uint64_t seed, Split split) {
-  if (path == "random") {
+std::unique_ptr<Corpus> open_corpus(const std::string& names, int64_t vocab, int64_t seq, uint64_t seed, Split split,
+                                    Reader reader) {
+  if (names == "random") {
     auto corpus = std::make_unique<Random>();
     cut(int64_t(1) << 40, seq, split, "random data", &corpus->first_token, &corpus->count);
-    corpus->vocab = vocab, corpus->key = mix(seed);
+    corpus->below = vocab, corpus->key = mix(seed);
     corpus->description = "random tokens";
     return corpus;
   }
-  if (path.empty()) {
+  if (names.empty()) {
     auto corpus = synthetic(vocab, seq);
     cut(corpus->count, seq, split, "the built-in corpus", &corpus->first_token, &corpus->count);
     return corpus;
   }
-  auto corpus = open_file(path, vocab);
-  cut(corpus->count, seq, split, "data file " + path, &corpus->first_token, &corpus->count);
+  auto corpus = open_files(names, vocab, reader);
+  const std::string what = (corpus->files.size() == 1 ? "data file " : "data files ") + names;
+  cut(corpus->count, seq, split, what, &corpus->first_token, &corpus->count);
+  return corpus;
+}
+
+std::unique_ptr<Corpus> open_whole_corpus(const std::string& names, int64_t vocab, Reader reader) {
+  auto corpus = open_files(names, vocab, reader);
+  REQUIRE_USER(corpus->count > 1, "data file %s holds one token, and nothing is behind it to be predicted",
+               names.c_str());
   return corpus;
 }
 

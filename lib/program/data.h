@@ -1,8 +1,5 @@
-// Tokens: text as bytes, token files, a built-in synthetic corpus, uniform random tokens.
-//
-// Token file, little endian: 8 bytes "TOKENS01", uint32 bytes a token (2 or 4), uint32 vocabulary size (0: not said),
-// uint64 count, then the tokens. llm.c's token files are read too: a header of 256 int32 (magic 20240520 version 1:
-// uint16 tokens; magic 20240801 version 7: uint32), [2] = count. Any other file is text: one token a byte.
+// Tokens: text as bytes, token files (token_file.h), a built-in synthetic corpus, uniform random tokens. Several files
+// are one that holds them all, one behind the other.
 //
 // Batches come from one global order that depends on the seed and on nothing else: window i of epoch e holds tokens
 // [p*T, p*T + T] where p is place i of a permutation of the windows keyed by (seed, e). Sequence number n of the run
@@ -13,22 +10,35 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
+
+#include "lib/program/data_files.h"
 
 struct Corpus {
   virtual ~Corpus() = default;
   // Writes tokens [first, first + n) to out. Of a file, throws Error that names it and the byte: it cannot be read, or
   // was cut or written to since it was opened; a token that is not below the vocabulary.
   virtual void read(int64_t first, int64_t n, int32_t* out) const = 0;
-  std::function<void(const std::string&)> warn = {};  // is told, once, that the file was removed while it is open
+  std::function<void(const std::string&)> warn = {};  // is told, once, that a file was removed while it is open
   int64_t count = 0;                                  // tokens
   std::string description;
+  // What is known of all that was opened, whatever part of it this is; see TokenHeader.
+  std::string tokenizer = {};
+  int64_t vocab = 0, text_bytes = -1, end_of_document = -1;
+  std::vector<DataFile> files = {};
 };
 
 enum class Split { all, training, validation };  // validation: the last tenth; training: the rest
-// path: a file; "" the synthetic corpus; "random" uniform tokens below vocab. Checks the whole file: throws UsageError
-// (missing, empty, shorter than seq + 1 tokens, wrong magic, truncated, a token at or above vocab: file, offset, what
-// to do). The last tenth is cut off at a multiple of seq.
-std::unique_ptr<Corpus> open_corpus(const std::string& path, int64_t vocab, int64_t seq, uint64_t seed, Split split);
+struct Reader {                                  // which part of a file's tokens is checked when it is opened
+  int rank = 0, ranks = 1;
+};
+// names: as data_files takes them; "" the synthetic corpus; "random" uniform tokens below vocab. Throws UsageError
+// (missing, empty, fewer than seq + 1 tokens, wrong magic, truncated, a vocabulary larger than the model's, a token at
+// or above it: file, offset, what to do; files that differ in kind). The last tenth is cut off at a multiple of seq.
+std::unique_ptr<Corpus> open_corpus(const std::string& names, int64_t vocab, int64_t seq, uint64_t seed, Split split,
+                                    Reader reader = {});
+// Files alone, and all of them, however short: two tokens are enough.
+std::unique_ptr<Corpus> open_whole_corpus(const std::string& names, int64_t vocab, Reader reader = {});
 
 struct Sampler {
   const Corpus* corpus;

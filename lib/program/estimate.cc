@@ -13,7 +13,7 @@ namespace {
 // What of a datasheet's figures an H200 reaches. results/README.md says how each is known.
 constexpr double of_bandwidth = 0.75;                     // a kernel that streams; a copy reaches 0.85
 constexpr double ring_of_link = 0.7, pair_of_link = 0.6;  // NCCL's rings; a ring of two
-constexpr double engine_of_link = 0.83;                   // gathers by copy engines
+constexpr double engine_of_link = 0.83;                   // copy engines
 // What a collective takes from the products beside it: a part of the time that its bytes are on the node's links. A
 // ring's kernels last longer beside products, and move the bytes through multiprocessors; for all of its time, waiting
 // for hops and the network too, it holds some of those.
@@ -28,7 +28,7 @@ constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
 constexpr double ring = 8.4e-6, ring_hop = 3.4e-6, ring_node_hop = 9.6e-6;
 constexpr double tree = 4.4e-6, tree_hop = 0.52e-6, tree_node_hop = 5e-6;
 
-const char* const collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+const char* const collectives[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"};
 const char* const works[] = {"matmul", "attention", "memory-bound kernel", "optimizer"};
 constexpr double never_ends = std::numeric_limits<double>::infinity();
 
@@ -189,7 +189,7 @@ std::string Estimate::text(double tokens, double flops) const {
                                      : "compute");
   t += strf(
       "  assumed, by what an H200 reaches of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU, rings\n"
-      "  (gathers by copy engines %.0f);\n",
+      "  (copy engines %.0f);\n",
       1e-12 * chip_.bandwidth * of_bandwidth, 1e-9 * chip_.link * ring_of_link, 1e-9 * chip_.link * engine_of_link);
   return t + strf("  measured nowhere here: nodes of %d GPUs, each with %.0f GB/s into the network\n", gpus_per_node,
                   1e-9 * chip_.network * of_network);

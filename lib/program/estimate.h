@@ -70,7 +70,7 @@ class Estimate : public Timeline {
   struct Sums {  // of a step
     std::array<double, 3> exposed = {};
     std::array<double, 4> busy = {};
-    std::array<Traffic, 4> traffic = {};
+    std::array<Traffic, 5> traffic = {};
     double slowed = 0, product_flops = 0, skipped = 0;  // skipped: seconds that no clock has counted
     int64_t calls = 0;
   };

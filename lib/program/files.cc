@@ -77,6 +77,42 @@ std::unique_ptr<File> open_to_append(const std::string& path) {
   return file;
 }
 
+std::unique_ptr<File> open_to_read(const std::string& path) {
+  // Without O_NONBLOCK a FIFO would be waited for until somebody writes to it.
+  const int fd = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  REQUIRE_USER(fd >= 0, "%s cannot be opened: %s", path.c_str(), std::strerror(errno));
+  auto file = std::make_unique<File>(fd, path);
+  struct stat s;
+  REQUIRE_USER(::fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "%s: not a regular file", path.c_str());
+  return file;
+}
+
+int64_t size_of(const File& file) {
+  struct stat s;
+  REQUIRE_USER(::fstat(file.fd, &s) == 0, "%s: %s", file.path.c_str(), std::strerror(errno));
+  return s.st_size;
+}
+
+void read_at(const File& file, char* p, int64_t n, int64_t offset) {
+  while (n > 0) {
+    const int64_t done = ::pread(file.fd, p, size_t(n), off_t(offset));
+    if (done < 0 && errno == EINTR) continue;
+    REQUIRE_USER(done > 0, "%s: reading byte %lld failed: %s", file.path.c_str(), static_cast<long long>(offset),
+                 done < 0 ? std::strerror(errno) : "the file ends there");
+    p += done, n -= done, offset += done;
+  }
+}
+
+std::string read_all(const std::string& path, int64_t most) {
+  const std::unique_ptr<File> file = open_to_read(path);
+  const int64_t size = size_of(*file);
+  REQUIRE_USER(size <= most, "%s: %lld bytes, more than the %lld that it may have", path.c_str(),
+               static_cast<long long>(size), static_cast<long long>(most));
+  std::string text(size_t(size), 0);
+  read_at(*file, text.data(), size, 0);
+  return text;
+}
+
 void cut(File* file, int64_t bytes) {
   change("ftruncate", file->path, [&] { return ::ftruncate(file->fd, off_t(bytes)); });
 }
@@ -119,6 +155,21 @@ void make_dirs(const std::string& path) {
   flush_dir(parent_of(path));
   struct stat s;
   if (::stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) fail("mkdir", path, ENOTDIR);
+}
+
+std::string make_unique_dir(const std::string& start) {
+  std::random_device random;
+  for (;;) {
+    const std::string path = start + strf("%08x", random());
+    const int64_t made = change(
+        "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);
+    if (made >= 0) return path;
+  }
+}
+
+void remove_dir(const std::string& path) {
+  change(
+      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
 }
 
 void flush_dir(const std::string& path) {

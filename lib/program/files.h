@@ -68,14 +68,21 @@ constexpr size_t unique_digits = 8;  // at the end of such a name
 // A file that may be there, to write behind what it holds.
 std::unique_ptr<File> open_to_append(const std::string& path);
 void cut(File* file, int64_t bytes);  // leaves so many
+// A file of the user's, perhaps behind links, to be read: a regular one. read_at reads exactly n bytes.
+std::unique_ptr<File> open_to_read(const std::string& path);
+int64_t size_of(const File& file);
+void read_at(const File& file, char* p, int64_t n, int64_t offset);
+std::string read_all(const std::string& path, int64_t most);  // of no more than that
 // Behind what such a file holds, *bytes, which it counts. What cannot be written whole is cut off again.
 void append_whole(File* file, const std::string& piece, int64_t* bytes);
 // In a directory that is this program's own: a link in its place is refused.
 std::unique_ptr<File> create_in(const std::string& dir, const std::string& name);
 
-void make_dir(const std::string& path);   // may be there
-void make_dirs(const std::string& path);  // with those above it
-void flush_dir(const std::string& path);  // makes what was created, renamed and removed there last
+void make_dir(const std::string& path);                 // may be there
+void make_dirs(const std::string& path);                // with those above it
+std::string make_unique_dir(const std::string& start);  // as create_unique; returns its name
+void remove_dir(const std::string& path);               // an empty one
+void flush_dir(const std::string& path);                // makes what was created, renamed and removed there last
 void rename(const std::string& from, const std::string& to);
 void rename_new(const std::string& from, const std::string& to);  // unless something has the name: an Error
 void remove(const std::string& path);                             // a file or a link, if it is there

@@ -55,6 +55,8 @@ const std::vector<Spec> options_parts::specs = flat({
   {"vocab", "N", &Options::vocab, from(2, 1 << 24), "vocabulary size; token ids are 0 to vocab - 1", "the preset's"},
   {"seq", "N", &Options::seq, from(1, 1 << 24), "tokens per sequence", "the preset's"},
   {"rope-base", "X", &Options::rope_base, from(1, 1e12), "base of the rotary angles"},
+  {"rope-scaling", "HOW", &Options::rope_scaling, any, "none; llama3:F:LOW:HIGH:N: slow long waves down by F, as Llama 3.1 does, which has llama3:8:1:4:8192"},
+  {"norm-eps", "X", &Options::norm_eps, above(0, 1), "what norms add to the variance"},
   {"tie-embeddings", "", &Options::tie_embeddings, flag, "use the embedding's weight for the head"},
   {"freeze", "NAMES", &Options::freeze, any, "parameters not to train: name prefixes, separated by commas (--show-params lists the names)", "none"},
 }},
@@ -85,17 +87,25 @@ const std::vector<Spec> options_parts::specs = flat({
   {"weight-decay", "X", &Options::weight_decay, from(0, 10), "AdamW's weight decay, on matrices only"},
   {"clip", "X", &Options::clip, from(0, 1e9), "maximum global gradient norm; 0: no clipping"},
   {"steps", "N", &Options::steps, at_least(1), "length of the schedule", "200 on a GPU, 32 on a CPU"},
-  {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export the initial weights", "at the end of the schedule"},
+  {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export, --eval or --sample with the initial or the resumed weights", "at the end of the schedule"},
   {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens; sets the length of the schedule unless --steps does", "no limit"},
   {"epochs", "X", &Options::epochs, above(0, 1e6), "stop after this many passes over the data, in whole steps; sets the length of the schedule unless --steps does", "no limit"},
   {"minutes", "X", &Options::minutes, above(0, 1e6), "stop after this many minutes", "no limit"},
   {"seed", "N", &Options::seed, at_least(0), "seed of the initial weights and of the data order"},
 }},
 {"Data", {
-  {"data", "FILE", &Options::data, any, "text or token file (data/README.md), or random", "a built-in synthetic corpus"},
-  {"val-data", "FILE", &Options::val_data, any, "validation data", "the last tenth of the data"},
+  {"data", "FILES", &Options::data, any, "text or token files (data/README.md): a file, patterns such as 'shard_*.bin' and names with commas between them; or random", "a built-in synthetic corpus"},
+  {"val-data", "FILES", &Options::val_data, any, "validation data", "the last tenth of the data"},
   {"val-every", "STEPS", &Options::val_every, at_least(0), "validate every so many steps; 0: never"},
   {"val-batches", "N", &Options::val_batches, from(1, 1 << 20), "batches of the global batch size per validation"},
+}},
+{"Evaluation and samples", {
+  {"eval", "FILES", &Options::eval, any, "at the end print loss, perplexity and bits per byte of all of a text or token file, each token once; of an llm.c file of questions (HellaSwag), acc_norm", "none"},
+  {"sample", "N", &Options::sample, from(0, 1 << 20), "at the end write N tokens behind --prompt; 0: none"},
+  {"sample-every", "STEPS", &Options::sample_every, at_least(0), "write a sample every so many steps too; 0: only at the end"},
+  {"prompt", "TEXT", &Options::prompt, any, "what a sample begins with: text where tokens are bytes; otherwise token ids, as in '464 3290', and ids are written (data/decode.py turns them into text)", "the token that ends a document, or a line end"},
+  {"temperature", "X", &Options::temperature, from(0, 100), "divides the logits before a token is drawn; 0: take the most likely token"},
+  {"top-k", "N", &Options::top_k, from(0, 1 << 24), "draw among the N most likely tokens; 0: among all"},
 }},
 {"Precision", {
   {"param-dtype", "TYPE", &Options::param_dtype, one_of({"bf16", "fp32"}), "type of gathered parameters and activations; master weights are fp32", "bf16 on a GPU, fp32 on a CPU"},
@@ -121,13 +131,19 @@ const std::vector<Spec> options_parts::specs = flat({
   {"meta-init", "0|1", &Options::meta_init, from(0, 1), "1: initialize the shards only; 0: initialize the full model on every rank, then shard (to see what that costs)"},
   {"gather", "HOW", &Options::gather, one_of({"nccl", "copy-engine", "mpi"}), "what moves gathered parameters: NCCL's kernels; copy engines, which leave the SMs free; MPI through host memory",
     "copy-engine if each shard group is Hopper or newer GPUs of one host, else nccl; mpi unless each rank has a GPU"},
+  {"reduce", "HOW", &Options::reduce, one_of({"nccl", "copy-engine"}), "what moves gradients: NCCL's reduce-scatter; an all-to-all by copy engines (by MPI on CPUs), which leave the SMs free, "
+    "and a sum in fp32 and in rank order by the shard's owner", "nccl; reduce-scatter over MPI unless each rank has a GPU"},
 }},
 {"Checkpoints", {
   {"save", "DIR", &Options::save, any, "save to DIR at the end, and every --save-every steps", "never"},
   {"save-every", "STEPS", &Options::save_every, at_least(0), "save every so many steps; 0: only at the end"},
   {"keep", "N", &Options::keep, from(0, 1 << 20), "saved steps to keep; 0: all"},
   {"resume", "DIR", &Options::resume, any_as({"latest"}), "resume from a saved step, from the latest in DIR, or from the `latest` in --save; any number of ranks", "start from scratch"},
-  {"export", "FILE", &Options::export_to, any, "write the unsharded model as safetensors at the end", "no file"},
+  {"init", "DIR", &Options::init, any, "begin with the weights and sizes of DIR: config.json and safetensors files of a Hugging Face Llama, or of --export; with --attn nsa the three branches share its keys and values; "
+    "--resume, once there is a checkpoint, goes before", "random weights"},
+  {"export", "PATH", &Options::export_to, any, "write the unsharded model at the end: to a directory with config.json, in Hugging Face's names for llama with dense attention; or to one file, if the name ends in .safetensors", "not written"},
+  {"export-shard-mb", "MiB", &Options::export_shard_mb, from(1, 1 << 20), "--export to a directory: cut the weights into files of at most this size"},
+  {"max-positions", "N", &Options::max_positions, from(1, 1 << 24), "--export to a directory: the longest text that the model is for, as config.json says it", "the model's of --init, else --seq"},
   {"export-dtype", "TYPE", &Options::export_dtype, one_of({"bf16", "fp32"}), "type of the exported weights"},
 }},
 {"Memory", {
@@ -446,6 +462,12 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
   for (const char* name : {"val-data", "val-batches"})
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
+  const std::string end = ".safetensors";
+  const bool to_file = o.export_to.size() >= end.size() && o.export_to.substr(o.export_to.size() - end.size()) == end;
+  REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !to_file),
+               "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
+  for (const char* name : {"sample-every", "prompt", "temperature", "top-k"})
+    REQUIRE_USER(o.sample > 0 || !o.gives(name), "--%s needs --sample N, the tokens to write", name);
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})
     REQUIRE_USER(!is_given || o.minutes == 0, "%s is of the last step, which --minutes leaves open; use --stop-after",
                  option);
@@ -543,23 +565,34 @@ bool may_be(const Spec& s, const nlohmann::json& value) {
   const auto& words = s.allowed.words;
   return value.is_string() && (words.empty() || std::count(words.begin(), words.end(), value.get<std::string>()) > 0);
 }
+
+// For errors about values in files: "a whole number from 1 to 64", "bf16 or fp32".
+std::string kind_text(const Spec& s) {
+  if (is_flag(s)) return "true or false";
+  if (is_number(s)) return allowed_text(s).substr(std::string("must be ").size());
+  return s.allowed.words.empty() ? "a text" : joined(s.allowed.words, " or ");
+}
 }  // namespace
+
+std::string option_allows(const std::string& name, const nlohmann::json& value) {
+  const auto s = std::find_if(specs.begin(), specs.end(), [&](const Spec& spec) { return spec.name == name; });
+  ASSERT(s != specs.end());
+  const bool unset = s->otherwise && value == get(*s, Options());  // stands for what the machine chooses
+  return may_be(*s, value) && !unset ? "" : kind_text(*s);
+}
 
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file) {
   const char* remedy = "resume from another checkpoint";
   const CheckedJson top(state, file, remedy);
   top.at("step").whole(0, most_exact);
+  if (top.has("data_files"))
+    for (const CheckedJson& f : top.at("data_files").items()) f.at("file").text(), f.at("tokens").whole(1, most_exact);
   nlohmann::json options = top.at("options").object();
   const CheckedJson settings(state["options"], file, remedy);
   for (const Spec& s : specs) {
     const std::string key = key_of(s.name);
     if (!options.contains(key)) options[key] = s.otherwise ? nlohmann::json() : get(s, Options());
-    else if (!may_be(s, options[key]))
-      settings.at(key.c_str())
-          .refuse(is_flag(s)                ? "true or false"
-                  : is_number(s)            ? allowed_text(s).substr(8)
-                  : s.allowed.words.empty() ? "a text"
-                                            : joined(s.allowed.words, " or "));
+    else if (!may_be(s, options[key])) settings.at(key.c_str()).refuse(kind_text(s));
   }
   nlohmann::json read = state;
   read["options"] = options;

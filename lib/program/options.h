@@ -16,7 +16,8 @@ struct Options {
   std::string preset;  // empty: chosen by the machine
   std::string arch;    // simple, rope, llama, mlp
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
-  double rope_base = 500000;
+  double rope_base = 500000, norm_eps = 1e-5;
+  std::string rope_scaling = "none";  // or llama3:FACTOR:LOW:HIGH:ORIGINAL_SEQ
   bool tie_embeddings = false;
   std::string freeze;  // beginnings of names, with commas
   // Attention.
@@ -42,8 +43,14 @@ struct Options {
   int64_t val_every = 0, val_batches = 4;
   uint64_t seed = 0;
   // Data.
-  std::string data;      // text or token file; empty: the built-in synthetic corpus; "random": uniform tokens
+  std::string data;      // text or token files; empty: the built-in synthetic corpus; "random": uniform tokens
   std::string val_data;  // empty: the last tenth of the data
+  // Evaluation and samples.
+  std::string eval;                      // text, tokens or questions; empty: none
+  int64_t sample = 0, sample_every = 0;  // tokens; steps, 0: at the end alone
+  std::string prompt;                    // empty: what begins a document
+  double temperature = 0.8;
+  int64_t top_k = 0;
   // Numbers.
   std::string param_dtype;   // bf16 or fp32; empty: bf16 on a GPU, fp32 on a CPU
   std::string reduce_dtype;  // bf16 or fp32; empty: as param_dtype
@@ -63,13 +70,17 @@ struct Options {
   int64_t replicate_below = 0;  // bytes
   int64_t meta_init = 1, optimizer_in_backward = 0;
   std::string gather;  // nccl, copy-engine, mpi; empty: by the transport
+  std::string reduce;  // nccl, copy-engine; empty: by the transport
   // Checkpoints.
   std::string save;        // directory; empty: none
   int64_t save_every = 0;  // steps; 0: at the end alone
   int64_t keep = 2;        // steps that stay; 0: all
   std::string resume;      // a directory, or "latest" of --save
-  std::string export_to;   // safetensors file, written at the end
+  std::string init;        // a folder with a model (model_folder.h); empty: random weights
+  std::string export_to;   // written at the end: a safetensors file, or a folder
   std::string export_dtype = "bf16";
+  int64_t export_shard_mb = 4096;
+  int64_t max_positions = 0;  // in an exported config.json; 0: seq
   // Memory.
   std::string recompute = "none";  // none, mlp, attn, both, block
   int64_t keep_attention = 0;
@@ -117,7 +128,10 @@ std::string key_of(std::string name);  // there, of an option
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // The state of a checkpoint, {"step": N, "options": {...}}, as this program takes it: with a value for every option
 // that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
-// by the machine or the preset. Throws UsageError that names `file` and the key of a value of another type.
+// by the machine or the preset. "data_files": [{"file": NAME, "tokens": N}, ...] may stand beside them. Throws
+// UsageError that names `file` and the key of a value of another type.
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
+// Whether a file may say that of the option of this name: empty, or what it may ("a whole number from 1 to 64").
+std::string option_allows(const std::string& name, const nlohmann::json& value);
 // What --config reads: a line for every option that is not at its default.
 std::string to_config(const Options& o);

@@ -10,6 +10,7 @@
 
 #include "lib/program/checkpoint_directory.h"
 #include "lib/device/error.h"
+#include "lib/program/data_files.h"
 #include "lib/program/diagnostics.h"
 #include "lib/program/export.h"
 #include "lib/program/files.h"
@@ -55,8 +56,10 @@ std::vector<std::string> checkpoint_directories(const Options& o) {
 void check_outputs(const Options& o) {
   const std::vector<std::pair<const char*, std::string>> outputs = {
       {"--log", o.log}, {"--trace", o.trace}, {"--export", o.export_to}};
-  std::vector<std::pair<const char*, std::string>> taken = {
-      {"--data", o.data == "random" ? "" : o.data}, {"--val-data", o.val_data}, {"--config", o.config}};
+  std::vector<std::pair<const char*, std::string>> taken = {{"--config", o.config}};
+  for (const auto& [option, names] : {std::pair("--data", o.data), {"--val-data", o.val_data}, {"--eval", o.eval}})
+    for (const std::string& path : names.empty() || names == "random" ? std::vector<std::string>() : data_files(names))
+      taken.push_back({option, path});
   for (const auto& [option, path] : outputs) {
     if (path.empty()) continue;
     for (const auto& [by, other] : taken)

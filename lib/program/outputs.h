@@ -6,9 +6,9 @@
 #include "lib/program/options.h"
 
 // Throws UsageError, or Error, that names the option and the file: --log, --trace or --export is the file of --data,
-// --val-data or --config, or one of the others, by whatever path or link; it lies in a step of --save's or --resume's
-// directory, or is one of --diagnostics' files; check_log, check_trace or check_export refuses it. The same of
-// --diagnostics, a directory, which must not be --save's or --resume's either, and so with --tensorboard; see
+// --val-data, --eval or --config, or one of the others, by whatever path or link; it lies in a step of --save's or
+// --resume's directory, or is one of --diagnostics' files; check_log, check_trace or check_export refuses it. The same
+// of --diagnostics, a directory, which must not be --save's or --resume's either, and so with --tensorboard; see
 // check_diagnostics and check_tensorboard. On rank 0, which writes them, before anything is written.
 void check_outputs(const Options& o);
 

@@ -9,6 +9,7 @@
 
 #include "nlohmann/json.hpp"
 
+#include "lib/program/init.h"
 #include "lib/device/terminal.h"
 #include "lib/program/presets.h"
 #include "lib/program/launch.h"
@@ -27,7 +28,6 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
   Event copied(dev);
   const int32_t* const unread = nullptr;  // host memory, in a dry run
   const ops::AdamW* const adamw = nullptr;
-  const bool first = true;
   Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
   dev.timeline = timeline;
@@ -38,7 +38,7 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
     dev.timeline->next_step();
     step_program(dev, model, r, unread, adamw, copied);
   }
-  if (r.o.val_every > 0) validation_program(dev, model, unread, first, copied);
+  other_programs(dev, model, r, unread, copied);
   return issued;
 }
 
@@ -68,7 +68,7 @@ std::vector<Issued> plan(Device& dev, const World& world, Transport transport, c
 namespace {
 void plan_step(Run r, const World& world, Device* dev, Estimate* estimate) {
   dev->timeline = estimate;
-  r.o.val_every = 0;  // a step alone
+  r.o.val_every = 0, r.o.sample = 0, r.o.eval.clear();  // a step alone
   plan(*dev, world, world.size > 1 ? Transport::nccl : Transport::none, r);
 }
 }  // namespace
@@ -330,13 +330,17 @@ int answer(const Options& o, const std::string& command) {
   const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
   for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
+  const auto resolved = [&] {
+    if (o.init.empty()) return resolve(o, ranks, gpu_count());
+    return resolve_from(parse_model_folder(o.init, read_model_folder(o.init)), o, ranks, gpu_count());
+  };
   if (o.version) text = versions();
   else if (o.hardware) text = hardware_text();
   else if (o.list_presets) text = presets_text();
   else if (!o.completion.empty()) text = completion_script();
-  else if (o.show_params) text = parameters_text(resolve(o, ranks, gpu_count()), ranks);
+  else if (o.show_params) text = parameters_text(resolved(), ranks);
   else {
-    const Run r = resolve(o, ranks, gpu_count());
+    const Run r = resolved();
     if (!o.trace.empty()) write_planned_trace(r, ranks, command);
     text = plan_text(r, ranks);
   }

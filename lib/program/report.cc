@@ -157,6 +157,10 @@ std::string choices_text(const Run& r, Transport transport) {
                                                                         : "gathers are local casts";
   text += ", into " +
           (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
+  if (transport != Transport::none)
+    text += strf("; reductions by %s", f.reduce_by_copy_engine        ? "all-to-all and a sum in rank order"
+                                       : transport == Transport::nccl ? "NCCL's kernels"
+                                                                      : "MPI");
   return text + strf("; %s; moments in %s; %s; weights initialized %s; %s; %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
@@ -228,11 +232,17 @@ std::string opening_text(const Run& r, const Device& dev, const World& world, Tr
                          const std::string& data, double estimated_ms) {
   std::string text;
   for (const std::string& notice : r.notices) text += "note: " + notice + "\n";
+  const bool nccl = transport == Transport::nccl, gathers = r.fsdp.gather_by_copy_engine,
+             reductions = nccl && r.fsdp.reduce_by_copy_engine;
+  const char* by_engines = gathers && reductions ? ", gathers and reductions by copy engines"
+                           : gathers             ? ", gathers by copy engines"
+                           : reductions          ? ", reductions by copy engines"
+                                                 : "";
   text += strf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s, gradients in %s; collectives: %s%s\n",
                name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
                count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
                world.size > 1 ? "s" : "", dev.name.c_str(), name_of(r.dtype), name_of(r.reduce_dtype),
-               name_of(transport), r.fsdp.gather_by_copy_engine ? ", gathers by copy engines" : "");
+               name_of(transport), by_engines);
   text += fsdp_text(r, world.size);
   text += strf("data: %s; %s tokens a step (%lld x %lld%s), %lld steps\n", data.c_str(),
                grouped(r.tokens_per_step()).c_str(), ll(r.global_batch), ll(r.model.seq),
@@ -249,6 +259,9 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
                  {"gather", r.fsdp.gather_by_copy_engine   ? "copy-engine"
                             : r.fsdp.gather_over_mpi       ? "mpi"
                             : transport == Transport::none ? "none"
+                                                           : name_of(transport)},
+                 {"reduce", transport == Transport::none   ? "none"
+                            : r.fsdp.reduce_by_copy_engine ? "copy-engine"
                                                            : name_of(transport)},
                  {"parameters", parameter_count(r.model)},
                  {"flops_per_token", flops_per_token(r.model)}});

@@ -1,5 +1,6 @@
 #include "lib/program/resume.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <vector>
@@ -10,18 +11,49 @@
 
 using nlohmann::json;
 
+namespace {
+
+// Without directories: data may be moved.
+json files_json(const Run& r) {
+  json files = json::array();
+  for (const DataFile& f : r.data_files) files.push_back({{"file", file_name(f.path)}, {"tokens", f.tokens}});
+  return files;
+}
+
+// What has happened to the files of then, of which those of now are not the same list.
+std::string change(const json& then, const json& now) {
+  auto named = [](const json& files, const json& name) {
+    return std::find_if(files.begin(), files.end(), [&](const json& f) { return f.at("file") == name; });
+  };
+  auto tokens = [](const json& f) { return f.at("tokens").dump(); };
+  for (const json& f : then) {
+    const auto same = named(now, f.at("file"));
+    if (same == now.end()) return f.at("file").get<std::string>() + " is missing";
+    if (same->at("tokens") != f.at("tokens"))
+      return f.at("file").get<std::string>() + " has " + tokens(*same) + " tokens, and had " + tokens(f);
+  }
+  for (const json& f : now)
+    if (named(then, f.at("file")) == then.end()) return f.at("file").get<std::string>() + " is new";
+  return "they are in another order";
+}
+
+}  // namespace
+
 json state_at(const Run& r, int64_t step) {
-  return {{"step", step}, {"sequences", step * r.global_batch}, {"commit", commit()}, {"options", settings(r)}};
+  return {{"step", step},
+          {"sequences", step * r.global_batch},
+          {"commit", commit()},
+          {"options", settings(r)},
+          {"data_files", files_json(r)}};
 }
 
 namespace {
 
 // What a run that goes on takes over, and may be told otherwise.
-const std::vector<std::string> carried = {"rope-base",    "nsa-block",  "nsa-stride", "nsa-select-block",
-                                          "nsa-selected", "nsa-window", "lr",         "min-lr-ratio",
-                                          "warmup",       "beta1",      "beta2",      "eps",
-                                          "weight-decay", "clip",       "clip-norm",  "data",
-                                          "val-data",     "val-every"};
+const std::vector<std::string> carried = {
+    "rope-base",    "rope-scaling", "norm-eps", "max-positions", "nsa-block", "nsa-stride", "nsa-select-block",
+    "nsa-selected", "nsa-window",   "lr",       "min-lr-ratio",  "warmup",    "beta1",      "beta2",
+    "eps",          "weight-decay", "clip",     "clip-norm",     "data",      "val-data",   "val-every"};
 
 }  // namespace
 
@@ -55,6 +87,14 @@ void compare(const json& state, Run* r) {
       "a global batch of %lld: the checkpoint was made with --global-batch %s, in which its position in the data is "
       "counted",
       static_cast<long long>(r->global_batch), there("global-batch").c_str());
+  // By the same name the same data, or the order of what comes would be another.
+  if (state.contains("data_files") && !differs("data")) {
+    const json &then = state.at("data_files"), files = files_json(*r);
+    REQUIRE_USER(then == files,
+                 "--data %s: the files are not those of the checkpoint: %s (%zu now, %zu then); restore them, or name "
+                 "others by another --data",
+                 r->o.data.c_str(), change(then, files).c_str(), files.size(), then.size());
+  }
   std::vector<std::string> names = {"seq", "steps", "freeze"};
   names.insert(names.end(), carried.begin(), carried.end());
   std::string others;

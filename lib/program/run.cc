@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 
 #include "nlohmann/json.hpp"
@@ -103,6 +104,7 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   f.unsharded_init = o.meta_init == 0;
   f.gather_over_mpi = o.gather == "mpi";
   f.gather_by_copy_engine = o.gather == "copy-engine";
+  f.reduce_by_copy_engine = o.reduce == "copy-engine";
   f.seed = o.seed;
 
   m.wrap = value_of(wrap_names, o.wrap);
@@ -117,6 +119,22 @@ void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   m.backward_prefetch = value_of(backward_prefetch_names, o.backward_prefetch);
 }
 
+RopeScaling rope_scaling(const std::string& text) {
+  RopeScaling s;
+  if (text == "none") return s;
+  char end = 0;
+  ll original = 0;
+  const int read = std::sscanf(text.c_str(), "llama3:%lf:%lf:%lf:%lld%c", &s.factor, &s.low_freq_factor,
+                               &s.high_freq_factor, &original, &end);
+  s.original_seq = original;
+  REQUIRE_USER(read == 4 && s.factor > 1 && s.factor <= 1e6 && s.low_freq_factor > 0 &&
+                   s.high_freq_factor > s.low_freq_factor && s.high_freq_factor <= 1e6 && original > 0,
+               "--rope-scaling %s: choose none, or llama3:FACTOR:LOW:HIGH:ORIGINAL with a factor above 1, LOW below "
+               "HIGH, and the length of text that the model was first trained with, as in llama3:8:1:4:8192",
+               text.c_str());
+  return s;
+}
+
 int64_t or_else(int64_t given, int64_t otherwise) { return given ? given : otherwise; }
 
 Dtype or_else(const std::string& name, Dtype otherwise) {
@@ -128,7 +146,8 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
   if (!o.arch.empty()) m.arch = value_of(arch_names, o.arch);
   m.dim = or_else(o.dim, m.dim), m.depth = or_else(o.depth, m.depth), m.vocab = or_else(o.vocab, m.vocab);
   m.heads = or_else(o.heads, m.heads), m.kv_heads = or_else(o.kv_heads, m.kv_heads);
-  m.seq = or_else(o.seq, m.seq), m.rope_base = o.rope_base;
+  m.seq = or_else(o.seq, m.seq);
+  m.rope = {o.rope_base, rope_scaling(o.rope_scaling)}, m.norm_eps = o.norm_eps;
   // A width given alone keeps the preset's proportion of the MLP.
   m.hidden = or_else(o.hidden, o.dim ? preset.hidden * m.dim / preset.dim : m.hidden);
 
@@ -217,9 +236,10 @@ Run resolve(const Options& o, int world_size, int gpus) {
   const bool gpu = o.device == "gpu" || (o.device == "auto" && (gpus > 0 || only_planned));
   r.backend = gpu ? Backend::gpu : Backend::cpu;
   const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
-  r.preset = p.name;
+  r.preset = o.init.empty() ? p.name : "";
   if (!gpu && o.device == "auto")
-    r.notices.push_back(strf("no GPU found: training preset %s in %s on the CPU", p.name,
+    r.notices.push_back(strf("no GPU found: training %s in %s on the CPU",
+                             r.preset.empty() ? o.init.c_str() : ("preset " + r.preset).c_str(),
                              o.param_dtype.empty() ? "fp32" : o.param_dtype.c_str()));
   r.model = resolve_model(o, p.model);
   const bool autocast = !o.autocast.empty();
@@ -251,7 +271,7 @@ void limit_epochs(int64_t sequences, Run* r) {
   resolve_schedule(r->o, whole, r);
 }
 
-void check_gathers(const Run& r, Transport transport, bool one_host) {
+void check_collectives(const Run& r, Transport transport, bool one_host) {
   const Options& o = r.o;
   REQUIRE_USER(o.graph == 0 || (r.backend == Backend::gpu && transport != Transport::mpi),
                "--graph 1 needs NCCL and one GPU per rank; %s",
@@ -260,14 +280,24 @@ void check_gathers(const Run& r, Transport transport, bool one_host) {
                "--gather %s needs NCCL and one GPU per rank", o.gather.c_str());
   REQUIRE_USER(o.gather != "copy-engine" || r.backend == Backend::gpu,
                "--gather copy-engine needs GPUs; this run is on the CPU");
-  REQUIRE_USER(
-      o.gather != "copy-engine" || one_host,
-      "--gather copy-engine: a shard group spans several hosts, and copy engines reach only their own; use --shard "
-      "hybrid:K with K ranks of one host");
+  // On CPUs MPI plays the copy engines.
+  const bool gpu = r.backend == Backend::gpu;
+  REQUIRE_USER(o.reduce.empty() || transport != Transport::mpi || (o.reduce == "copy-engine" && !gpu),
+               "--reduce %s needs NCCL and one GPU per rank", o.reduce.c_str());
+  REQUIRE_USER(o.reduce != "copy-engine" || transport == Transport::none || r.fsdp.shard_ranks != 1,
+               "--reduce copy-engine sends each shard's gradient to its owner; with --shard %s nothing is sharded, and "
+               "gradients are all-reduced: drop one of them",
+               o.shard.c_str());
+  for (const auto& [option, how] : {std::pair("gather", &o.gather), std::pair("reduce", &o.reduce)})
+    REQUIRE_USER(
+        *how != "copy-engine" || !gpu || one_host,
+        "--%s copy-engine: a shard group spans several hosts, and copy engines reach only their own; use --shard "
+        "hybrid:K with K ranks of one host",
+        option);
 }
 
 void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay) {
-  check_gathers(*r, transport, one_host);
+  check_collectives(*r, transport, one_host);
   if (r->o.gather.empty())
     r->fsdp.gather_by_copy_engine =
         transport == Transport::nccl && one_host && engines_pay && r->fsdp.shards(ranks) > 1;

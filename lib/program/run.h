@@ -10,12 +10,13 @@
 
 #include "nlohmann/json_fwd.hpp"
 
+#include "lib/program/data_files.h"
 #include "lib/program/options.h"
 #include "model.h"
 
 struct Run {
   Options o;
-  std::string preset;
+  std::string preset;  // empty: the model's sizes are those of --init
   ModelConfig model;
   FsdpOptions fsdp;
   Backend backend = Backend::cpu;
@@ -25,7 +26,9 @@ struct Run {
   int64_t steps = 0, last_step = 0, warmup = 0;  // length of the schedule; where this run ends
   int64_t nan_skips = 0;                         // bad steps in a row that --on-nan skips; 0: it stops
   std::vector<std::string> notices;              // what was chosen that a user may not expect
+  std::vector<DataFile> data_files = {};         // that --data names, once they are open
   int64_t tokens_per_step() const { return global_batch * model.seq; }
+  int64_t max_positions() const { return o.max_positions ? o.max_positions : model.seq; }
 };
 
 // gpus: those that this process can use.
@@ -38,10 +41,10 @@ void limit_epochs(int64_t sequences, Run* r);
 // Refuses sizes that do not fit together, or not what the kernels can do.
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
 
-// Who moves what is gathered. check_gathers refuses what the options ask for and the ranks cannot do; choose_gathers
-// takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a host;
-// engines_pay: see copy_engines_pay.
-void check_gathers(const Run& r, Transport transport, bool one_host);
+// Who moves what is gathered and reduced. check_collectives refuses what the options ask for and the ranks cannot do;
+// choose_gathers takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a
+// host; engines_pay: see copy_engines_pay.
+void check_collectives(const Run& r, Transport transport, bool one_host);
 void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay);
 
 // All options, as they were resolved: for logs, and for checkpoints.

@@ -9,11 +9,13 @@
 #include "lib/comm/flight.h"
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
+#include "lib/program/init.h"
 #include "lib/program/outputs.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
+#include "lib/program/sampling.h"
 
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
@@ -54,20 +56,28 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   if (!o.resume.empty()) {
     job->saved = load_state(o.resume, o.save, world);
     job->saved.state = read_state(job->saved.state, job->saved.step_dir + "/manifest.json");
+  } else if (!o.init.empty()) {
+    job->init = folder_for_all(o.init, world);
   }
   Run& r = job->r;
   try {
     take_up(job->saved.state, &o);
-    r = resolve(o, world.size, gpus);
+    r = job->init ? resolve_from(*job->init, o, world.size, gpus) : resolve(o, world.size, gpus);
+    if (!job->init && !o.init.empty())
+      r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
     for (const std::string& notice : notices)
       if (!notice.empty()) r.notices.push_back(notice);
     if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
     if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
-    job->data = open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, splits ? Split::training : Split::all);
-    if (o.val_every > 0)
-      job->val_data = splits ? open_corpus(o.data, r.model.vocab, r.model.seq, o.seed, Split::validation)
-                             : open_corpus(o.val_data, r.model.vocab, r.model.seq, o.seed, Split::all);
+    auto open = [&](const std::string& names, Split split) {
+      return open_corpus(names, r.model.vocab, r.model.seq, o.seed, split, {world.rank, world.size});
+    };
+    job->data = open(o.data, splits ? Split::training : Split::all);
+    if (o.val_every > 0) job->val_data = splits ? open(o.data, Split::validation) : open(o.val_data, Split::all);
+    if (!o.eval.empty()) job->eval = open_eval(o.eval, r.model.vocab, r.model.seq, {world.rank, world.size});
+    if (o.sample > 0) job->prompt = parse_prompt(o.prompt, *job->data, r.model.vocab);
+    r.data_files = job->data->files;
     limit_epochs(Sampler{job->data.get(), r.model.seq, o.seed}.windows(), &r);
     compare(job->saved.state, &r);
   } catch (const Error& e) { error = e.what(); }
@@ -92,7 +102,7 @@ void open_device(Job* job) {
   sharing = agree(sharing);
   if (world.size > 1) job->transport = gpu && sharing.empty() ? Transport::nccl : Transport::mpi;
   const bool one_host = agree(on_one_host(world, r.fsdp.shards(world.size)) ? "" : "no").empty();
-  check_gathers(r, job->transport, one_host);  // what cannot be is said before a device is opened
+  check_collectives(r, job->transport, one_host);  // what cannot be is said before a device is opened
   if (!one_host && r.fsdp.shard_ranks > 1)
     r.notices.push_back(
         strf("--shard hybrid:%d: some groups of %d ranks lie on several hosts and gather over the network; "
@@ -150,7 +160,7 @@ void begin(Job* job) {
   }
   std::string error;
   try {
-    if (r.fsdp.gather_by_copy_engine && job->transport == Transport::nccl) use_nccl_memory(dev);
+    if (r.fsdp.uses_copy_engines() && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport));
     nlohmann::json opening;
     std::function<void(const std::string&)> note;

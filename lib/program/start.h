@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,16 +14,21 @@
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/diagnostics.h"
+#include "lib/program/evaluation.h"
 #include "lib/program/launch.h"
+#include "lib/program/model_folder.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 
 struct Job {
   const World& world;
-  SavedState saved = {};  // of the checkpoint that is resumed; its state is null if there is none
-  Steps found = {};       // in --save's directory, rank 0's
+  SavedState saved = {};                 // of the checkpoint that is resumed; its state is null if there is none
+  std::optional<ModelFolder> init = {};  // of --init, where no checkpoint is resumed
+  Steps found = {};                      // in --save's directory, rank 0's
   Run r = {};
   std::unique_ptr<Corpus> data = {}, val_data = {};
+  std::unique_ptr<EvalSet> eval = {};  // with --eval
+  std::vector<int32_t> prompt = {};    // with --sample
   Transport transport = Transport::none;
   int gpus_used = 0;                          // by all ranks
   std::unique_ptr<Device> dev = {};           // its memory is planned and taken

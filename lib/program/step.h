@@ -1,6 +1,6 @@
-// The programs whose memory is planned: a step, and a micro-batch of a validation. The planner runs them dry and the
-// loop for real, so that both take the same buffers in the same order. The host's pointers are not read unless the
-// device's mode is run.
+// The programs whose memory is planned: a step; a micro-batch of a validation or an evaluation; a token of a sample.
+// The planner runs them dry and the loop for real, so that both take the same buffers in the same order. The host's
+// pointers are not read unless the device's mode is run.
 #pragma once
 
 #include "lib/program/run.h"
@@ -39,10 +39,29 @@ void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* 
   dev.mem.end();
 }
 
-// first: of the validation; its loss begins anew.
+// first: of the validation; its loss begins anew. losses: of each row, pinned, on the host; null: nobody wants them.
 template <class T, class G>
-void validation_program(Device& dev, Model<T, G>& model, const int32_t* host, bool first, Event& copied) {
+void validation_program(Device& dev, Model<T, G>& model, const int32_t* host, bool first, Event& copied,
+                        acc_t<T>* losses = nullptr) {
   dev.mem.begin("validation");
-  model.evaluate(host, first, copied);
+  model.evaluate(host, first, copied, losses);
   dev.mem.end();
+}
+
+// logits: of the token behind row `row` of the micro-batch, pinned, on the host.
+template <class T, class G>
+void sample_program(Device& dev, Model<T, G>& model, const int32_t* host, int64_t row, acc_t<T>* logits,
+                    Event& copied) {
+  dev.mem.begin("sample");
+  model.next_logits(host, row, logits, copied);
+  dev.mem.end();
+}
+
+// What a run has use for beside the step, to plan it and to time its products.
+template <class T, class G>
+void other_programs(Device& dev, Model<T, G>& model, const Run& r, const int32_t* host, Event& copied) {
+  const bool first = true;
+  acc_t<T>* const nowhere = nullptr;
+  if (r.o.val_every > 0 || !r.o.eval.empty()) validation_program(dev, model, host, first, copied);
+  if (r.o.sample > 0) sample_program(dev, model, host, 0, nowhere, copied);
 }

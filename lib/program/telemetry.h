@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "lib/program/finding.h"
 #include "lib/program/format.h"
 #include "lib/program/tensorboard.h"
 #include "nlohmann/json.hpp"
@@ -46,6 +47,7 @@ class Telemetry {
   void step(const StepRecord& r);
   void record(const nlohmann::json& j);  // another line of the file
   void note(const std::string& line);    // a line for people; the live line goes on below it
+  void tell(const Finding& f) { note(f.line), record(f.record); }
 
  private:
   using Clock = std::chrono::steady_clock;

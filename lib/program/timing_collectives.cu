@@ -71,16 +71,17 @@ class Bench {
 
   struct Kind {
     const char* name;
-    Collective what;
+    Collective what;  // an all_to_all is a reduce_scatter together with the sum that follows it
     Channel* channel;
     const char* by;
-    Via via = Via::kernels;
   };
   std::vector<Kind> kinds() const {
     std::vector<Kind> all = {{"all_gather", Collective::all_gather, ring_.get(), name_of(transport_)},
                              {"reduce_scatter", Collective::reduce_scatter, ring_.get(), name_of(transport_)}};
-    if (copy_engines_)
-      all.push_back({"all_gather", Collective::all_gather, engines_.get(), "copy engines", Via::copy_engines});
+    if (copy_engines_) {
+      all.push_back({"all_gather", Collective::all_gather, gathers_.get(), "copy engines"});
+      all.push_back({"reduce_scatter", Collective::all_to_all, exchanges_.get(), "copy engines"});
+    }
     return all;
   }
 
@@ -91,7 +92,8 @@ class Bench {
     const auto multiply = [&] { matmul(); };
     const auto call = [&] {
       if (kind.what == Collective::all_gather) kind.channel->all_gather(buffer_, count, dtype_of<T>);
-      else kind.channel->reduce_scatter(buffer_, count, dtype_of<T>);
+      else if (kind.what == Collective::reduce_scatter) kind.channel->reduce_scatter(buffer_, count, dtype_of<T>);
+      else exchange_and_sum(kind.channel, count);
     };
     barrier();
     json result = spread("ms", time_calls(dev_, comm, call));
@@ -109,10 +111,24 @@ class Bench {
                    {"product_beside_ms", matmul_beside}});
     if (const Chip* chip = chip_named(dev_.name)) {
       result["of_link"] = 1e9 * gb_s / chip->link;
-      result["estimated_ms"] =
-          1e3 * Estimate(*chip).seconds(kind.what, double(bytes), world_.size, world_.local_size, kind.via);
+      result["estimated_ms"] = estimated_ms(*chip, call);
     }
     return result;
+  }
+
+  // Of what is given the gather stream, which is at rest.
+  template <class F>
+  double estimated_ms(const Chip& chip, F call) {
+    Estimate estimate(chip);
+    dev_.mode = Mode::plan, dev_.timeline = &estimate;
+    call();
+    dev_.mode = Mode::run, dev_.timeline = nullptr;
+    return 1e3 * estimate.clock(1);
+  }
+
+  void exchange_and_sum(Channel* channel, int64_t count) {
+    channel->all_to_all(buffer_, received_, count, dtype_of<T>);
+    ops::sum_parts(dev_.gather(), shard_, static_cast<const T*>(received_), count, world_.size, /*accumulate=*/false);
   }
 
   json hardware() const { return {{"gpus", gpu_count()}, {"name", dev_.name}, {"nccl", nccl_version()}}; }
@@ -128,9 +144,14 @@ class Bench {
     x_ = dev_.mem.keep<T>(M_ * K_, "x", Purpose::activations);
     w_ = dev_.mem.keep<T>(N_ * K_, "w", Purpose::activations);
     ring_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "ring", most, links);
-    if (copy_engines_)
-      engines_ = std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, links,
-                                           Via::copy_engines);
+    if (!copy_engines_) return;
+    const int64_t n = most / int64_t(sizeof(T));
+    received_ = dev_.mem.keep<T>(n, "received", Purpose::gradient_slots);
+    shard_ = dev_.mem.keep<float>(n / world_.size, "shard", Purpose::gradients);
+    auto by_engines = [&](CopyEngines carry) {
+      return std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, links, carry);
+    };
+    gathers_ = by_engines(CopyEngines::all_gather), exchanges_ = by_engines(CopyEngines::all_to_all);
   }
 
   // Normal numbers, made in fp32 in y's memory, a piece at a time.
@@ -152,8 +173,9 @@ class Bench {
   Device dev_;
   const bool copy_engines_;
   const int64_t M_, N_, K_;
-  T *buffer_ = nullptr, *y_ = nullptr, *x_ = nullptr, *w_ = nullptr;
-  std::unique_ptr<Channel> ring_, engines_;
+  T *buffer_ = nullptr, *received_ = nullptr, *y_ = nullptr, *x_ = nullptr, *w_ = nullptr;
+  float* shard_ = nullptr;
+  std::unique_ptr<Channel> ring_, gathers_, exchanges_;
   int64_t made_ = 0;  // numbers, by fill
   double matmul_ms_ = 0;
 };

@@ -12,7 +12,11 @@
 #include "lib/device/error.h"
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/data.h"
+#include "lib/program/hellaswag.h"
+#include "lib/program/model_folder.h"
 #include "lib/program/options.h"
+#include "lib/program/safetensors.h"
+#include "lib/program/sampling.h"
 #include "lib/program/summary.h"
 #include "lib/program/telemetry.h"
 
@@ -61,6 +65,22 @@ void tokens(const std::string& bytes) {
   }
 }
 
+void questions(const std::string& bytes) {
+  const File file(bytes);
+  if (has_questions(file.path)) read_questions(file.path, 256, 4);
+}
+
+// As text, and as ids; and as what a model might write.
+void prompt(const std::string& bytes) {
+  struct : Corpus {
+    void read(int64_t, int64_t, int32_t*) const override {}
+  } text, ids;
+  text.tokenizer = "bytes", ids.vocab = 300;
+  const std::vector<int32_t> tokens = parse_prompt(bytes, text, 256);
+  (void)nlohmann::json(sample_text(tokens, /*text=*/true)).dump();  // throws where it is no UTF-8
+  parse_prompt(bytes, ids, 300);
+}
+
 // The text as it is, and sealed anew, so that what lies behind the checksum is reached too.
 void manifest(const std::string& bytes) {
   const auto read = [](const std::string& text) {
@@ -82,11 +102,21 @@ void log_file(const std::string& bytes) {
   summary_markdown(summarize({file.path}, ""));
 }
 
-const std::map<std::string, void (*)(const std::string&)> targets = {{"command-line", command_line},
-                                                                     {"config", config_file},
-                                                                     {"tokens", tokens},
-                                                                     {"manifest", manifest},
-                                                                     {"log", log_file}};
+// The header of a file that is as long as it says the most.
+void safetensors(const std::string& bytes) {
+  constexpr int64_t data = 96;
+  parse_safetensors(bytes, "FILE", 8 + int64_t(bytes.size()) + data);
+}
+
+void model_config(const std::string& bytes) {
+  std::string model_type;
+  parse_model_config(bytes, "config.json", &model_type);
+}
+
+const std::map<std::string, void (*)(const std::string&)> targets = {
+    {"command-line", command_line}, {"config", config_file},      {"tokens", tokens},
+    {"questions", questions},       {"prompt", prompt},           {"manifest", manifest},
+    {"model-config", model_config}, {"safetensors", safetensors}, {"log", log_file}};
 
 }  // namespace
 

@@ -1,0 +1,80 @@
+#include "attention/selected_masked.cuh"
+
+#include "attention/dq_order.h"
+
+#if FSDP_CUDA
+#include "attention/prepare.cuh"
+#include "attention/sm90.cuh"
+#include "attention/sm90_backward.cuh"
+#endif
+
+namespace attention::selected {
+
+static AttentionShape masked_shape(const NsaShape& a) {
+  return {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale};
+}
+static int64_t word_bytes(const NsaShape& a) {
+  const int64_t n = (a.T + 127) / 128 * 2;
+  return a.B * a.HKV * n * n * 8;
+}
+
+int64_t masked_forward_bytes(const NsaShape& a) { return word_bytes(a); }
+// Words, which are a multiple of 16 bytes; lse2 and delta; sums of dQ, and their counts.
+int64_t masked_backward_bytes(const NsaShape& a) {
+  const Problem p(masked_shape(a));
+  const DqOrder order(p, 1);
+  return word_bytes(a) + (2 * a.B * a.H * p.Tp + order.sums(a.D) + order.counts() + 1) * 4;
+}
+
+#if FSDP_CUDA
+
+// words from indices (B,HKV,T,n). A block has 64 queries of a pair; blockIdx.x: (B, HKV, Tp/64).
+__global__ void __launch_bounds__(64)
+    word_kernel(uint64_t* words, const int32_t* indices, int T, int selected, int tiles) {
+  __shared__ unsigned long long bits[masked_tokens / 64];
+  const int tile = blockIdx.x % tiles, pair = blockIdx.x / tiles, t = tile * 64 + int(threadIdx.x);
+  for (int j = threadIdx.x; j < tiles; j += 64) bits[j] = 0;
+  __syncthreads();
+  if (t < T)
+    for (int r = 0; r < selected; ++r) {
+      const int j = indices[(int64_t(pair) * T + t) * selected + r];
+      if (j >= 0 && j < tiles) atomicOr(&bits[j], 1ull << threadIdx.x);
+    }
+  __syncthreads();
+  for (int j = threadIdx.x; j < tiles; j += 64) words[int64_t(blockIdx.x) * tiles + j] = bits[j];
+}
+
+static Chosen choose(cudaStream_t stream, uint64_t* words, const int32_t* indices, const NsaShape& a,
+                     const Problem& p) {
+  const Chosen mask(p, words);
+  word_kernel<<<unsigned(a.B * a.HKV * mask.n), 64, 0, stream>>>(words, indices, p.T, int(a.selected), mask.n);
+  CUDA_CHECK_LAUNCH();
+  return mask;
+}
+
+void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                    const int32_t* indices, char* scratch, const NsaShape& a) {
+  const Problem p(masked_shape(a));
+  const Chosen mask = choose(stream, reinterpret_cast<uint64_t*>(scratch), indices, a, p);
+  const auto run = a.D == 128 ? sm90::forward<128, Chosen> : sm90::forward<64, Chosen>;
+  run(stream, o, lse, q, k, v, p, mask);
+}
+
+void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
+                     const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
+                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate) {
+  const Problem p(masked_shape(a));
+  const DqOrder order(p, 1);
+  const Chosen mask = choose(stream, reinterpret_cast<uint64_t*>(scratch), indices, a, p);
+  float* lse2 = reinterpret_cast<float*>(scratch + word_bytes(a));
+  float *delta = lse2 + a.B * a.H * p.Tp, *sums = delta + a.B * a.H * p.Tp;
+  auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
+  prepare(stream, lse2, delta, d_o, o, lse, p, gate, dq, 0, counts, order.counts() + 1);
+  const sm90::Addends more = {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}};
+  const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
+  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, nullptr, sums, counts, more);
+}
+
+#endif
+
+}  // namespace attention::selected

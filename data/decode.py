@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Token ids, or a token file -> text.
+
+  ./train ... --sample 200 | data/decode.py --tokenizer tokenizer.json    its samples as text, the other lines as they are
+  echo 464 3290 | data/decode.py --tiktoken gpt2                          ids with blanks or commas between them
+  data/decode.py data/web.bin --tokenizer tokenizer.json                  a token file; --tokens N: its beginning
+
+Without --tokenizer or --tiktoken a token is a byte. A token file names the tokenizer that made it, and another one is
+refused. A document ends with a line end.
+"""
+
+import argparse
+import array
+import os
+import re
+import sys
+
+from prepare import ARRAY, HEADER, MAGIC, NONE, Wrong, add_tokenizers, tokenizer_of
+
+SAMPLE = re.compile(r"(sample after step \d+: )?(\d+(?:[ ,]+\d+)*)\s*$")
+BLOCK = 1 << 20  # tokens at once
+
+
+def decode_lines(lines, tokenizer, out):
+    for number, line in enumerate(lines, 1):
+        match = SAMPLE.match(line)
+        if not match:
+            out.write(line.encode(errors="surrogateescape"))
+        else:
+            tokens = [int(t) for t in re.split("[ ,]+", match[2])]
+            require(tokens, tokenizer, f"line {number}")
+            out.write((match[1] or "").encode() + text_of(tokens, tokenizer, tokenizer.end) + b"\n")
+        out.flush()
+
+
+def require(tokens, tokenizer, where):
+    bad = [t for t in tokens if t >= tokenizer.vocab]
+    if bad:
+        raise Wrong(f"{where}: {bad[0]} is not a token of {tokenizer.name}, which has {tokenizer.vocab}")
+
+
+def text_of(tokens, tokenizer, end):
+    """Document by document: the token that ends one is no text."""
+    parts, document = [], []
+    for t in tokens:
+        if t == end:
+            parts += [tokenizer.decode(document), b"\n"]
+            document = []
+        else:
+            document.append(t)
+    return b"".join(parts + [tokenizer.decode(document)])
+
+
+def decode_file(f, path, tokenizer, most, out):
+    """Document by document, because a character, or a blank, may take several tokens."""
+    header = f.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise Wrong(f"{path}: truncated: it ends inside its header")
+    _, width, vocab, count, _, end, _, name = HEADER.unpack(header)
+    name = name.rstrip(b"\0").decode()
+    if name != tokenizer.name:
+        raise Wrong(f"{path}: made with {name}, not with {tokenizer.name}; name it by --tokenizer or --tiktoken")
+    if width not in ARRAY or os.fstat(f.fileno()).st_size != HEADER.size + width * count:
+        raise Wrong(f"{path}: its header and its length do not fit together")
+    document = []
+    for at in range(0, min(count, most), BLOCK):
+        tokens = array.array(ARRAY[width])
+        tokens.frombytes(f.read(width * min(BLOCK, min(count, most) - at)))
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        require(tokens, tokenizer, path)
+        for t in tokens:
+            if t == end and end != NONE:
+                out.write(tokenizer.decode(document) + b"\n")
+                document = []
+            else:
+                document.append(t)
+    out.write(tokenizer.decode(document))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", help="a token file or text with ids (default: what comes in)")
+    add_tokenizers(parser)
+    parser.add_argument("--tokens", type=int, default=1 << 62, metavar="N", help="of a token file (default: all)")
+    args = parser.parse_args()
+    out = sys.stdout.buffer
+    try:
+        tokenizer = tokenizer_of(args)
+        if not args.file:
+            sys.stdin.reconfigure(errors="surrogateescape")
+            return decode_lines(sys.stdin, tokenizer, out)
+        with open(args.file, "rb") as f:
+            is_tokens = f.read(len(MAGIC)) == MAGIC
+            f.seek(0)
+            if is_tokens:
+                decode_file(f, args.file, tokenizer, args.tokens, out)
+                return out.flush()
+        with open(args.file, errors="surrogateescape") as f:
+            decode_lines(f, tokenizer, out)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (Wrong, OSError) as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+// What a run finds out beside its steps: a line for people, an object for the log.
+#pragma once
+
+#include <string>
+
+#include "nlohmann/json.hpp"
+
+struct Finding {
+  std::string line = {};
+  nlohmann::json record = {};
+};

@@ -1,0 +1,248 @@
+// Reductions alone, without a model: what a rank finds in its shard of a gradient is, bit for bit, what a plain loop
+// over the ranks makes of what they had. AdamW's first moment is that gradient where beta1 is 0.
+#include <cmath>
+#include <cstring>
+
+#include "fsdp.h"
+#include "test/catch.h"
+
+namespace {
+
+// Element i of a unit's gradient on a rank, in a micro-batch: of many sizes, so that rounding and order show.
+float value(int micro_batch, int u, int rank, int64_t i) {
+  uint64_t x =
+      uint64_t(i) * 0x9E3779B97F4A7C15ull + uint64_t(micro_batch * 1009 + u * 101 + rank + 1) * 0xD1B54A32D192ED03ull;
+  x ^= x >> 29, x *= 0xBF58476D1CE4E5B9ull, x ^= x >> 32;
+  return std::ldexp(float(int64_t(x >> 44) - (1 << 19)), int(x & 7) - 20);
+}
+
+// Three units that are sharded, of which one is mostly padding, and one that every rank has.
+std::vector<Unit> units(int shards) {
+  std::vector<Unit> all;
+  for (int64_t numel : {8 * 1003, 8, 8 * 130, 8 * 70}) {
+    Unit u;
+    u.name = "unit " + std::to_string(all.size());
+    Param p = {};
+    p.name = u.name, p.shape = {numel}, p.numel = numel, p.id = uint32_t(all.size());
+    u.params = {p};
+    u.replicated = all.size() == 3;
+    all.push_back(u);
+  }
+  lay_out(&all, shards);
+  return all;
+}
+
+struct Reduced {
+  std::vector<std::vector<float>> shards;  // this rank's, by unit
+  std::vector<Issued> trace;
+  MemoryReport memory;
+};
+
+struct Setup {
+  Backend backend = Backend::cpu;
+  FsdpOptions fsdp;
+  int micro_batches = 1;
+  double delay_ms = 0;
+};
+
+template <class T, class G>
+Reduced reduce(const Setup& s) {
+  const World& world = test_world();
+  const bool gpu = s.backend == Backend::gpu;
+  const Transport transport = world.size == 1 ? Transport::none : gpu ? Transport::nccl : Transport::mpi;
+  const std::vector<Unit> all = units(s.fsdp.shards(world.size));
+  Device dev(s.backend, gpu ? world.local_rank % gpus() : 0, gpu ? 1 : world.local_size,
+             comm_streams(s.backend, transport));
+  HostBuffer<ops::AdamW> adamw(dev, 1);
+  adamw[0] = ops::AdamW(0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1);
+  std::vector<HostBuffer<G>> gradients;
+  for (int m = 0; m < s.micro_batches; ++m)
+    for (size_t u = 0; u < all.size(); ++u) {
+      gradients.emplace_back(dev, all[u].numel);
+      for (int64_t i = 0; i < all[u].numel; ++i) gradients.back()[i] = G(value(m, int(u), world.rank, i));
+    }
+  auto step = [&](Fsdp<T, G>& fsdp) {
+    dev.mem.begin("step");
+    fsdp.begin_step(adamw.get(), 0);
+    for (int m = 0; m < s.micro_batches; ++m) {
+      fsdp.begin_micro_batch(m + 1 == s.micro_batches);
+      for (size_t u = all.size(); u-- > 0;) {
+        G* to = fsdp.gradient(int(u));
+        dev.compute().copy(to, gradients[size_t(m) * all.size() + u].get(), all[u].numel * int64_t(sizeof(G)));
+        fsdp.reduce(int(u));
+      }
+    }
+    fsdp.end_step();
+    dev.mem.end();
+  };
+  {
+    Fsdp<T, G> planned(dev, world, transport, all, s.fsdp, Links::planned);
+    step(planned);
+  }
+  if (transport == Transport::nccl && s.fsdp.uses_copy_engines()) use_nccl_memory(dev);
+  dev.mem.commit();
+  dev.mem.rewind();
+  dev.mode = Mode::run;
+  Fsdp<T, G> fsdp(dev, world, transport, all, s.fsdp, Links::open);
+  fsdp.init_weights();
+  fsdp.set_delays(0, s.delay_ms, 0);
+  dev.compute().synchronize();
+  dev.mem.poison();
+  Reduced out;
+  fsdp.begin_trace();
+  step(fsdp);
+  out.trace = fsdp.trace();
+  out.memory = dev.mem.report();
+  for (size_t u = 0; u < all.size(); ++u) {
+    const int64_t n = all[u].with_gradient.shard;
+    HostBuffer<float> host(dev, n);
+    dev.compute().copy(host.get(), fsdp.first_moment(int(u)), n * 4);
+    dev.compute().synchronize();
+    out.shards.emplace_back(host.get(), host.get() + n);
+  }
+  return out;
+}
+
+// The same in loops, for ranks that send E: groups sum in fp32 and in rank order; their sums, where there are several,
+// are rounded to E and summed in the groups' order.
+template <class E>
+std::vector<std::vector<float>> expected(const Setup& s) {
+  const World& world = test_world();
+  const int ranks = s.fsdp.shards(world.size), groups = world.size / ranks;
+  const std::vector<Unit> all = units(ranks);
+  std::vector<std::vector<float>> shards;
+  for (size_t u = 0; u < all.size(); ++u) {
+    const Unit& unit = all[u];
+    const int64_t n = unit.with_gradient.shard, from = unit.replicated ? 0 : world.rank % ranks * n;
+    std::vector<float> shard(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) {
+      for (int m = 0; m < s.micro_batches; ++m) {
+        auto sent = [&](int rank) {
+          return from + i < unit.numel ? acc_t<E>(E(value(m, int(u), rank, from + i))) : acc_t<E>(0);
+        };
+        acc_t<E> total = 0;
+        for (int g = 0; g < groups; ++g) {
+          acc_t<E> sum = 0;
+          for (int r = 0; r < ranks; ++r) sum += sent(g * ranks + r);
+          if (groups > 1 || unit.replicated) sum = acc_t<E>(E(sum));
+          total += sum;
+        }
+        if (groups > 1) total = acc_t<E>(E(total));
+        shard[size_t(i)] += float(total);
+      }
+    }
+    shards.push_back(shard);
+  }
+  return shards;
+}
+
+bool same(const std::vector<std::vector<float>>& a, const std::vector<std::vector<float>>& b) {
+  bool same = a.size() == b.size();
+  for (size_t i = 0; same && i < a.size(); ++i)
+    same = a[i].size() == b[i].size() && std::memcmp(a[i].data(), b[i].data(), a[i].size() * 4) == 0;
+  return same;
+}
+
+template <class T, class G, class E>
+void check(Setup s) {
+  const World& world = test_world();
+  s.fsdp.reduce_dtype = dtype_of<E>;
+  for (int shard_ranks : {0, 2}) {
+    if (shard_ranks == 2 && world.size != 4) continue;
+    if (shard_ranks == 2 && s.backend == Backend::gpu)
+      continue;  // NCCL's all_reduce between replicas has its own order
+    s.fsdp.shard_ranks = shard_ranks;
+    for (int slots : {1, 2}) {
+      s.fsdp.gradient_slots = slots, s.micro_batches = 2 * slots - 1;
+      INFO(name_of(dtype_of<G>) << " sent in " << name_of(dtype_of<E>) << ", groups of " << shard_ranks << ", " << slots
+                                << " slots");
+      std::vector<std::vector<float>> want = expected<E>(s), got = reduce<T, G>(s).shards;
+      // A replicated unit goes through NCCL's all_reduce.
+      if (s.backend == Backend::gpu && world.size > 1) want.pop_back(), got.pop_back();
+      CHECK(same(got, want));
+      Setup late = s;
+      late.delay_ms = world.rank % 2 ? 1 : 4;
+      got = reduce<T, G>(late).shards;
+      got.resize(want.size());
+      CHECK(same(got, want));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("owners sum their parts in fp32 and in rank order, whoever is late", "[reduce]") {
+  Setup s;
+  s.fsdp.reduce_by_copy_engine = true;
+  check<float, float, float>(s);
+  check<bf16, bf16, bf16>(s);
+  check<bf16, float, bf16>(s);
+  check<bf16, float, float>(s);
+  check<double, double, double>(s);
+  s.fsdp.reduce_last = true;
+  s.micro_batches = 1;
+  s.fsdp.reduce_dtype = Dtype::bf16;
+  CHECK(same(reduce<bf16, float>(s).shards, expected<bf16>(s)));
+}
+
+TEST_CASE("a bf16 gradient is rounded on the wire, and its sum is not", "[reduce]") {
+  const World& world = test_world();
+  Setup s;
+  s.fsdp.reduce_dtype = Dtype::bf16, s.fsdp.reduce_by_copy_engine = true;
+  const Reduced exact = reduce<bf16, bf16>(s);
+  s.fsdp.reduce_by_copy_engine = false;
+  const Reduced rounded = reduce<bf16, bf16>(s);
+  int64_t different = 0, wrong = 0;
+  for (size_t u = 0; u < exact.shards.size(); ++u)
+    for (size_t i = 0; i < exact.shards[u].size(); ++i) {
+      different += exact.shards[u][i] != rounded.shards[u][i];
+      wrong += float(bf16(exact.shards[u][i])) != rounded.shards[u][i];
+    }
+  CHECK(wrong == 0);
+  CHECK((different > 0) == (world.size > 1));
+}
+
+TEST_CASE("what owners sum lies in one planned buffer, and goes by all_to_all", "[reduce]") {
+  const World& world = test_world();
+  Setup s;
+  s.fsdp.reduce_dtype = Dtype::bf16;
+  s.micro_batches = 2;  // gradient shards are fp32 either way
+  for (int slots : {1, 2}) {
+    s.fsdp.gradient_slots = slots, s.fsdp.reduce_by_copy_engine = false;
+    const Reduced without = reduce<bf16, bf16>(s);
+    s.fsdp.reduce_by_copy_engine = true;
+    const Reduced with = reduce<bf16, bf16>(s);
+    const std::vector<Unit> all = units(world.size);
+    const int64_t largest = world.size > 1 ? 2 * all[0].with_gradient.padded : 0;
+    const int64_t slots_grew =
+        with.memory.peak[int(Purpose::gradient_slots)] - without.memory.peak[int(Purpose::gradient_slots)];
+    CHECK(slots_grew >= largest);
+    CHECK(slots_grew < largest + 4096);
+    // MPI's staging is for what is replicated alone.
+    CHECK(with.memory.live_peak <= without.memory.live_peak + 4096);
+    for (const Issued& i : with.trace) {
+      if (i.unit < 0 || !i.moves()) continue;
+      const Unit& u = all[size_t(i.unit)];
+      CHECK(i.kind == (u.replicated     ? Issued::all_reduce
+                       : world.size > 1 ? Issued::all_to_all
+                                        : Issued::reduce_scatter));
+      CHECK(i.bytes == 2 * u.with_gradient.padded);
+      if (world.size > 1)
+        CHECK(i.sent() ==
+              Approx(2.0 * double(u.with_gradient.padded) * (world.size - 1) / world.size * (u.replicated ? 2 : 1)));
+    }
+  }
+}
+
+TEST_CASE("GPU: copy engines carry, and owners sum in fp32 and in rank order", "[reduce][gpu][hosts]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  Setup s;
+  s.backend = Backend::gpu;
+  s.fsdp.reduce_by_copy_engine = true;
+  check<float, float, float>(s);
+  check<bf16, bf16, bf16>(s);
+  check<bf16, float, bf16>(s);
+  s.fsdp.gather_by_copy_engine = true;
+  check<bf16, bf16, bf16>(s);
+}
