@@ -296,7 +296,7 @@ verdict "events on a full disk" "$([ "$status" = 0 ] && [ "$(tr -d '\r' <"$dir/o
 
 # ----------------------------------------------------------------------------------------------------- completion
 # tab EXPECTED WORD...: what bash offers for the last word, in its order, with | between.
-touch "$dir/tokens 1.bin" && mkdir "$dir/tokens 2"
+touch "$dir/my words.bin" && mkdir "$dir/my words"
 ./train --completion bash >"$dir/completion"
 tab() {
   local expected=$1 got
@@ -316,9 +316,9 @@ tab "fp32" ./train --tf32 --param-dtype f
 tab "hybrid:" ./train --shard h
 tab "0|1" ./train --graph ""
 tab "" ./train --dim ""
-tab "tokens 1.bin|tokens 2" ./train --data tok
+tab "my words.bin" ./train --data "my words."
 tab "latest" ./train --resume l
-tab "tokens 2" ./train --save tok
+tab "my words" ./train --save my
 tab "sharding" ./train --help sh
 tab "llama" mpirun -np 2 ./train --arch l
 tab "" mpirun --arch l
