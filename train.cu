@@ -356,13 +356,13 @@ std::string train(const Job& job) {
     if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty()) return;
     wrong = t.unsaved;
-    conclude(t);
-    if (r.o.export_to.empty()) return;
     flight::set_phase("exporting the model");
     try {
-      const std::string made = export_model(r, dev, job.world, own_parts);
-      if (t.speaks()) note(made);
+      const std::string made = r.o.export_to.empty() ? "" : export_model(r, dev, job.world, own_parts);
+      if (t.speaks() && !made.empty()) note(made);
     } catch (const Error& e) { wrong = e.what(); }
+    flight::set_phase("");
+    conclude(t);
   });
   return wrong;
 }

@@ -954,10 +954,12 @@ judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume 
 # Killed at any moment: whatever is there then can be resumed from.
 wrong=""
 resume=()
-for delay in 0.5 0.8 1.1; do
+for delay in 0.1 0.4 0.8; do
+  rm -f "$dir/out"
   # shellcheck disable=SC2086
   mpirun $MPIRUN_FLAGS -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 \
     --save "$dir/killed" --save-every 1 "${resume[@]}" >"$dir/out" 2>&1 </dev/null &
+  for ((i = 0; i < 200; i++)); do grep -qs "^step" "$dir/out" && break || sleep 0.1; done
   sleep $delay
   pkill -9 -f -- "--save $dir/killed" 2>/dev/null
   wait $! 2>/dev/null
