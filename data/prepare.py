@@ -69,10 +69,13 @@ class Ids:
 
 class Tokenizer(Ids):
     def __init__(self, path, end_token=None):
-        tokenizers = library("tokenizers")
         try:
             with open(path, "rb") as f:
                 digest = hashlib.sha256(f.read()).hexdigest()
+        except OSError as e:
+            raise Wrong(f"--tokenizer {path}: {e}") from e
+        tokenizers = library("tokenizers")
+        try:
             self.model = tokenizers.Tokenizer.from_file(path)
         except Exception as e:  # the library raises nothing narrower
             raise Wrong(f"--tokenizer {path}: {e}") from e
