@@ -2,6 +2,7 @@
 // kernel against the double twin, with the bf16 twin's own error as the measure. GPU cases have the tag [gpu]; those
 // with [small] too are for compute-sanitizer.
 #include "test/arrays.h"
+#include "test/errors.h"
 
 #include <algorithm>
 #include <array>
@@ -273,14 +274,6 @@ std::vector<AttentionShape> rules(F make) {
   return list;
 }
 
-// What f() throws as Error, or "".
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const Error& e) { return e.what(); }
-  return "";
-}
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace

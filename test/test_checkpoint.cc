@@ -2,6 +2,7 @@
 // is broken off at any point leaves the one before. Files as W ranks would write them are made by one process, through
 // the functions that Saver's thread consists of, so every W meets every W' at each world size.
 #include "test/arrays.h"
+#include "test/errors.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -222,14 +223,6 @@ std::string refusal(const std::string& dir, FakeRank* rank) {
   } catch (const UsageError& e) { text = e.what(); }
   require_same(text, "the refusal");
   return text;
-}
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const Error& e) { return e.what(); }
-  return "";
 }
 
 // Set by one thread, waited for by another.

@@ -16,6 +16,7 @@
 #include "lib/program/init.h"
 #include "lib/program/run.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 using nlohmann::json;
 
@@ -29,13 +30,6 @@ std::string read_all(const std::string& path) {
   std::ostringstream text;
   text << std::ifstream(path, std::ios::binary).rdbuf();
   return text.str();
-}
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const Error& e) { return e.what(); }
-  return "";
 }
 
 // A directory that all ranks see, as long as rank 0's lives.

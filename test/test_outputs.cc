@@ -10,6 +10,7 @@
 #include "lib/program/outputs.h"
 #include "lib/program/telemetry.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
@@ -29,13 +30,6 @@ struct Directory {
   }
 };
 
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const Error& e) { return e.what(); }
-  return "";
-}
 std::string refusal(const Options& o) {
   return error_of([&] { check_outputs(o); });
 }

@@ -13,6 +13,7 @@
 #include "lib/program/run.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
@@ -40,13 +41,6 @@ Options parsed(const std::string& line) {
 Run on_cpu(const std::string& line, int ranks = 1) { return resolve(parsed("--device cpu " + line), ranks, 0); }
 Run on_gpus(const std::string& line, int ranks = 1) { return resolve(parsed("--device gpu " + line), ranks, 1); }
 
-template <class F>
-std::string refusal(F f) {
-  try {
-    f();
-  } catch (const UsageError& e) { return e.what(); }
-  return "";
-}
 void says(const std::string& text, const std::vector<std::string>& words) {
   INFO(text);
   for (const std::string& word : words) {
@@ -91,7 +85,7 @@ TEST_CASE("batches follow from what is given of them", "[program]") {
     CHECK(r.tokens_per_step() == c.global * r.model.seq);
   }
   // Three ranks have 4, 3 and 3 of ten rows.
-  says(refusal([] { on_cpu("--preset class --global-batch 10 --batch 3", 3); }),
+  says(error_of<UsageError>([] { on_cpu("--preset class --global-batch 10 --batch 3", 3); }),
        {"--global-batch 10", "3 ranks", "--batch 3", "9 sequences", "use --grad-accum 2"});
   CHECK(on_cpu("--preset class --global-batch 10 --batch 4", 3).global_batch == 10);
 }
@@ -197,10 +191,11 @@ TEST_CASE("a way to shard is the knobs that it stands for", "[program]") {
     CHECK(r.model.forward_prefetch == c.prefetch);
   }
   for (const char* bad : {"some", "hybrid", "hybrid:", "hybrid:x", "hybrid:0", "hybrid:-2", "hybrid:9999999"})
-    says(refusal([&] { on_cpu(std::string("--shard ") + bad, 4); }), {std::string("--shard ") + bad, "hybrid:"});
-  says(refusal([] { on_cpu("--shard hybrid:3", 4); }), {"--shard hybrid:3", "4 ranks"});
+    says(error_of<UsageError>([&] { on_cpu(std::string("--shard ") + bad, 4); }),
+         {std::string("--shard ") + bad, "hybrid:"});
+  says(error_of<UsageError>([] { on_cpu("--shard hybrid:3", 4); }), {"--shard hybrid:3", "4 ranks"});
   for (const char* bad : {"0", "65", "x", "-1", "111"})
-    says(refusal([&] { on_cpu(std::string("--limit-all-gathers ") + bad, 4); }),
+    says(error_of<UsageError>([&] { on_cpu(std::string("--limit-all-gathers ") + bad, 4); }),
          {"--limit-all-gathers", "1 to 64", "off"});
   const Run r = on_cpu(
       "--autocast bf16 --moments bf16 --accum-sync last --clip-norm inf --meta-init 0 --bucket-mb 1 --wrap auto "
@@ -233,7 +228,7 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(on_gpus("--reduce-dtype fp32").dtype == Dtype::bf16);
   CHECK(on_gpus("--autocast bf16").dtype == Dtype::bf16);
   CHECK(on_gpus("--autocast bf16").reduce_dtype == Dtype::f32);
-  says(refusal([] { resolve(parsed("--device gpu"), 1, 0); }), {"--device gpu", "--device cpu"});
+  says(error_of<UsageError>([] { resolve(parsed("--device gpu"), 1, 0); }), {"--device gpu", "--device cpu"});
   CHECK(resolve(parsed("--device gpu --plan"), 1, 0).backend == Backend::gpu);
   CHECK(resolve(parsed("--plan"), 1, 0).backend == Backend::gpu);
   CHECK(resolve(parsed("--show-params"), 1, 0).backend == Backend::cpu);
@@ -251,7 +246,7 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(on_cpu("--norm-eps 1e-6").model.norm_eps == 1e-6);
   for (const char* bad : {"linear:2", "llama3", "llama3:8:1:4", "llama3:8:1:4:8192:", "llama3:1:1:4:8192",
                           "llama3:nan:1:4:8192", "llama3:8:4:4:8192", "llama3:8:1:4:0"})
-    says(refusal([&] { on_cpu(std::string("--rope-scaling ") + bad); }), {bad, "llama3:8:1:4:8192"});
+    says(error_of<UsageError>([&] { on_cpu(std::string("--rope-scaling ") + bad); }), {bad, "llama3:8:1:4:8192"});
   CHECK(on_cpu("--preset tiny --dim 256 --hidden 64").model.hidden == 64);
   CHECK(on_cpu("--preset tiny").model.sparse);
   CHECK(!on_cpu("--preset tiny --attn dense").model.sparse);
@@ -280,17 +275,18 @@ TEST_CASE("each name is its own choice, and a name that is none is refused", "[p
   for (const auto& e : backward_prefetch_names)
     CHECK(on_cpu(std::string("--backward-prefetch ") + e.name).model.backward_prefetch == e.value);
   for (const char* name : preset_names()) CHECK(preset_named(name).name == std::string(name));
-  says(refusal([] { preset_named("huge"); }), {"unknown preset 'huge'", "choose", "tiny, simple", "llama-47b"});
+  says(error_of<UsageError>([] { preset_named("huge"); }),
+       {"unknown preset 'huge'", "choose", "tiny, simple", "llama-47b"});
 }
 
 TEST_CASE("sizes that do not fit together are refused by name", "[program]") {
   auto cpu = [](const std::string& options, const std::vector<std::string>& words) {
     INFO(options);
-    says(refusal([&] { on_cpu(options); }), words);
+    says(error_of<UsageError>([&] { on_cpu(options); }), words);
   };
   auto gpu = [](const std::string& options, const std::vector<std::string>& words) {
     INFO(options);
-    says(refusal([&] { on_gpus(options); }), words);
+    says(error_of<UsageError>([&] { on_gpus(options); }), words);
   };
   cpu("--dim 100 --heads 3 --kv-heads 1", {"--dim 100", "--heads 3"});
   cpu("--heads 4 --kv-heads 3", {"--heads 4", "--kv-heads 3"});
@@ -329,7 +325,7 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   CHECK(!engines("--gather nccl", 4, Transport::nccl, here, pay));
   CHECK(engines("--gather copy-engine", 4, Transport::nccl, here, !pay));
   auto refused = [](const Run& r, Transport transport, bool one_host) {
-    return refusal([&] { check_collectives(r, transport, one_host); });
+    return error_of<UsageError>([&] { check_collectives(r, transport, one_host); });
   };
   says(refused(on_gpus("--gather copy-engine", 4), Transport::nccl, !here), {"--gather copy-engine", "hosts"});
   says(refused(on_gpus("--gather nccl", 4), Transport::mpi, here), {"--gather nccl", "GPU per rank"});
@@ -458,7 +454,7 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   compare(state, &r);
   says(r.notices.back(), {"--steps 30 (was 20)", "--seq 128 (was 64)"});
 
-  auto refused = [&](const std::string& line) { return refusal([&] { notices(line); }); };
+  auto refused = [&](const std::string& line) { return error_of<UsageError>([&] { notices(line); }); };
   says(refused("--preset tiny --seq 64 --global-batch 4 --seed 4"), {"--seed 4", "made with 3"});
   says(refused(was + "--heads 4"), {"--heads 4", "made with 2"});
   says(refused(was + "--kv-heads 2"), {"--kv-heads 2", "made with 1"});

@@ -9,19 +9,13 @@
 #include "lib/program/model_folder.h"
 #include "lib/program/safetensors.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 using nlohmann::json;
 
 namespace {
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-template <class F>
-std::string refusal(F f) {
-  try {
-    f();
-  } catch (const UsageError& e) { return e.what(); }
-  return "";
-}
 
 json two_tensors() {
   return {{"__metadata__", {{"format", "pt"}}},
@@ -30,7 +24,8 @@ json two_tensors() {
 }
 std::string refusal_of(const json& header, int64_t data = 68) {
   const std::string text = header.dump();
-  const std::string error = refusal([&] { parse_safetensors(text, "F", 8 + int64_t(text.size()) + data); });
+  const std::string error =
+      error_of<UsageError>([&] { parse_safetensors(text, "F", 8 + int64_t(text.size()) + data); });
   CHECK((error.empty() || error.rfind("F: ", 0) == 0));
   return error;
 }
@@ -86,7 +81,7 @@ TEST_CASE("a safetensors header that lies is refused", "[safetensors]") {
   CHECK(has(refusal_of(two_tensors(), 67), "\"b.data_offsets[1]\" is 68"));
   CHECK(has(refusal_of(json::array()), "a list, not an object"));
   CHECK(has(refusal_of({{"a", 3}}), "\"a\" is 3, not an object"));
-  CHECK(has(refusal([] { parse_safetensors("{\"a\": ", "F", 100); }), "F: not JSON as of byte"));
+  CHECK(has(error_of<UsageError>([] { parse_safetensors("{\"a\": ", "F", 100); }), "F: not JSON as of byte"));
 }
 
 TEST_CASE("elements of narrow types are widened exactly", "[safetensors]") {
@@ -154,7 +149,7 @@ TEST_CASE("a Llama's config.json is read, of any version", "[safetensors]") {
 }
 
 TEST_CASE("a config.json of a model that is not here is refused by name", "[safetensors]") {
-  auto refused = [](const json& config) { return refusal([&] { settings_in(config); }); };
+  auto refused = [](const json& config) { return error_of<UsageError>([&] { settings_in(config); }); };
   CHECK(refused(llama()).empty());
   for (const char* key :
        {"model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}) {
@@ -207,14 +202,17 @@ TEST_CASE("our own config.json is refused without a field", "[safetensors]") {
   for (const auto& [key, value] : own.items()) {
     json j = own;
     j.erase(key);
-    CHECK(has(refusal([&] { settings_in(j); }), "C: there is no \"" + key + "\""));
-    CHECK(has(refusal([&] { settings_in(changed(own, key.c_str(), json::array())); }), "C: \"" + key + "\" is a list"));
+    CHECK(has(error_of<UsageError>([&] { settings_in(j); }), "C: there is no \"" + key + "\""));
+    CHECK(has(error_of<UsageError>([&] { settings_in(changed(own, key.c_str(), json::array())); }),
+              "C: \"" + key + "\" is a list"));
   }
   json dense = changed(own, "attn", "dense");
   for (const char* key : {"nsa_block", "nsa_phi"}) dense.erase(key);
-  CHECK(refusal([&] { settings_in(dense); }).empty());
-  CHECK(has(refusal([&] { settings_in(changed(own, "arch", "mamba")); }), "\"arch\" is \"mamba\", not simple, rope"));
-  CHECK(has(refusal([&] { settings_in(changed(own, "dim", 0)); }), "\"dim\" is 0, not a whole number from 1"));
+  CHECK(error_of<UsageError>([&] { settings_in(dense); }).empty());
+  CHECK(has(error_of<UsageError>([&] { settings_in(changed(own, "arch", "mamba")); }),
+            "\"arch\" is \"mamba\", not simple, rope"));
+  CHECK(has(error_of<UsageError>([&] { settings_in(changed(own, "dim", 0)); }),
+            "\"dim\" is 0, not a whole number from 1"));
 }
 
 TEST_CASE("tensors have Llama's names", "[safetensors]") {

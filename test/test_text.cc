@@ -7,20 +7,13 @@
 #include "lib/program/hellaswag.h"
 #include "lib/program/sampling.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
 struct Known : Corpus {  // a corpus of nothing but what is known of it
   void read(int64_t, int64_t, int32_t*) const override {}
 };
-
-template <class F>
-std::string refusal(F f) {
-  try {
-    f();
-  } catch (const UsageError& e) { return e.what(); }
-  return "";
-}
 
 bool has(const std::string& text, const std::string& word) { return text.find(word) != std::string::npos; }
 
@@ -78,12 +71,12 @@ TEST_CASE("a prompt is text where tokens are bytes, and token ids elsewhere", "[
   CHECK(parse_prompt("", bytes, 256) == Tokens{10});
   CHECK(parse_prompt("", marked, 50304) == Tokens{50256});
   CHECK(parse_prompt("3, 299 0", ids, 512) == Tokens{3, 299, 0});
-  CHECK(has(refusal([&] { parse_prompt("a\xc3\xa9", bytes, 128); }), "byte 195"));
-  CHECK(has(refusal([&] { parse_prompt("", ids, 512); }), "--prompt"));
-  CHECK(has(refusal([&] { parse_prompt("3 300", ids, 512); }), "'300' is no token id from 0 to 299"));
-  CHECK(has(refusal([&] { parse_prompt("3 -1", ids, 512); }), "'-1'"));
-  CHECK(has(refusal([&] { parse_prompt("Once upon", ids, 512); }), "'Once'"));
-  CHECK(has(refusal([&] { parse_prompt("3 99999999999999999999", ids, 512); }), "'99999999999999999999'"));
+  CHECK(has(error_of<UsageError>([&] { parse_prompt("a\xc3\xa9", bytes, 128); }), "byte 195"));
+  CHECK(has(error_of<UsageError>([&] { parse_prompt("", ids, 512); }), "--prompt"));
+  CHECK(has(error_of<UsageError>([&] { parse_prompt("3 300", ids, 512); }), "'300' is no token id from 0 to 299"));
+  CHECK(has(error_of<UsageError>([&] { parse_prompt("3 -1", ids, 512); }), "'-1'"));
+  CHECK(has(error_of<UsageError>([&] { parse_prompt("Once upon", ids, 512); }), "'Once'"));
+  CHECK(has(error_of<UsageError>([&] { parse_prompt("3 99999999999999999999", ids, 512); }), "'99999999999999999999'"));
   CHECK(used_vocab(bytes, 264) == 256);
   CHECK(used_vocab(marked, 50304) == 50257);
   CHECK(used_vocab(Known(), 512) == 512);
@@ -128,7 +121,7 @@ TEST_CASE("files of questions, and what is wrong with them", "[text]") {
   auto wrong = [&](size_t at, uint16_t value) {
     std::vector<uint16_t> bad = good;
     bad[at] = value;
-    const std::string text = refusal([&] { read(questions(header, bad)); });
+    const std::string text = error_of<UsageError>([&] { read(questions(header, bad)); });
     CHECK(has(text, "/tmp/fsdp-test-text-"));
     CHECK(!has(text, "\n"));
     return text;
@@ -142,16 +135,16 @@ TEST_CASE("files of questions, and what is wrong with them", "[text]") {
   CHECK(has(wrong(5, 60000), "the file ends before the context"));
   CHECK(has(wrong(6, 100), "byte 1036: token 100 is not below the vocabulary, 100"));
   CHECK(has(wrong(8, 0), "an answer is empty"));
-  CHECK(has(refusal([&] { read(questions(header, good), 2); }), "answer of 3 tokens, more than --seq 2"));
-  CHECK(has(refusal([&] { read(questions({20240522, 2, 1}, good)); }), "version"));
-  CHECK(has(refusal([&] { read(questions({20240522, 1, 2}, good)); }), "question 1, byte 1052"));
-  CHECK(has(refusal([&] { read(questions({20240522, 1, 0}, good)); }), "0 questions"));
-  CHECK(has(refusal([&] { read(questions({20240522, 1, -1}, good)); }), "-1 questions"));
+  CHECK(has(error_of<UsageError>([&] { read(questions(header, good), 2); }), "answer of 3 tokens, more than --seq 2"));
+  CHECK(has(error_of<UsageError>([&] { read(questions({20240522, 2, 1}, good)); }), "version"));
+  CHECK(has(error_of<UsageError>([&] { read(questions({20240522, 1, 2}, good)); }), "question 1, byte 1052"));
+  CHECK(has(error_of<UsageError>([&] { read(questions({20240522, 1, 0}, good)); }), "0 questions"));
+  CHECK(has(error_of<UsageError>([&] { read(questions({20240522, 1, -1}, good)); }), "-1 questions"));
   std::vector<uint16_t> longer = good;
   longer.push_back(0);
-  CHECK(has(refusal([&] { read(questions(header, longer)); }), "longer than its header says"));
-  CHECK(has(refusal([&] { read(questions(header, good).substr(0, 900)); }), "inside its header"));
-  CHECK(has(refusal([&] { read(questions(header, good) + "x"); }), "even number"));
+  CHECK(has(error_of<UsageError>([&] { read(questions(header, longer)); }), "longer than its header says"));
+  CHECK(has(error_of<UsageError>([&] { read(questions(header, good).substr(0, 900)); }), "inside its header"));
+  CHECK(has(error_of<UsageError>([&] { read(questions(header, good) + "x"); }), "even number"));
   CHECK(!has_questions("/tmp"));
   CHECK(!has_questions("/nowhere"));
 }

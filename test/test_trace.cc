@@ -22,6 +22,7 @@
 #include "lib/program/profile.h"
 #include "lib/program/trace.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
@@ -78,14 +79,6 @@ Span span(Span::Lane lane, Span::Kind kind, const char* name, double from, doubl
   Span s;
   s.lane = lane, s.kind = kind, s.name = name, s.from = from, s.to = to;
   return s;
-}
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const Error& e) { return e.what(); }
-  return "";
 }
 
 }  // namespace

@@ -24,11 +24,6 @@ namespace {
 
 std::string start_of_export(const std::string& path) { return path + ".tmp-"; }
 
-bool is_file_name(const std::string& path) {
-  const std::string end = ".safetensors";
-  return path.size() >= end.size() && path.compare(path.size() - end.size(), end.size(), end) == 0;
-}
-
 bool is_directory(const std::string& path) {
   struct stat s;
   return ::stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
@@ -37,7 +32,7 @@ bool is_directory(const std::string& path) {
 // A file of a model that a directory holds; empty: none.
 std::string model_file_in(const std::string& dir) {
   for (const std::string& name : files::names_in(dir))
-    if (name == config_name || name == generation_name || name == index_name || is_file_name(name)) return name;
+    if (name == config_name || name == generation_name || name == index_name || is_safetensors_name(name)) return name;
   return "";
 }
 
@@ -204,7 +199,7 @@ std::string index_text(const Layout& all, const std::map<std::string, std::strin
 
 void check_export(const std::string& path) {
   try {
-    if (is_file_name(path)) check_file(path);
+    if (is_safetensors_name(path)) check_file(path);
     else check_folder(files::without_slash(path));
   } catch (const Error& e) { throw Error(strf("--export: %s", e.what())); }
 }
@@ -285,7 +280,7 @@ void export_folder(const std::string& path, const std::map<std::string, std::str
 std::string export_model(const Run& r, Device& dev, const World& world, const std::vector<Part>& parts) {
   const std::string& to = r.o.export_to;
   const Dtype dtype = r.o.export_dtype == "bf16" ? Dtype::bf16 : Dtype::f32;
-  if (is_file_name(to)) {
+  if (is_safetensors_name(to)) {
     export_safetensors(to, dtype, dev, world, parts);
     return "exported the model to " + to;
   }

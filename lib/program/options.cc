@@ -19,6 +19,7 @@
 #include "lib/program/config_file.h"
 #include "lib/program/options_parts.h"
 #include "lib/program/presets.h"
+#include "lib/program/safetensors.h"
 
 using namespace options_parts;
 
@@ -462,9 +463,7 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
   for (const char* name : {"val-data", "val-batches"})
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
-  const std::string end = ".safetensors";
-  const bool to_file = o.export_to.size() >= end.size() && o.export_to.substr(o.export_to.size() - end.size()) == end;
-  REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !to_file),
+  REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !is_safetensors_name(o.export_to)),
                "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
   for (const char* name : {"sample-every", "prompt", "temperature", "top-k"})
     REQUIRE_USER(o.sample > 0 || !o.gives(name), "--%s needs --sample N, the tokens to write", name);

@@ -133,3 +133,8 @@ void widen_elements(float* to, const char* from, const std::string& dtype, int64
     to[i] = dtype == "BF16" ? float(b) : of_half(bits);
   }
 }
+
+bool is_safetensors_name(const std::string& path) {
+  const std::string end = ".safetensors";
+  return path.size() >= end.size() && path.compare(path.size() - end.size(), end.size(), end) == 0;
+}

@@ -3,7 +3,7 @@
 //   8 bytes     length of the header, little endian
 //   header      JSON: {"head.weight": {"dtype": "BF16", "shape": [256, 64], "data_offsets": [0, 32768]}, ...}
 //   data        the tensors without gaps, at those offsets
-// Source: github.com/huggingface/safetensors, "Format". Whose files these are nobody knows: a header is checked to the
+// Source: Hugging Face, safetensors, "Format". Whose files these are nobody knows: a header is checked to the
 // last byte before anything is done with it.
 #pragma once
 
@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "lib/device/dtype.h"
+
+// Does a path name such a file, by how it ends?
+bool is_safetensors_name(const std::string& path);
 
 struct SafeTensor {
   std::string dtype;  // BF16, F16, F32; others that the format has are passed over by whoever does not want them
