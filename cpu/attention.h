@@ -37,16 +37,12 @@ void multiply_add(A* c, int64_t ldc, const A* a, int64_t ai, int64_t ap, const A
       if (u == U && w == W) {
         const A* x = a + i0 * ai;
         const A* y = b + j0;
-        for (int p = 0; p < k; ++p, x += ap, y += ldb) {
-          A x0 = x[0], x1 = x[ai], x2 = x[2 * ai], x3 = x[3 * ai];
+        for (int p = 0; p < k; ++p, x += ap, y += ldb)
+          for (int i = 0; i < U; ++i) {
+            const A xi = x[i * ai];
 #pragma GCC ivdep
-          for (int j = 0; j < W; ++j) {
-            sum[0][j] += x0 * y[j];
-            sum[1][j] += x1 * y[j];
-            sum[2][j] += x2 * y[j];
-            sum[3][j] += x3 * y[j];
+            for (int j = 0; j < W; ++j) sum[i][j] += xi * y[j];
           }
-        }
       } else {
         for (int p = 0; p < k; ++p)
           for (int i = 0; i < u; ++i)

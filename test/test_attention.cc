@@ -4,6 +4,8 @@
 #include "test/arrays.h"
 #include "test/errors.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -14,6 +16,7 @@
 
 #include "attention/dense.h"
 #include "attention/dq_order.h"
+#include "cpu/attention.h"
 #include "lib/ops/philox.h"
 
 using Doubles = std::vector<double>;
@@ -370,6 +373,28 @@ TEST_CASE("float and bf16 attention are the double one, rounded", "[attention]")
     CHECK(w.lse <= 5e-6);  // the inputs are the same and the scores are float
     for (double x : {w.o, w.dq, w.dk, w.dv, w.dgate}) CHECK(x <= 5e-3);
   }
+}
+
+// g++ 12 once made loads of it, for AVX-512, that took four rows' factors of the next step along.
+TEST_CASE("a product reads nothing behind its factors", "[attention]") {
+  const int64_t page = 4096, rows = 16, columns = 64;
+  const auto check = [&](auto zero) {
+    using A = decltype(zero);
+    const int64_t bytes = rows * columns * int64_t(sizeof(A)), whole = (bytes + page - 1) / page * page;
+    void* memory = mmap(nullptr, size_t(whole + page), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(memory != MAP_FAILED);
+    REQUIRE(mprotect(static_cast<char*>(memory) + whole, size_t(page), PROT_NONE) == 0);
+    A* a = reinterpret_cast<A*>(static_cast<char*>(memory) + whole - bytes);
+    for (int64_t i = 0; i < rows * columns; ++i) a[i] = A(i % 7);
+    const std::vector<A> b(rows * columns, A(1));
+    std::vector<A> c(columns * columns);
+    volatile int64_t ld = columns;  // as in a loop over blocks: strides that the compiler does not know
+    volatile int m = int(columns), k = int(rows);
+    cpu::attention_detail::multiply_add(c.data(), ld, a, 1, ld, b.data(), ld, m, m, k);
+    CHECK(std::accumulate(c.begin(), c.end(), 0.0) == 64.0 * std::accumulate(a, a + rows * columns, 0.0));
+    munmap(memory, size_t(whole + page));
+  };
+  check(float()), check(double());
 }
 
 TEST_CASE("attention to a single key", "[attention]") {
