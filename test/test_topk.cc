@@ -500,10 +500,10 @@ TEST_CASE("GPU: nsa_topk says which kernel it launched", "[topk][gpu]") {
   for (int arch : archs()) {
     INFO("kernels of sm_" << arch);
     for (int64_t D : {64, 128}) {
-      for (int64_t group : {2, 4, 8, 16})
+      for (int64_t group : {1, 2, 3, 4, 6, 8, 12, 16})
         CHECK(kernel_for<bf16>(shape(1, 100, group, 1, D), arch) ==
-              (arch == 90 ? strf("sm90, pooled, %d heads", int(group)) : "sm80, pooled"));
-      for (int64_t group : {1, 3, 6, 12})
+              (arch == 90 ? strf("sm90, pooled, %d head%s", int(group), group == 1 ? "" : "s") : "sm80, pooled"));
+      for (int64_t group : {5, 7, 10})
         CHECK(kernel_for<bf16>(shape(1, 100, group, 1, D), arch) ==
               (arch == 90 ? "sm90, pooled, any heads (general)" : "sm80, pooled"));
       const std::string not_pooled = strf("sm%d, not pooled (general)", arch);
