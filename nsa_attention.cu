@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "attention/stages.h"
-#include "attention/untried.h"
 #include "attention/stats.h"
 #include "lib/ops/ops.h"
 
@@ -221,7 +220,7 @@ void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape&
 
 // Are a stage's tiles of 128 queries and a head so few that another stage finds idle multiprocessors? Two rounds of a
 // large GPU's.
-bool leaves_idle(const NsaShape& a) { return ATTENTION_UNTRIED && a.B * a.H * ((a.T + 127) / 128) <= 2 * 132; }
+bool leaves_idle(const NsaShape& a) { return a.B * a.H * ((a.T + 127) / 128) <= 2 * 132; }
 
 }  // namespace
 

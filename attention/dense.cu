@@ -5,7 +5,6 @@
 
 #include "attention/dq_order.h"
 #include "attention/tiles.cuh"
-#include "attention/untried.h"
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
@@ -55,11 +54,10 @@ static int kv_parts(const AttentionShape& a) {
   });
 }
 
-// Does one kernel make all gradients, or a pair of them? One, unless its sums of dQ take more than half of dq's memory:
-// few keys and many queries keep several KV heads in work at a time.
-static bool in_one(const attention::Problem& a, const attention::DqOrder& order) {
-  const int64_t dq = int64_t(a.B) * a.T * a.H * a.D * 2;
-  return ATTENTION_UNTRIED && order.sums(a.D) * 4 <= std::max(int64_t(64) << 20, dq / 2);
+// Does one kernel make all gradients, or a pair of them?
+static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
+  if (a.sees != Sees::causal || kernels == BackwardKernels::pair) return false;
+  return kernels == BackwardKernels::one || a.T >= 16384;
 }
 
 // Numbers of the workspace for sums of parts of dK and dV.
@@ -134,35 +132,33 @@ Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const 
 template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape,
-                          Gate<T> gate) {
+                          Gate<T> gate, BackwardKernels kernels) {
   using namespace attention;
   const Problem a(shape);
   attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
-  auto prepare_with = [&](int unseeing, unsigned* counts, int n_counts) {
-    prepare(stream, lse2, delta, d_o, o, lse, a, gate, dq, unseeing, counts, n_counts);
-  };
   if constexpr (std::is_same_v<T, bf16>) {
+    if (arch == 90 && in_one(shape, kernels)) {
+      const DqOrder order(a);
+      float* sums = delta + rows;
+      auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
+      prepare(stream, lse2, delta, d_o, o, lse, a, gate, counts, order.counts() + 1);
+      const auto run = a.D == 128 ? sm90::backward_in_one<128> : sm90::backward_in_one<64>;
+      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
+      return {"sm90", "five products"};
+    }
+    prepare(stream, lse2, delta, d_o, o, lse, a, gate);
     const int parts = kv_parts(shape);
     float* part_sums = delta + rows;
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
-      const DqOrder order(a, parts);
-      if (arch == 90 && in_one(a, order)) {
-        float* sums = part_sums + part_numbers(shape, parts);
-        auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-        prepare_with(order.unseeing(mask), counts, order.counts() + 1);
-        auto run = [&](auto backward) {
-          backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order, part_sums, sums, counts, {});
-        };
-        return a.D == 128 ? run(sm90::backward_in_one<128, Mask>) : run(sm90::backward_in_one<64, Mask>);
-      }
-      prepare_with(0, nullptr, 0);
       auto run = [&](auto backward) {
         backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
       };
-      if (arch == 90) a.D == 128 ? run(sm90::backward<128, Mask>) : run(sm90::backward<64, Mask>);
+      if (arch == 90)
+        a.D == 128 ? run([](auto... x) { sm90::backward<128, Mask>(x...); })
+                   : run([](auto... x) { sm90::backward<64, Mask>(x...); });
       else a.D == 128 ? run(sm80::backward<128, Mask>) : run(sm80::backward<64, Mask>);
     });
     if (parts > 1) {
@@ -171,7 +167,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       CUDA_CHECK_LAUNCH();
     }
   } else {
-    prepare_with(0, nullptr, 0);
+    prepare(stream, lse2, delta, d_o, o, lse, a, gate);
     with_mask(shape, [&](const auto& mask) {
       a.D > 64 ? fp32::backward<128>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask)
                : fp32::backward<64>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
@@ -185,10 +181,11 @@ template Kernel attention_forward(cudaStream_t, int, float*, float*, const float
 template Kernel attention_forward(cudaStream_t, int, bf16*, float*, const bf16*, const bf16*, const bf16*,
                                   const AttentionShape&);
 template Kernel attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
-                                   const float*, const float*, const float*, float*, const AttentionShape&,
-                                   Gate<float>);
+                                   const float*, const float*, const float*, float*, const AttentionShape&, Gate<float>,
+                                   BackwardKernels);
 template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
-                                   const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>);
+                                   const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>,
+                                   BackwardKernels);
 
 }  // namespace gpu
 #endif
@@ -225,15 +222,16 @@ Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k,
 }
 
 template <class T>
-int64_t attention_backward_workspace(const AttentionShape& a) {
+int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels) {
   check(a);
   int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
   if constexpr (std::is_same_v<T, bf16>) {
-    const int parts = kv_parts(a);
-    numbers += part_numbers(a, parts);
-    const attention::Problem p(a);
-    const attention::DqOrder order(p, parts);
-    if (in_one(p, order)) { numbers += order.sums(a.D) + order.counts() + 1; }
+    int64_t more = part_numbers(a, kv_parts(a));  // another GPU than Hopper has the pair
+    if (in_one(a, kernels)) {
+      const attention::DqOrder order((attention::Problem(a)));
+      more = std::max(more, order.sums(a.D) + order.counts() + 1);
+    }
+    numbers += more;
   }
   return numbers;
 }
@@ -258,7 +256,7 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
 
 #define INSTANTIATE(T)                                                                                            \
   template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&); \
-  template int64_t attention_backward_workspace<T>(const AttentionShape&);                                        \
+  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels);                       \
   template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
                                      const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>);
 INSTANTIATE(float)

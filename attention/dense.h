@@ -57,10 +57,14 @@ std::string name_of(const Kernel& k);
 template <class T>
 Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a);
 
-// Numbers of acc_t<T> in the backward's workspace: rowsum(do * o) (B,H,T), and partial sums of dk and dv where few keys
-// are seen by many queries.
+// On Hopper, in bf16: a pair of kernels that do seven products, or, for causal attention, one that does five but waits
+// at its start and takes memory for sums of dq. `suits`: whichever is faster.
+enum class BackwardKernels { suits, pair, one };
+
+// Numbers of acc_t<T> in the backward's workspace: rowsum(do * o) (B,H,T), partial sums of dk and dv where few keys are
+// seen by many queries, and one kernel's sums of dq.
 template <class T>
-int64_t attention_backward_workspace(const AttentionShape& a);
+int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels = BackwardKernels::suits);
 
 // A gate on attention's output: y = sigmoid(gate) * o, and the backward gets dy in place of do. gate and dgate (B,T,H)
 // lie at p[(b*T + t) * ld + h]. Null pointers: no gate.
@@ -87,6 +91,6 @@ Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const 
 template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,
-                          Gate<T> gate = {});
+                          Gate<T> gate = {}, BackwardKernels kernels = BackwardKernels::suits);
 }  // namespace gpu
 #endif

@@ -8,8 +8,7 @@
 // block waits only for blocks that were drawn before it, so a launch of any size ends.
 //
 // Sums are in fp32, in as many slots as units are in work at one time: unit u has slot u % slots, and its first summand
-// waits for the last of unit u - slots. Twice as many, so that nobody waits where one chunk of units follows another,
-// as long as 128 MiB hold them; a wait is as long as the shortest blocks are, a sequence that needs more is long.
+// waits for the last of unit u - slots.
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -18,71 +17,40 @@ namespace attention {
 
 struct DqOrder {
   static constexpr int queries = 64, keys = 128;  // of a tile
-  int q_tiles, k_tiles, group, units, chunk, slots, parts;
+  int q_tiles, k_tiles, group, units, chunk, slots;
 
-  DqOrder(const Problem& a, int parts_)
+  explicit DqOrder(const Problem& a)
       : q_tiles(ceil_div(a.T, queries)),
-        k_tiles(ceil_div(a.keys, keys)),
+        k_tiles(ceil_div(a.T, keys)),
         group(a.group),
         units(a.B * a.HKV),
-        chunk(ceil_div(264, k_tiles * parts_)),
-        parts(parts_) {
+        chunk(ceil_div(264, k_tiles)) {
     if (chunk > units) chunk = units;
-    const int64_t unit_bytes = int64_t(group) * q_tiles * queries * a.D * 4;
-    slots = 2 * chunk * unit_bytes <= int64_t(128) << 20 ? 2 * chunk : chunk;
-    if (slots > units) slots = units;
+    slots = chunk;
   }
 
-  int blocks() const { return units * k_tiles * parts; }
+  int blocks() const { return units * k_tiles; }
   HD int counts() const { return slots * group * q_tiles; }
   int64_t sums(int64_t D) const { return int64_t(counts()) * queries * D; }  // numbers
   HD int64_t tile_at(int unit, int h, int i) const { return (int64_t(unit % slots) * group + h) * q_tiles + i; }
-  // Block n's unit, tile of keys and part of the loop over queries: a few units together, so that the blocks in work
-  // are of several; of those the keys with most queries first, so that what is drawn last is short.
-  HD void locate(int n, int* unit, int* j, int* part) const {
-    const int first = n / (chunk * k_tiles * parts) * chunk, here = units - first < chunk ? units - first : chunk;
-    n -= first * k_tiles * parts;
-    *unit = first + n % here, *part = n / here % parts, *j = n / here / parts;
+  // Block n's unit and tile of keys: a few units together, so that the blocks in work are of several; of those the keys
+  // with most queries first, so that what is drawn last is short.
+  HD void locate(int n, int* unit, int* j) const {
+    const int first = n / (chunk * k_tiles) * chunk, here = units - first < chunk ? units - first : chunk;
+    n -= first * k_tiles;
+    *unit = first + n % here, *j = n / here;
   }
+  // How many tiles of keys add to query tile i.
+  HD int summands(int i) const { return i * queries / keys + 1; }
 
-  // How many of a sequence's first queries are in tiles to which no key adds.
-  template <class Mask>
-  int unseeing(const Mask& mask) const {
-    int i = 0;
-    while (i < q_tiles && first_keys(mask, i) >= last_keys(mask, i)) ++i;
-    return i * queries;
+  // Of key tile j: steps [0, steps), of which step s is head s % group of query tile tile(s). In steps from `finishes`
+  // on its summand is the tile's last.
+  HD int steps(int j) const { return (q_tiles - j * (keys / queries)) * group; }
+  HD int finishes(int j) const {
+    const int others = q_tiles - (j + 1) * (keys / queries);
+    return others > 0 ? others * group : 0;
   }
-
-  // Key tiles [first_keys, last_keys) add to query tile i.
-  template <class Mask>
-  static HD int first_keys(const Mask& mask, int i) {
-    return mask.first_key(i * queries) / keys;
-  }
-  template <class Mask>
-  static HD int last_keys(const Mask& mask, int i) {
-    return ceil_div(mask.last_key((i + 1) * queries), keys);
-  }
-};
-
-// The loop of key tile j: steps [begin, end), of which step s is head s % group of query tile last - 1 - s / group. In
-// steps from `finishes` on its summand is the last of the tile.
-struct DqLoop {
-  int last, begin, end, finishes;
-  template <class Mask>
-  HD DqLoop(const Mask& mask, const DqOrder& order, int j, int part) {
-    const auto adds = [&](int i) { return order.first_keys(mask, i) <= j && j < order.last_keys(mask, i); };
-    const int first = mask.first_query(j * order.keys) / order.queries;
-    last = ceil_div(mask.last_query((j + 1) * order.keys), order.queries);
-    while (first < last && !adds(last - 1)) --last;  // whose queries that would see the keys lie past T
-    const int tiles = first < last ? last - first : 0;
-    begin = int(int64_t(tiles) * order.group * part / order.parts);
-    end = int(int64_t(tiles) * order.group * (part + 1) / order.parts);
-    int i = first;
-    while (i < last && order.last_keys(mask, i) == j + 1) ++i;
-    finishes = (last - i) * order.group;
-    finishes = finishes < begin ? begin : finishes > end ? end : finishes;
-  }
-  HD int tile(int s, int group) const { return last - 1 - s / group; }
+  HD int tile(int s) const { return q_tiles - 1 - s / group; }
 };
 
 }  // namespace attention

@@ -8,19 +8,16 @@ namespace attention {
 // Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
 // past T get delta 0 and lse +inf, which makes their probabilities 0. A gate g multiplies do: taken off lse as its
 // logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them. 8 lanes take a
-// row of one head. Reads do and o once. Also for the backward in one kernel: zeros `counts`, and dq of a sequence's
-// first `unseeing` queries, which see no key.
+// row of one head. Reads do and o once. Zeros `counts` besides, for the backward in one kernel.
 template <class E>
 __global__ void __launch_bounds__(256)
     prepare_kernel(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate,
-                   E* dq, int unseeing, unsigned* counts, int n_counts) {
+                   unsigned* counts, int n_counts) {
   int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n_counts) counts[i] = 0;
   i /= 8;
   if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
   int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
-  if (t < unseeing)
-    for (int d = threadIdx.x % 8; d < a.D; d += 8) dq[(int64_t(b) * a.T + t) * a.ld_dq + h * a.D + d] = E(0.f);
   float sum = 0;
   if (t < a.T) {
     int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.D;
@@ -49,11 +46,10 @@ __global__ void __launch_bounds__(256)
 
 template <class E>
 void prepare(cudaStream_t stream, float* lse2, float* delta, const E* d_o, const E* o, const float* lse,
-             const Problem& a, Gate<E> gate, E* dq = nullptr, int unseeing = 0, unsigned* counts = nullptr,
-             int n_counts = 0) {
+             const Problem& a, Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
-  prepare_kernel<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate, dq, unseeing,
-                                                                       counts, n_counts);
+  prepare_kernel<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate, counts,
+                                                                       n_counts);
   CUDA_CHECK_LAUNCH();
 }
 

@@ -1,11 +1,8 @@
 #include "attention/selected_masked.cuh"
 
-#include "attention/dq_order.h"
-
 #if FSDP_CUDA
 #include "attention/prepare.cuh"
 #include "attention/sm90.cuh"
-#include "attention/sm90_backward.cuh"
 #endif
 
 namespace attention::selected {
@@ -19,11 +16,9 @@ static int64_t word_bytes(const NsaShape& a) {
 }
 
 int64_t masked_forward_bytes(const NsaShape& a) { return word_bytes(a); }
-// Words, which are a multiple of 16 bytes; lse2 and delta; sums of dQ, and their counts.
+// Words, which are a multiple of 16 bytes; lse2 and delta.
 int64_t masked_backward_bytes(const NsaShape& a) {
-  const Problem p(masked_shape(a));
-  const DqOrder order(p, 1);
-  return word_bytes(a) + (2 * a.B * a.H * p.Tp + order.sums(a.D) + order.counts() + 1) * 4;
+  return word_bytes(a) + 2 * a.B * a.H * Problem(masked_shape(a)).Tp * 4;
 }
 
 #if FSDP_CUDA
@@ -64,15 +59,11 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
                      const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate) {
   const Problem p(masked_shape(a));
-  const DqOrder order(p, 1);
   const Chosen mask = choose(stream, reinterpret_cast<uint64_t*>(scratch), indices, a, p);
-  float* lse2 = reinterpret_cast<float*>(scratch + word_bytes(a));
-  float *delta = lse2 + a.B * a.H * p.Tp, *sums = delta + a.B * a.H * p.Tp;
-  auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-  prepare(stream, lse2, delta, d_o, o, lse, p, gate, dq, 0, counts, order.counts() + 1);
-  const sm90::Addends more = {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}};
-  const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
-  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, nullptr, sums, counts, more);
+  float *lse2 = reinterpret_cast<float*>(scratch + word_bytes(a)), *delta = lse2 + a.B * a.H * p.Tp;
+  prepare(stream, lse2, delta, d_o, o, lse, p, gate);
+  const auto run = a.D == 128 ? sm90::backward<128, Chosen> : sm90::backward<64, Chosen>;
+  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, 1, nullptr, {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}});
 }
 
 #endif

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "attention/tiles.cuh"
-#include "attention/untried.h"
 #include "nsa_attention.h"
 
 namespace attention::selected {
@@ -34,7 +33,7 @@ struct Chosen {
 constexpr int64_t masked_tokens = 4096;  // of a sequence, at most
 // Of a shape, not of a GPU: Hopper has kernels for it. segment: as plan()'s.
 inline bool is_masked(const NsaShape& a, int64_t segment) {
-  return ATTENTION_UNTRIED && segment <= 0 && a.select_block == 64 && a.T <= masked_tokens && (a.D == 64 || a.D == 128);
+  return segment <= 0 && a.select_block == 64 && a.T <= masked_tokens && (a.D == 64 || a.D == 128);
 }
 int64_t masked_forward_bytes(const NsaShape&a), masked_backward_bytes(const NsaShape&a);
 

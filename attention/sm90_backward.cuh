@@ -1,15 +1,15 @@
-// Attention's backward on Hopper in one kernel: five products, where sm90.cuh's pair does seven.
+// Causal attention's backward on Hopper in one kernel: five products, where sm90.cuh's pair does seven.
 //
-// A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, 64 at a time (DqLoop);
-// a consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
-// dS^T = P^T (dP^T - delta), dK += dS^T Q, all as in the pair. dS^T goes to shared memory too, for dQ = dS K contracts
-// over both warpgroups' keys: each makes 64 of dQ's 128 columns, or, with 64 columns, all of every second step's.
+// A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, 64 at a time
+// (dq_order.h); a consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO,
+// dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, all as in the pair. dS^T goes to shared memory too, for
+// dQ = dS K contracts over both warpgroups' keys: each makes 64 of dQ's 128 columns, or, with 64 columns, all of every
+// second step's.
 //
-// dQ's summands are added in memory, in fp32 and in the order of keys (dq_order.h). Three warps of the first warpgroup
-// keep consumers from ever waiting for memory: one loads tiles; one watches the counts of the tiles that come next and
-// lets the consumers add when it is their turn; one waits until what they added has arrived, and counts it. The sums
-// lie in the order in which threads hold them, so that a warp adds 512 bytes in a row. The block whose summand is the
-// last of a tile scales the sum and writes it as bf16, when its walk is over.
+// dQ's summands are added in memory, in fp32 and in the order of keys. Consumers leave a summand in shared memory and
+// go on; one thread watches the counts, and adds it by a bulk copy when it is its turn. Sums lie in the order in which
+// threads hold them. The block whose summand is the last of a tile scales the sum and writes it as bf16, when its walk
+// is over.
 //
 // In flight at one time, a step n: dV, dK of n, S of n+1, dQ of n; while dQ runs, exponentials of n+1 do.
 #pragma once
@@ -19,21 +19,17 @@
 
 namespace attention::sm90 {
 
-// Gradients, of the same q, that are added to dQ: null, or (B,T,H,D) with a row stride.
-struct Addends {
-  const bf16* p[2] = {};
-  int64_t ld[2] = {};
-};
-
 template <int D>
 struct Backward {
-  static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4, ahead = 4;
+  static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
-  static constexpr int ds = d_o + stages * BM * D * 2;                          // two tiles of BN keys x BM queries
-  static constexpr int stats = ds + 2 * BN * BM * 2, stat_bytes = BM * 8 + 16;  // lse2, delta, two words of a mask
-  static constexpr int bars = stats + stages * stat_bytes;
-  static constexpr int word = bars + 16 * (stages + ahead + 1) + 8 * ahead, bytes = word + 16 + 1024;
-  static constexpr int adders = D == 128 ? 8 : 4;  // warps that add a step's dQ
+  static constexpr int ds = d_o + stages * BM * D * 2;  // two tiles of BN keys x BM queries
+  // Summands of dQ on their way to memory, and the warps that make one.
+  static constexpr int dq = ds + 2 * BN * BM * 2, dq_slots = D == 128 ? 1 : 2, dq_bytes = BM * D * 4;
+  static constexpr int dq_warps = D == 128 ? 8 : 4;
+  static constexpr int stats = dq + dq_slots * dq_bytes, bars = stats + stages * BM * 8;
+  static constexpr int word = bars + 16 * (stages + 1) + 16 * dq_slots + 8, bytes = word + 8 + 1024;
+  static_assert(bytes <= 227 * 1024);
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -42,60 +38,52 @@ __device__ inline unsigned load_acquire(const unsigned* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
-// Four numbers of a sum in memory: the first summand, or another.
-__device__ inline void put(float* p, float x, float y, float z, float w) {
-  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+// From shared memory to a sum in memory: the first summand, or another.
+__device__ inline void bulk_put(float* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
 }
-__device__ inline void add(float* p, float x, float y, float z, float w) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
+__device__ inline void bulk_add(float* to, uint32_t from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
                : "memory");
 }
 #endif
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// y += 64 x 64 numbers of rows of ld, of which `valid` rows exist.
-__device__ inline void add_rows(float (&y)[32], const bf16* p, int64_t ld, int valid) {
-  const int r = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, c = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (r + i % 2 * 8 >= valid) continue;
-    const uint32_t x = *reinterpret_cast<const uint32_t*>(p + (r + i % 2 * 8) * ld + i / 2 * 8 + c);
-    y[2 * i] += __uint_as_float(x << 16), y[2 * i + 1] += __uint_as_float(x & 0xffff0000u);
-  }
-}
-#endif
-
-// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D);
-// sums: order.counts() tiles of 64 x D; counts: as many, and behind them the number of blocks drawn, all 0.
-template <int D, class Mask>
+// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2, delta (B,H,Tp); sums: order.counts() tiles of 64 x D;
+// counts: as many, and behind them the number of blocks drawn, all 0.
+template <int D>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ CUtensorMap dk_map,
                     const __grid_constant__ CUtensorMap dv_map, const float* lse2, const float* delta, Problem a,
-                    Mask mask, DqOrder order, float* part_sums, float* sums, unsigned* counts, Addends more) {
+                    Causal mask, DqOrder order, float* sums, unsigned* counts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2, ds_bytes = BN * BM * 2;
   uint32_t base = shared_base();
   Ring<L::stages> ring(base + L::bars);
-  Ring<L::ahead> turns(ring.full + ring.bytes);
-  Ring<1> kv_ring(turns.full + turns.bytes);
-  const uint32_t counted = kv_ring.full + kv_ring.bytes;  // a barrier a turn: its slot may be used again
+  Ring<1> kv_ring(ring.full + ring.bytes);
+  // Of a slot for a summand: it is there; it may be written again. And: all of this block's summands are in memory.
+  const uint32_t dq_full = kv_ring.full + kv_ring.bytes, dq_free = dq_full + 8 * L::dq_slots;
+  const uint32_t all_added = dq_free + 8 * L::dq_slots;
   if (threadIdx.x == 0) {
-    ring.init(consumers), turns.init(L::adders), kv_ring.init(consumers);
-    for (int n = 0; n < L::ahead; ++n) barrier_init(counted + 8 * n, 1);
+    ring.init(consumers), kv_ring.init(consumers);
+    for (int i = 0; i < L::dq_slots; ++i) barrier_init(dq_full + 8 * i, L::dq_warps), barrier_init(dq_free + 8 * i, 1);
+    barrier_init(all_added, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     store_shared(base + L::word, int(atomicAdd(counts + order.counts(), 1u)));  // blocks start in any order
   }
   __syncthreads();
+  const auto dq_slot = [&](int n) { return n % L::dq_slots; };
+  const auto dq_round = [&](int n) { return n / L::dq_slots & 1; };
 
-  int unit, jt, part;
-  order.locate(__shfl_sync(~0u, load_shared(base + L::word), 0), &unit, &jt, &part);
+  int unit, jt;
+  order.locate(__shfl_sync(~0u, load_shared(base + L::word), 0), &unit, &jt);
   const int head = unit % a.HKV, b = unit / a.HKV, k0 = jt * BN;
-  const DqLoop loop(mask, order, jt, part);
-  const int steps = loop.end - loop.begin;
-  int i = steps ? loop.tile(loop.begin, a.group) : 0, g = loop.begin % a.group;  // a step's queries and head
+  const int steps = order.steps(jt), finishes = order.finishes(jt);
+  int i = order.tile(0), g = 0;  // a step's queries and head
   auto next = [&] {
     if (++g == a.group) g = 0, --i;
   };
@@ -111,32 +99,34 @@ __global__ void __launch_bounds__(384, 1)
       for (int n = 0; n < steps; ++n, next()) {
         int slot = ring.slot(n), h = head * a.group + g;
         int64_t stats = int64_t(b * a.H + h) * a.Tp + i * BM;
-        bar = ring.acquire(n, 2 * tile + 2 * BM * 4 + (Mask::chooses ? 16 : 0));
+        bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
         load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, i * BM, h, b);
-        bulk_load(base + L::stats + slot * L::stat_bytes, lse2 + stats, BM * 4, bar);
+        bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, i * BM, h, b);
-        bulk_load(base + L::stats + slot * L::stat_bytes + BM * 4, delta + stats, BM * 4, bar);
-        if constexpr (Mask::chooses)
-          bulk_load(base + L::stats + slot * L::stat_bytes + BM * 8, mask.words_at(b, head, i, jt * 2), 16, bar);
+        bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
       }
-    } else if (warp == 1 && threadIdx.x % 32 == 0) {  // opens the turns
+    } else if (warp == 1 && threadIdx.x % 32 == 0) {  // adds summands in their turn
       for (int n = 0; n < steps; ++n, next()) {
-        const int first = order.first_keys(mask, i), all = order.last_keys(mask, i) - first;
-        const unsigned before = unsigned(unit / order.slots * all + jt - first);
-        const unsigned* count = counts + order.tile_at(unit, g, i);
-        barrier_wait(counted + 8 * turns.slot(n), ((n / L::ahead) & 1) ^ 1);
-        while (load_acquire(count) != before) {}
-        barrier_arrive(turns.full + 8 * turns.slot(n));
-      }
-    } else if (warp == 2 && threadIdx.x % 32 == 0) {  // counts what has been added; the last is counted further down
-      for (int n = 0; n < steps; ++n, next()) {
-        turns.wait_free(n + L::ahead);  // released by all who add
-        if (loop.begin + n < loop.finishes) {
+        const int64_t at = order.tile_at(unit, g, i);
+        const unsigned before = unsigned(unit / order.slots * order.summands(i) + jt);
+        barrier_wait(dq_full + 8 * dq_slot(n), dq_round(n));
+        while (load_acquire(counts + at) != before) {}
+        asm volatile("fence.proxy.async;" ::: "memory");  // others' copies before, ours behind
+        const uint32_t from = base + L::dq + dq_slot(n) * L::dq_bytes;
+        if (jt == 0) bulk_put(sums + at * (BM * D), from, L::dq_bytes);
+        else bulk_add(sums + at * (BM * D), from, L::dq_bytes);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        store_wait();
+        barrier_arrive(dq_free + 8 * dq_slot(n));
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (n < finishes) {  // the last summand is counted when the sum has been read
+          asm volatile("fence.proxy.async;" ::: "memory");
           __threadfence();
-          atomicAdd(counts + order.tile_at(unit, g, i), 1u);
+          atomicAdd(counts + at, 1u);
         }
-        barrier_arrive(counted + 8 * turns.slot(n));
       }
+      asm volatile("fence.proxy.async;" ::: "memory");
+      barrier_arrive(all_added);
     }
   } else {
     more_registers<240>();
@@ -161,7 +151,7 @@ __global__ void __launch_bounds__(384, 1)
       multiply_nt<D, BN, BM>(x, v_rows, base + L::d_o + ring.slot(n) * tile);
       wgmma_commit();
     };
-    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * L::stat_bytes + lane % 4 * 8; };
+    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
     auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores and packed
 #pragma unroll
       for (int e = 0; e < BM / 8; ++e) {
@@ -169,11 +159,10 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[4 * e + c] = exp2_approx(fmaf(s[4 * e + c], a.scale_log2, -(c % 2 ? l.y : l.x)));
       }
-      const auto rule = rule_of(mask, base + L::stats + ring.slot(n) * L::stat_bytes + BM * 8 + wg * 8, 0);
-      if (!rule.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
 #pragma unroll
         for (int e = 0; e < BM / 2; ++e)
-          if (!rule.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
+          if (!mask.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
       }
       pack_rows(p, s);
     };
@@ -217,21 +206,19 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_tn<false>(x, descriptor(rows, e * 16 * 128), descriptor(keys, e * 16 * 128));
       wgmma_commit();
     };
-    // Where this thread's numbers of the sum of a tile are: 8 times 4, 512 numbers apart.
-    auto sum_at = [&](int g, int i) {
-      return sums + order.tile_at(unit, g, i) * (BM * D) + (D == 128 ? wg : 0) * (BM * 64) + threadIdx.x % 128 * 4;
-    };
-    auto add_dq = [&](int n) {  // of step n, at g and i
-      float* to = sum_at(g, i);
-      turns.wait(n);
-      if (order.first_keys(mask, i) == jt) {
+    // Where this thread's numbers of a summand, and of a sum, are: 8 times 4, 512 numbers apart.
+    const int at = (D == 128 ? wg : 0) * (BM * 64) + threadIdx.x % 128 * 4;
+    auto pass_dq = [&](int n) {
+      barrier_wait(dq_free + 8 * dq_slot(n), dq_round(n) ^ 1);
+      const uint32_t to = base + L::dq + dq_slot(n) * L::dq_bytes + at * 4;
 #pragma unroll
-        for (int e = 0; e < BM / 2; e += 4) put(to + e * 128, x[e], x[e + 1], x[e + 2], x[e + 3]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < BM / 2; e += 4) add(to + e * 128, x[e], x[e + 1], x[e + 2], x[e + 3]);
-      }
-      turns.release(n);
+      for (int e = 0; e < BM / 2; e += 4)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + e * 512), "f"(x[e]), "f"(x[e + 1]),
+                     "f"(x[e + 2]), "f"(x[e + 3])
+                     : "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) barrier_arrive(dq_full + 8 * dq_slot(n));
     };
     // Finds P of step n finished and nothing in flight, and leaves the same of the next step, if there is one.
     auto step = [&](int n, auto makes_dq, auto is_last) {
@@ -258,7 +245,7 @@ __global__ void __launch_bounds__(384, 1)
       if constexpr (is_last) pin(dk), pin(dv);
       if constexpr (makes_dq) {
         pin(x);
-        add_dq(n);
+        pass_dq(n);
       }
       next();
     };
@@ -268,35 +255,27 @@ __global__ void __launch_bounds__(384, 1)
     };
 
     kv_ring.wait(0);
-    if (steps > 0) {
-      start_scores(0);
-      wgmma_wait<0>();
-      pin(s);
-      probabilities(0, i);
+    start_scores(0);
+    wgmma_wait<0>();
+    pin(s);
+    probabilities(0, i);
 #pragma unroll 1
-      for (int n = 0; n + 1 < steps; ++n) take_step(n, std::false_type());
-      take_step(steps - 1, std::true_type());
-    }
-    const bool finishes = loop.finishes < loop.end;
-    if (finishes) __threadfence();  // what this block added, before it reads the sums
-    named_barrier(3, 256);          // and both warpgroups have read K for the last time
-    if (order.parts > 1) {
-      float* to = part_sums + int64_t(j0) * D;
-      store_rows_fp32<D>(dk, a.scale, to + part_at(a, order.parts, 0, part, b, head), a.keys - j0);
-      store_rows_fp32<D>(dv, 1, to + part_at(a, order.parts, 1, part, b, head), a.keys - j0);
-    } else {  // this warpgroup's rows of K and V make room for the results
-      store_rows<D, BN>(dk, a.scale, a.scale, k_rows, 1 + wg, dk_map, j0, head, b);
-      store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
-    }
+    for (int n = 0; n + 1 < steps; ++n) take_step(n, std::false_type());
+    take_step(steps - 1, std::true_type());
+    named_barrier(3, 256);  // both warpgroups have read K for the last time: it and V make room for the results
+    store_rows<D, BN>(dk, a.scale, a.scale, k_rows, 1 + wg, dk_map, j0, head, b);
+    store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
+    barrier_wait(all_added, 0);
     // dQ of the tiles whose sums are complete, two at a time by way of the ring's tiles, which are free.
     constexpr int stride = D == 128 ? 1 : 2;  // a warpgroup has a half of each tile, or every second tile
     const uint32_t q_rows = base + L::q + wg * 2 * 64 * 128;
-    for (int t = loop.finishes + (D == 128 ? 0 : wg); t < loop.end; t += 2 * stride) {
+    for (int t = finishes + (D == 128 ? 0 : wg); t < steps; t += 2 * stride) {
       float y[2][32];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (t + c * stride >= loop.end) break;
-        const float* from = sum_at((t + c * stride) % a.group, loop.tile(t + c * stride, a.group));
+        if (t + c * stride >= steps) break;
+        const int step = t + c * stride;
+        const float* from = sums + order.tile_at(unit, step % a.group, order.tile(step)) * (BM * D) + at;
 #pragma unroll
         for (int e = 0; e < 32; e += 4) {
           const float4 z = __ldcg(reinterpret_cast<const float4*>(from + e * 128));
@@ -307,23 +286,16 @@ __global__ void __launch_bounds__(384, 1)
       named_barrier(1 + wg, 128);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (t + c * stride >= loop.end) break;
-        const int row = loop.tile(t + c * stride, a.group) * BM, h = head * a.group + (t + c * stride) % a.group;
+        if (t + c * stride >= steps) break;
+        const int row = order.tile(t + c * stride) * BM, h = head * a.group + (t + c * stride) % a.group;
         const int col = D == 128 ? wg * 64 : 0;
-#pragma unroll
-        for (int e = 0; e < 32; ++e) y[c][e] *= a.scale;
-        for (int m = 0; m < 2; ++m)
-          if (more.p[m])
-            add_rows(y[c], more.p[m] + (int64_t(b) * a.T + row) * more.ld[m] + h * D + col, more.ld[m], a.T - row);
-        store_rows<64, 64>(y[c], 1, 1, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
+        store_rows<64, 64>(y[c], a.scale, a.scale, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
       }
     }
-    if (finishes) {
-      named_barrier(3, 256);  // all sums have been read: their slots are free
-      __threadfence();
-      for (int t = loop.finishes + int(threadIdx.x) - 128; t < loop.end; t += 256)
-        atomicAdd(counts + order.tile_at(unit, t % a.group, loop.tile(t, a.group)), 1u);
-    }
+    named_barrier(3, 256);  // all sums have been read: their slots are free
+    __threadfence();
+    for (int t = finishes + int(threadIdx.x) - 128; t < steps; t += 256)
+      atomicAdd(counts + order.tile_at(unit, t % a.group, order.tile(t)), 1u);
     if (threadIdx.x % 128 == 0) store_wait();
   }
 #else
@@ -331,19 +303,18 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros. Query tiles that see no key get no
-// dQ.
-template <int D, class Mask>
+// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros.
+template <int D>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
-                     const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,
-                     const DqOrder& order, float* part_sums, float* sums, unsigned* counts, const Addends& more) {
-  auto kernel = backward_kernel<D, Mask>;
+                     const bf16* v, const float* lse2, const float* delta, const Problem& a, const Causal& mask,
+                     const DqOrder& order, float* sums, unsigned* counts) {
+  auto kernel = backward_kernel<D>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Backward<D>::bytes));
   kernel<<<order.blocks(), 384, Backward<D>::bytes, stream>>>(
-      tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
-      tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, a.T, a),
-      tensor_map(dq, a.ld_dq, a.H, a.T, a), tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a),
-      tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a, mask, order, part_sums, sums, counts, more);
+      tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.T, a), tensor_map(v, a.ld_kv, a.HKV, a.T, a),
+      tensor_map(d_o, a.ld_o, a.H, a.T, a), tensor_map(dq, a.ld_dq, a.H, a.T, a),
+      tensor_map(dk, a.ld_dkv, a.HKV, a.T, a), tensor_map(dv, a.ld_dkv, a.HKV, a.T, a), lse2, delta, a, mask, order,
+      sums, counts);
   CUDA_CHECK_LAUNCH();
 }
 

@@ -15,7 +15,6 @@
 #include <set>
 
 #include "attention/stages.h"
-#include "attention/untried.h"
 #include "cpu/nsa.h"
 #include "lib/ops/philox.h"
 
@@ -2027,9 +2026,9 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
     CHECK(k.general == std::accumulate(k.fallbacks, k.fallbacks + nsa_fallbacks, int64_t(0)));  // each has a name
     for (Stage s : {Stage::compressed, Stage::window, Stage::compressed_backward, Stage::window_backward})
       CHECK(kernel_of(k, s) == code);
-    const std::string blocks = a.select_block > 64                                   ? ", blocks in pieces"
-                               : ATTENTION_UNTRIED && hopper && a.select_block == 64 ? ", masked tiles"
-                                                                                     : ", blocks of one piece";
+    const std::string blocks = a.select_block > 64              ? ", blocks in pieces"
+                               : hopper && a.select_block == 64 ? ", masked tiles"
+                                                                : ", blocks of one piece";
     CHECK(kernel_of(k, Stage::selected) == code + blocks);
     CHECK(has(kernel_of(k, Stage::selected_backward), code));
     CHECK(has(kernel_of(k, Stage::selected_backward), blocks));
