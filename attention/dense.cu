@@ -54,10 +54,11 @@ static int kv_parts(const AttentionShape& a) {
   });
 }
 
-// Does one kernel make all gradients, or a pair of them?
+// Does one kernel make all gradients, or a pair of them? Blocks of the one wait for each other while they begin, which
+// long sequences outweigh. Measured on an H200 with 32 heads of 128: level at 8 x 4096 tokens, 10 % faster at 32,768.
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || kernels == BackwardKernels::pair) return false;
-  return kernels == BackwardKernels::one || a.T >= 16384;
+  return kernels == BackwardKernels::one || (a.T >= 32768 && a.D == 128);
 }
 
 // Numbers of the workspace for sums of parts of dK and dV.

@@ -86,8 +86,7 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
 
 // Masked tiles need less as a rule, but which kernels run is the GPU's to say.
 int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment) {
-  const int64_t masked = !is_masked(a, segment) ? 0 : backward ? masked_backward_bytes(a) : masked_forward_bytes(a);
-  return std::max(plan(a, backward, segment).bytes, masked);
+  return std::max(plan(a, backward, segment).bytes, !backward && is_masked(a, segment) ? masked_bytes(a) : 0);
 }
 
 #if FSDP_CUDA
@@ -225,11 +224,6 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
   const Plan p = plan(shape, true, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
   constexpr bool narrow = std::is_same_v<T, bf16>;
-  if constexpr (narrow)
-    if (arch == 90 && is_masked(shape, segment)) {
-      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate);
-      return {"sm90", "masked tiles"};
-    }
   const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
   statistics<<<blocks(shape.B * shape.T * shape.H * 8), 256, 0, stream>>>(stats, d_o, o, lse, a, gate);

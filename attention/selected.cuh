@@ -21,7 +21,7 @@ struct Plan {
   int64_t counts, starts, units, unit_counts;  // offsets in bytes
   int64_t lists, entries, stats, slot_stats, slot_rows, sums, split_sums, bytes;
 };
-// segment: 0 for the default, else a number of queries, of which 256 is a divisor.
+// segment: 0 or masked_tiles for the default, else a number of queries, of which 256 is a divisor.
 Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
 // Bytes of scratch for bf16, on any GPU: the plan's, or what masked tiles need (selected_masked.cuh).
 int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment = 0);
@@ -29,8 +29,8 @@ int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment = 0);
 }  // namespace attention::selected
 
 #if FSDP_CUDA
-// The same arguments and shapes as in attention/stages.h, and segment as in plan(); 0 may take masked tiles. T: float
-// or bf16; float needs no scratch but the backward's, B*T*H*8 bytes, and has no segments.
+// The same arguments and shapes as in attention/stages.h, and segment as in plan(); the forward may take masked tiles
+// for 0. T: float or bf16; float needs no scratch but the backward's, B*T*H*8 bytes, and has no segments.
 namespace gpu {
 template <class T>
 Kernel nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,

@@ -1,24 +1,14 @@
 #include "attention/selected_masked.cuh"
 
 #if FSDP_CUDA
-#include "attention/prepare.cuh"
 #include "attention/sm90.cuh"
 #endif
 
 namespace attention::selected {
 
-static AttentionShape masked_shape(const NsaShape& a) {
-  return {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale};
-}
-static int64_t word_bytes(const NsaShape& a) {
+int64_t masked_bytes(const NsaShape& a) {
   const int64_t n = (a.T + 127) / 128 * 2;
   return a.B * a.HKV * n * n * 8;
-}
-
-int64_t masked_forward_bytes(const NsaShape& a) { return word_bytes(a); }
-// Words, which are a multiple of 16 bytes; lse2 and delta.
-int64_t masked_backward_bytes(const NsaShape& a) {
-  return word_bytes(a) + 2 * a.B * a.H * Problem(masked_shape(a)).Tp * 4;
 }
 
 #if FSDP_CUDA
@@ -39,31 +29,15 @@ __global__ void __launch_bounds__(64)
   for (int j = threadIdx.x; j < tiles; j += 64) words[int64_t(blockIdx.x) * tiles + j] = bits[j];
 }
 
-static Chosen choose(cudaStream_t stream, uint64_t* words, const int32_t* indices, const NsaShape& a,
-                     const Problem& p) {
+void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
+                    const int32_t* indices, char* scratch, const NsaShape& a) {
+  const Problem p({a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale});
+  uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
   const Chosen mask(p, words);
   word_kernel<<<unsigned(a.B * a.HKV * mask.n), 64, 0, stream>>>(words, indices, p.T, int(a.selected), mask.n);
   CUDA_CHECK_LAUNCH();
-  return mask;
-}
-
-void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
-                    const int32_t* indices, char* scratch, const NsaShape& a) {
-  const Problem p(masked_shape(a));
-  const Chosen mask = choose(stream, reinterpret_cast<uint64_t*>(scratch), indices, a, p);
   const auto run = a.D == 128 ? sm90::forward<128, Chosen> : sm90::forward<64, Chosen>;
   run(stream, o, lse, q, k, v, p, mask);
-}
-
-void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
-                     const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
-                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate) {
-  const Problem p(masked_shape(a));
-  const Chosen mask = choose(stream, reinterpret_cast<uint64_t*>(scratch), indices, a, p);
-  float *lse2 = reinterpret_cast<float*>(scratch + word_bytes(a)), *delta = lse2 + a.B * a.H * p.Tp;
-  prepare(stream, lse2, delta, d_o, o, lse, p, gate);
-  const auto run = a.D == 128 ? sm90::backward<128, Chosen> : sm90::backward<64, Chosen>;
-  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, 1, nullptr, {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}});
 }
 
 #endif

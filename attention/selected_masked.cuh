@@ -1,6 +1,8 @@
-// The selected branch over short sequences, as dense attention under a mask: a query that selects 16 blocks of 64 sees
-// most of 2048 keys, so tiles that are computed whole, and masked, cost less than gathering rows. Which of 64 queries
-// selected a block of 64 keys is one word of bits, that TMA loads with the tiles.
+// The selected branch's forward over short sequences, as dense attention under a mask: a query that selects 16 blocks
+// of 64 sees most of 2048 keys, so tiles that are computed whole, and masked, cost less than gathering rows. Which of
+// 64 queries selected a block of 64 keys is one word of bits, that TMA loads with the tiles. The backward keeps its
+// lists: there masked tiles were level at best (H200: 60.9 against 61.9 ms of a step of m7c at batch 16, slower
+// elsewhere).
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -30,20 +32,21 @@ struct Chosen {
   };
 };
 
+// Lists or masked tiles? As plan()'s segment: 0 leaves it to the shape, and masked_tiles asks for them.
+constexpr int64_t masked_tiles = -1;
 constexpr int64_t masked_tokens = 4096;  // of a sequence, at most
-// Of a shape, not of a GPU: Hopper has kernels for it. segment: as plan()'s.
+// Of a shape, not of a GPU: Hopper has kernels for it. Tiles of 128 queries must fill a large GPU twice; below, and for
+// longer sequences, lists were as fast or faster.
 inline bool is_masked(const NsaShape& a, int64_t segment) {
-  return segment <= 0 && a.select_block == 64 && a.T <= masked_tokens && (a.D == 64 || a.D == 128);
+  if (a.select_block != 64 || a.T > masked_tokens || (a.D != 64 && a.D != 128)) return false;
+  return segment == masked_tiles || (segment == 0 && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
-int64_t masked_forward_bytes(const NsaShape&a), masked_backward_bytes(const NsaShape&a);
+int64_t masked_bytes(const NsaShape& a);
 
 #if FSDP_CUDA
-// As gpu::nsa_selected_forward and _backward; scratch: so many bytes.
+// As gpu::nsa_selected_forward; scratch: masked_bytes. indices name a block once.
 void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
                     const int32_t* indices, char* scratch, const NsaShape& a);
-void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
-                     const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
-                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate);
 #endif
 
 }  // namespace attention::selected

@@ -200,12 +200,6 @@ __device__ inline auto rule_of(const Mask& mask, uint32_t words, uint32_t step) 
   else return mask;
 }
 
-// What rule_of reads of a tile of 128 queries from q0 on and 128 keys from k0 on: 16 bytes for each 64 queries.
-template <class Mask>
-__device__ inline void load_words(uint32_t to, const Mask& mask, uint32_t bar, int b, int head, int q0, int k0) {
-  for (int i = 0; i < 2; ++i) bulk_load(to + i * 16, mask.words_at(b, head, q0 / 64 + i, k0 / 64), 16, bar);
-}
-
 // The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so
 // that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from a
 // counter while it works; the block that draws the last number resets the counter. So a block that starts late, because
@@ -300,7 +294,10 @@ __global__ void __launch_bounds__(384, 1)
           int slot = k_ring.slot(n);
           uint32_t bar = k_ring.acquire(n, tile + (Mask::chooses ? 32 : 0));
           load_tile<BN, D>(base + L::k + slot * tile, k_map, bar, j * BN, h / a.group, b);
-          if constexpr (Mask::chooses) load_words(base + L::words + slot * 32, mask, bar, b, h / a.group, q0, j * BN);
+          if constexpr (Mask::chooses)
+            for (int i = 0; i < 2; ++i)
+              bulk_load(base + L::words + slot * 32 + i * 16, mask.words_at(b, h / a.group, q0 / 64 + i, j * 2), 16,
+                        bar);
           load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
         }
       }
@@ -432,8 +429,8 @@ template <int D>
 struct BackwardKV {
   static constexpr int BM = 64, BN = 128, stages = D == 128 ? 3 : 4;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
-  static constexpr int stats = d_o + stages * BM * D * 2, stat_bytes = BM * 8 + 16;  // lse2, delta, two words of a mask
-  static constexpr int bars = stats + stages * stat_bytes, bytes = bars + 16 * (stages + 1) + 1024;
+  static constexpr int stats = d_o + stages * BM * D * 2, bars = stats + stages * BM * 8;
+  static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
 };
 
 // Maps of q, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D).
@@ -474,13 +471,11 @@ __global__ void __launch_bounds__(384, 1)
       for (int n = 0; n < steps; ++n) {
         int slot = ring.slot(n);
         int64_t stats = int64_t(b * a.H + h) * a.Tp + m * BM;
-        const uint32_t stats_to = base + L::stats + slot * L::stat_bytes;
-        bar = ring.acquire(n, 2 * tile + 2 * BM * 4 + (Mask::chooses ? 16 : 0));
+        bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
         load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, m * BM, h, b);
-        bulk_load(stats_to, lse2 + stats, BM * 4, bar);
+        bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, m * BM, h, b);
-        bulk_load(stats_to + BM * 4, delta + stats, BM * 4, bar);
-        if constexpr (Mask::chooses) bulk_load(stats_to + BM * 8, mask.words_at(b, head, m, k0 / 64), 16, bar);
+        bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
         if (++m == last) m = loop.first, ++h;
       }
     }
@@ -504,7 +499,7 @@ __global__ void __launch_bounds__(384, 1)
       multiply_nt<D, BN, BM>(dp, v_rows, base + L::d_o + ring.slot(n) * tile);
       wgmma_commit();
     };
-    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * L::stat_bytes + lane % 4 * 8; };
+    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
     auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores and packed
 #pragma unroll
       for (int i = 0; i < BM / 8; ++i) {
@@ -512,11 +507,10 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
       }
-      const auto rule = rule_of(mask, base + L::stats + ring.slot(n) * L::stat_bytes + BM * 8 + wg * 8, 0);
-      if (!rule.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
 #pragma unroll
         for (int i = 0; i < BM / 2; ++i)
-          if (!rule.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
+          if (!mask.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
       }
       pack_rows(p, s);
     };
@@ -595,28 +589,9 @@ template <int D>
 struct BackwardQ {
   static constexpr int BM = 128, BN = 128, stages = 2;
   static constexpr int q = 0, d_o = q + BM * D * 2, dq = d_o + BM * D * 2, k = dq + BM * D * 2;
-  static constexpr int v = k + stages * BN * D * 2, words = v + stages * BN * D * 2, bars = words + stages * 32;
+  static constexpr int v = k + stages * BN * D * 2, bars = v + stages * BN * D * 2;
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
-
-// Gradients of the same q that are added to dQ, where the rule chooses: (B,T,H,D) with a row stride each.
-struct Addends {
-  const bf16* p[2] = {};  // or null
-  int64_t ld[2] = {};
-};
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// y += a warpgroup's 64 x D numbers of rows of ld, of which `valid` exist.
-template <int D>
-__device__ inline void add_rows(float (&y)[D / 2], const bf16* p, int64_t ld, int valid) {
-  const int r = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, c = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < D / 4; ++i) {
-    if (r + i % 2 * 8 >= valid) continue;
-    const uint32_t x = *reinterpret_cast<const uint32_t*>(p + (r + i % 2 * 8) * ld + i / 2 * 8 + c);
-    y[2 * i] += __uint_as_float(x << 16), y[2 * i + 1] += __uint_as_float(x & 0xffff0000u);
-  }
-}
-#endif
 
 // Maps of q, do, dq (B,T,H,D), k, v (B,keys,HKV,D); lse2, delta (B,H,Tp).
 template <int D, class Mask>
@@ -624,7 +599,7 @@ __global__ void __launch_bounds__(384, 1)
     backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                const __grid_constant__ CUtensorMap dq_map, const float* lse2, const float* delta, Problem a, Mask mask,
-               Addends more, int list) {
+               int list) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = BackwardQ<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
@@ -653,9 +628,7 @@ __global__ void __launch_bounds__(384, 1)
         load_tile<BM, D>(base + L::d_o, do_map, bar, q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
-          uint32_t k_bar = k_ring.acquire(n, tile + (Mask::chooses ? 32 : 0));
-          load_tile<BN, D>(base + L::k + slot * tile, k_map, k_bar, j * BN, h / a.group, b);
-          if constexpr (Mask::chooses) load_words(base + L::words + slot * 32, mask, k_bar, b, h / a.group, q0, j * BN);
+          load_tile<BN, D>(base + L::k + slot * tile, k_map, k_ring.acquire(n, tile), j * BN, h / a.group, b);
           load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
         }
       }
@@ -692,12 +665,11 @@ __global__ void __launch_bounds__(384, 1)
         multiply_nt<D, BM, BN>(dp, do_rows, base + L::v + v_ring.slot(n) * tile);
         wgmma_commit();
       };
-      auto probabilities = [&](int n, int j) {  // of step n, key tile j, in place of the scores
-        const auto rule = rule_of(mask, base + L::words + k_ring.slot(n) * 32 + wg * 16, 8);
-        if (!rule.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
+      auto probabilities = [&](int j) {  // of key tile j, in place of the scores
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
-            if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
+            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
         }
 #pragma unroll
         for (int i = 0; i < BN / 2; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -l[i / 2 % 2]));
@@ -720,7 +692,7 @@ __global__ void __launch_bounds__(384, 1)
         start_dp(n0);
         wgmma_wait<1>();
         pin(s);
-        probabilities(n0, last - 1);
+        probabilities(last - 1);
         wgmma_wait<0>();
         pin(dp);
         v_ring.release(n0);
@@ -735,7 +707,7 @@ __global__ void __launch_bounds__(384, 1)
           start_dp(n + 1);
           wgmma_wait<1>();  // the scores; dP runs beside the exponentials
           pin(s);
-          probabilities(n + 1, last - 2 - (n - n0));
+          probabilities(last - 2 - (n - n0));
           wgmma_wait<0>();
           pin(dp);
           v_ring.release(n + 1);
@@ -750,16 +722,7 @@ __global__ void __launch_bounds__(384, 1)
       q_ring.release(round);
       if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
       named_barrier(1 + wg, 128);
-      float scale = a.scale;
-      if constexpr (Mask::chooses) {
-#pragma unroll
-        for (int i = 0; i < D / 2; ++i) dq[i] *= scale;
-        for (int m = 0; m < 2; ++m)
-          if (more.p[m])
-            add_rows<D>(dq, more.p[m] + (int64_t(b) * a.T + t0) * more.ld[m] + h * D, more.ld[m], a.T - t0);
-        scale = 1;
-      }
-      store_rows<D, BM>(dq, scale, scale, dq_rows, 1 + wg, dq_map, t0, h, b);
+      store_rows<D, BM>(dq, a.scale, a.scale, dq_rows, 1 + wg, dq_map, t0, h, b);
     }
     if (threadIdx.x % 128 == 0) store_wait();
   }
@@ -827,7 +790,7 @@ void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16
 template <int D, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
-              float* part_sums, const Addends& more = {}) {
+              float* part_sums) {
   CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, a.T, a);
   CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a.keys, a), v_map = tensor_map(v, a.ld_kv, a.HKV, a.keys, a);
   auto kv = backward_kv<D, Mask>;
@@ -839,7 +802,7 @@ void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o
   auto dq_kernel = backward_q<D, Mask>;
   CUDA_CHECK(cudaFuncSetAttribute(dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BackwardQ<D>::bytes));
   dq_kernel<<<persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384, BackwardQ<D>::bytes, stream>>>(
-      q_map, k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a.T, a), lse2, delta, a, mask, more, next_list());
+      q_map, k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a.T, a), lse2, delta, a, mask, next_list());
   CUDA_CHECK_LAUNCH();
 }
 

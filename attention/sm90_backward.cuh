@@ -6,10 +6,11 @@
 // dQ = dS K contracts over both warpgroups' keys: each makes 64 of dQ's 128 columns, or, with 64 columns, all of every
 // second step's.
 //
-// dQ's summands are added in memory, in fp32 and in the order of keys. Consumers leave a summand in shared memory and
-// go on; one thread watches the counts, and adds it by a bulk copy when it is its turn. Sums lie in the order in which
-// threads hold them. The block whose summand is the last of a tile scales the sum and writes it as bf16, when its walk
-// is over.
+// dQ's summands are added in memory, in fp32 and in the order of keys. Three warps of the first warpgroup keep
+// consumers from ever waiting for memory: one loads tiles; one watches the counts of the tiles that come next and lets
+// the consumers add when it is their turn; one waits until what they added has arrived, and counts it. The sums lie in
+// the order in which threads hold them, so that a warp adds 512 bytes in a row. The block whose summand is the last of
+// a tile scales the sum and writes it as bf16, when its walk is over.
 //
 // In flight at one time, a step n: dV, dK of n, S of n+1, dQ of n; while dQ runs, exponentials of n+1 do.
 #pragma once
@@ -21,15 +22,12 @@ namespace attention::sm90 {
 
 template <int D>
 struct Backward {
-  static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4;
+  static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4, ahead = 4;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
   static constexpr int ds = d_o + stages * BM * D * 2;  // two tiles of BN keys x BM queries
-  // Summands of dQ on their way to memory, and the warps that make one.
-  static constexpr int dq = ds + 2 * BN * BM * 2, dq_slots = D == 128 ? 1 : 2, dq_bytes = BM * D * 4;
-  static constexpr int dq_warps = D == 128 ? 8 : 4;
-  static constexpr int stats = dq + dq_slots * dq_bytes, bars = stats + stages * BM * 8;
-  static constexpr int word = bars + 16 * (stages + 1) + 16 * dq_slots + 8, bytes = word + 8 + 1024;
-  static_assert(bytes <= 227 * 1024);
+  static constexpr int stats = ds + 2 * BN * BM * 2, bars = stats + stages * BM * 8;
+  static constexpr int word = bars + 16 * (stages + ahead + 1) + 8 * ahead, bytes = word + 16 + 1024;
+  static constexpr int adders = D == 128 ? 8 : 4;  // warps that add a step's dQ
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -38,14 +36,12 @@ __device__ inline unsigned load_acquire(const unsigned* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
-// From shared memory to a sum in memory: the first summand, or another.
-__device__ inline void bulk_put(float* to, uint32_t from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-               : "memory");
+// Four numbers of a sum in memory: the first summand, or another.
+__device__ inline void put(float* p, float x, float y, float z, float w) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-__device__ inline void bulk_add(float* to, uint32_t from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-               "r"(bytes)
+__device__ inline void add(float* p, float x, float y, float z, float w) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
                : "memory");
 }
 #endif
@@ -64,20 +60,16 @@ __global__ void __launch_bounds__(384, 1)
   constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2, ds_bytes = BN * BM * 2;
   uint32_t base = shared_base();
   Ring<L::stages> ring(base + L::bars);
-  Ring<1> kv_ring(ring.full + ring.bytes);
-  // Of a slot for a summand: it is there; it may be written again. And: all of this block's summands are in memory.
-  const uint32_t dq_full = kv_ring.full + kv_ring.bytes, dq_free = dq_full + 8 * L::dq_slots;
-  const uint32_t all_added = dq_free + 8 * L::dq_slots;
+  Ring<L::ahead> turns(ring.full + ring.bytes);
+  Ring<1> kv_ring(turns.full + turns.bytes);
+  const uint32_t counted = kv_ring.full + kv_ring.bytes;  // a barrier a turn: its slot may be used again
   if (threadIdx.x == 0) {
-    ring.init(consumers), kv_ring.init(consumers);
-    for (int i = 0; i < L::dq_slots; ++i) barrier_init(dq_full + 8 * i, L::dq_warps), barrier_init(dq_free + 8 * i, 1);
-    barrier_init(all_added, 1);
+    ring.init(consumers), turns.init(L::adders), kv_ring.init(consumers);
+    for (int n = 0; n < L::ahead; ++n) barrier_init(counted + 8 * n, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     store_shared(base + L::word, int(atomicAdd(counts + order.counts(), 1u)));  // blocks start in any order
   }
   __syncthreads();
-  const auto dq_slot = [&](int n) { return n % L::dq_slots; };
-  const auto dq_round = [&](int n) { return n / L::dq_slots & 1; };
 
   int unit, jt;
   order.locate(__shfl_sync(~0u, load_shared(base + L::word), 0), &unit, &jt);
@@ -105,28 +97,23 @@ __global__ void __launch_bounds__(384, 1)
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, i * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
       }
-    } else if (warp == 1 && threadIdx.x % 32 == 0) {  // adds summands in their turn
+    } else if (warp == 1 && threadIdx.x % 32 == 0) {  // opens the turns
       for (int n = 0; n < steps; ++n, next()) {
-        const int64_t at = order.tile_at(unit, g, i);
         const unsigned before = unsigned(unit / order.slots * order.summands(i) + jt);
-        barrier_wait(dq_full + 8 * dq_slot(n), dq_round(n));
-        while (load_acquire(counts + at) != before) {}
-        asm volatile("fence.proxy.async;" ::: "memory");  // others' copies before, ours behind
-        const uint32_t from = base + L::dq + dq_slot(n) * L::dq_bytes;
-        if (jt == 0) bulk_put(sums + at * (BM * D), from, L::dq_bytes);
-        else bulk_add(sums + at * (BM * D), from, L::dq_bytes);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        store_wait();
-        barrier_arrive(dq_free + 8 * dq_slot(n));
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        if (n < finishes) {  // the last summand is counted when the sum has been read
-          asm volatile("fence.proxy.async;" ::: "memory");
-          __threadfence();
-          atomicAdd(counts + at, 1u);
-        }
+        const unsigned* count = counts + order.tile_at(unit, g, i);
+        barrier_wait(counted + 8 * turns.slot(n), ((n / L::ahead) & 1) ^ 1);
+        while (load_acquire(count) != before) {}
+        barrier_arrive(turns.full + 8 * turns.slot(n));
       }
-      asm volatile("fence.proxy.async;" ::: "memory");
-      barrier_arrive(all_added);
+    } else if (warp == 2 && threadIdx.x % 32 == 0) {  // counts what has been added; the last is counted further down
+      for (int n = 0; n < steps; ++n, next()) {
+        turns.wait_free(n + L::ahead);  // released by all who add
+        if (n < finishes) {
+          __threadfence();
+          atomicAdd(counts + order.tile_at(unit, g, i), 1u);
+        }
+        barrier_arrive(counted + 8 * turns.slot(n));
+      }
     }
   } else {
     more_registers<240>();
@@ -206,19 +193,21 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_tn<false>(x, descriptor(rows, e * 16 * 128), descriptor(keys, e * 16 * 128));
       wgmma_commit();
     };
-    // Where this thread's numbers of a summand, and of a sum, are: 8 times 4, 512 numbers apart.
-    const int at = (D == 128 ? wg : 0) * (BM * 64) + threadIdx.x % 128 * 4;
-    auto pass_dq = [&](int n) {
-      barrier_wait(dq_free + 8 * dq_slot(n), dq_round(n) ^ 1);
-      const uint32_t to = base + L::dq + dq_slot(n) * L::dq_bytes + at * 4;
+    // Where this thread's numbers of the sum of a tile are: 8 times 4, 512 numbers apart.
+    auto sum_at = [&](int g, int i) {
+      return sums + order.tile_at(unit, g, i) * (BM * D) + (D == 128 ? wg : 0) * (BM * 64) + threadIdx.x % 128 * 4;
+    };
+    auto add_dq = [&](int n) {  // of step n, at g and i
+      float* to = sum_at(g, i);
+      turns.wait(n);
+      if (jt == 0) {
 #pragma unroll
-      for (int e = 0; e < BM / 2; e += 4)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + e * 512), "f"(x[e]), "f"(x[e + 1]),
-                     "f"(x[e + 2]), "f"(x[e + 3])
-                     : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncwarp();
-      if (lane == 0) barrier_arrive(dq_full + 8 * dq_slot(n));
+        for (int e = 0; e < BM / 2; e += 4) put(to + e * 128, x[e], x[e + 1], x[e + 2], x[e + 3]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < BM / 2; e += 4) add(to + e * 128, x[e], x[e + 1], x[e + 2], x[e + 3]);
+      }
+      turns.release(n);
     };
     // Finds P of step n finished and nothing in flight, and leaves the same of the next step, if there is one.
     auto step = [&](int n, auto makes_dq, auto is_last) {
@@ -245,7 +234,7 @@ __global__ void __launch_bounds__(384, 1)
       if constexpr (is_last) pin(dk), pin(dv);
       if constexpr (makes_dq) {
         pin(x);
-        pass_dq(n);
+        add_dq(n);
       }
       next();
     };
@@ -262,10 +251,10 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
     for (int n = 0; n + 1 < steps; ++n) take_step(n, std::false_type());
     take_step(steps - 1, std::true_type());
-    named_barrier(3, 256);  // both warpgroups have read K for the last time: it and V make room for the results
+    __threadfence();        // what this block added, before it reads the sums
+    named_barrier(3, 256);  // and both warpgroups have read K for the last time: it and V make room for the results
     store_rows<D, BN>(dk, a.scale, a.scale, k_rows, 1 + wg, dk_map, j0, head, b);
     store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
-    barrier_wait(all_added, 0);
     // dQ of the tiles whose sums are complete, two at a time by way of the ring's tiles, which are free.
     constexpr int stride = D == 128 ? 1 : 2;  // a warpgroup has a half of each tile, or every second tile
     const uint32_t q_rows = base + L::q + wg * 2 * 64 * 128;
@@ -275,7 +264,7 @@ __global__ void __launch_bounds__(384, 1)
       for (int c = 0; c < 2; ++c) {
         if (t + c * stride >= steps) break;
         const int step = t + c * stride;
-        const float* from = sums + order.tile_at(unit, step % a.group, order.tile(step)) * (BM * D) + at;
+        const float* from = sum_at(step % a.group, order.tile(step));
 #pragma unroll
         for (int e = 0; e < 32; e += 4) {
           const float4 z = __ldcg(reinterpret_cast<const float4*>(from + e * 128));

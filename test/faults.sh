@@ -140,7 +140,10 @@ fault() {
     limit=5
     words=("rank $victim " "pid $p" "is gone")
   fi
-  [ "$step" = 0 ] || words+=("step $step")
+  # On a GPU the host is ahead: when it meets the fault, the other rank's GPU may still be in the step before.
+  if [ "$step" != 0 ]; then
+    [ "$where" = CPU ] && words+=("step $step") || words+=("waits in step ")
+  fi
   needs_collectives=$step
   [ "$step" != 0 ] || needs_collectives=''
   ranks_end "$t" 30

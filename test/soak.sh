@@ -10,16 +10,17 @@ minutes=${1-30}
 gpus=$(. ./probe.sh && probe_gpus && echo "${fact[gpus]:-0}")
 ./train --version | grep -q 'CUDA none' && gpus=0
 if [ "$gpus" = 0 ]; then
-  most=4 steps=400 device=(--device cpu --preset tiny --seq 64)
+  most=4 steps=400 every=10 device=(--device cpu --preset tiny --seq 64)
 else
-  most=$gpus steps=2000 device=(--preset m7c)
+  most=$gpus steps=600 every=20 device=(--preset tiny --seq 2048)
 fi
 fixed=$((most < 2 ? most : 2))
 # shellcheck source=../setup.sh disable=SC1091
 . ./setup.sh env "$most"
 RANDOM=${SEED:=$((RANDOM))}
 dir=$(mktemp -d) || exit
-trap 'rm -rf "$dir"' EXIT
+trap '[ -z "${launcher-}" ] || kill -TERM "$launcher" 2>/dev/null; rm -rf "$dir"' EXIT
+trap 'exit 143' TERM INT
 results=results/soak-${gpus}gpu.jsonl
 keep=3
 
@@ -29,7 +30,7 @@ train() {
   shift 2
   # shellcheck disable=SC2086 # a list of flags
   setsid mpirun $MPIRUN_FLAGS -np "$ranks" ./train "${device[@]}" --global-batch $((most * 2)) --param-dtype fp32 \
-    --steps "$steps" --save "$dir/$name" --save-every 10 --keep $keep --log "$dir/$name.jsonl" "$@" \
+    --steps "$steps" --save "$dir/$name" --save-every $every --keep $keep --log "$dir/$name.jsonl" "$@" \
     >>"$dir/$name.out" 2>&1 </dev/null &
   launcher=$!
 }
@@ -58,7 +59,7 @@ compare() {
 # What is wrong with the directory of a run that has ended. Of each kill a flight record stays.
 check_files() {
   local expected name
-  expected=$(for ((i = 0; i < keep; i++)); do echo "step-$((steps - 10 * i))"; done; echo latest)
+  expected=$(for ((i = 0; i < keep; i++)); do echo "step-$((steps - every * i))"; done; echo latest)
   for name in "$dir/$1"/* "$dir/$1"/.[!.]*; do
     name=${name##*/}
     [[ $name == '.[!.]*' || $name == flight_rank*.jsonl ]] || grep -qx -- "$name" <<<"$expected" || echo -n "$name is left over; "

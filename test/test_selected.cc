@@ -21,6 +21,8 @@
 #if FSDP_CUDA
 namespace {
 
+using attention::selected::is_masked;
+using attention::selected::masked_tiles;
 using attention::selected::scratch_bytes;
 
 // Rows of a buffer, with one to spare before the first and after the last. All bytes are 0xff at first, a NaN in every
@@ -351,6 +353,8 @@ void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t se
     const Errors twin = errors(rounded, exact);
     for (int arch : archs())
       if (arch != 86 || a.D == 128) check_kernel<bf16>(exact, twin, arch, segment);
+    if (archs().front() == 90 && is_masked(a, segment ? segment : masked_tiles))
+      check_kernel<bf16>(exact, twin, 90, masked_tiles);
   }
   if (a.T <= 1000 && !segment) check_kernel<float>(exact, {}, test_device(Backend::gpu).compute_capability, 0);
 }
