@@ -1,4 +1,5 @@
-// What nsa_stats counts, shared by the kernel and its twin: sums in double, in one order, so that two runs agree.
+// What nsa_stats counts, shared by the kernel and its twin: sums in double, in one order, so that two runs agree. What
+// is summed is made in float, for exponentials and logarithms in double are long.
 #pragma once
 
 #include <cmath>
@@ -11,24 +12,24 @@ struct StatsSum {
 
   // The gates' logits of one query and head.
   HD void add_gates(const float (&logit)[3]) {
-    double g[3], sum = 0, h = 0, most = 0;
+    float g[3], sum = 0, h = 0, most = 0;
     for (int i = 0; i < 3; ++i) {
-      g[i] = 1 / (1 + exp(-double(logit[i])));
-      raise(maxima.gate, g[i]);
+      g[i] = 1 / (1 + expf(-logit[i]));
+      raise(maxima.gate, double(g[i]));
       sum += g[i];
     }
     for (int i = 0; i < 3; ++i) {
-      const double p = sum > 0 ? g[i] / sum : 1.0 / 3;
-      sums.share[i] += p;
-      raise(most, p);
-      if (p > 0) h -= p * log(p);
+      const float p = sum > 0 ? g[i] / sum : 1.0f / 3;
+      sums.share[i] += double(p);
+      most = most > p ? most : p;
+      if (p > 0) h -= p * logf(p);
     }
     sums.gates += 1;
-    sums.entropy += h;
-    sums.largest_share += most;
-    sums.collapsed += h < 0.1 && most > 0.95;
-    raise(maxima.share, most);
-    raise(maxima.entropy_lack, ln_3 - h);
+    sums.entropy += double(h);
+    sums.largest_share += double(most);
+    sums.collapsed += h < 0.1f && most > 0.95f;
+    raise(maxima.share, double(most));
+    raise(maxima.entropy_lack, ln_3 - double(h));
   }
   // The blocks of one query and KV head: how many of their keys it sees.
   HD void add_query(int64_t t, const int32_t* blocks, const NsaShape& a) {
