@@ -17,6 +17,7 @@ fi
 fixed=$((most < 2 ? most : 2))
 # shellcheck source=../setup.sh disable=SC1091
 . ./setup.sh env "$most"
+export FSDP_ALLOW_SINGLE_RANK=1 # a number of ranks that was drawn is meant
 RANDOM=${SEED:=$((RANDOM))}
 dir=$(mktemp -d) || exit
 trap '[ -z "${launcher-}" ] || kill -TERM "$launcher" 2>/dev/null; rm -rf "$dir"' EXIT
