@@ -129,7 +129,7 @@ struct Stream::Worker {
       item.first = nullptr;
       lock.lock();
       busy = false;
-      changed.notify_all();
+      if (queue.empty()) changed.notify_all();  // for who drains, and would be woken by each piece of work
     }
   }
 };
