@@ -297,10 +297,12 @@ build/fuzz/%.o: %.cc build/flags | build/version.h
 build/fuzz/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) -x c++ $<
 
-# What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
+# What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it. A file that
+# mentions neither is parsed, and not compiled: what is defined in it and not used, it does not use with CUDA either.
 syntax: | build/version.h
-	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -O0 -S -o /dev/null -Wall -Wextra -pthread -UFSDP_CUDA \
-	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++ {}
+	@names='FSDP_(CUDA|NCCL|CUPTI)'; { grep -lE "$$names" $(sources) $(test_sources) | sed 's|^|-S -o /dev/null |'; \
+	  grep -LE "$$names" $(sources) $(test_sources) | sed 's|^|-fsyntax-only |'; } | xargs -P $(cores) -L 1 $(CXX) -std=c++17 -O0 \
+	  -Wall -Wextra -pthread -UFSDP_CUDA -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.
 write_if_changed = mkdir -p build && printf '%s\n' '$(1)' | cmp -s - $@ || printf '%s\n' '$(1)' > $@
