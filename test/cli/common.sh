@@ -26,7 +26,9 @@ skip() { # NAME: WHY
   echo "skipped: $1"
 }
 
+# TIMES=1 tells which case was done after how many seconds.
 verdict() { # NAME, then what is wrong (nothing if all is well)
+  [ -z "${TIMES-}" ] || echo "$SECONDS s: $1"
   if [ -z "$2" ]; then
     passed=$((passed + 1))
   else

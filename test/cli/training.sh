@@ -40,5 +40,11 @@ for n in 4 65; do
 done | awk '{ print $2 }' >"$dir/dealt"
 verdict "a smaller batch at a validation's end counts as what it is" \
   "$(xargs <"$dir/dealt" | awk '{ d = $1 - $2; exit !(NF == 2 && d * d < 1e-10) }' || echo "it does not")"
+# The learning rate of each step, beside its formula: linear warm-up, then a cosine from the peak to a part of it.
+good "a learning rate" "step" --device cpu --preset tiny --seq 64 --steps 10 --lr 0.01 --min-lr-ratio 0.25 --warmup 3 --log "$dir/lr.jsonl"
+sed -n 's/.*"lr":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/p' "$dir/lr.jsonl" >"$dir/out"
+verdict "the learning rate is that of the schedule" "$(awk '
+  { lr = $1 <= 3 ? 0.01 * $1 / 3 : 0.0025 + 0.0075 * (1 + cos(3.141592653589793 * ($1 - 3) / 7)) / 2
+    n += $1 == NR && $2 > lr - 1e-9 && $2 < lr + 1e-9 } END { exit n != 10 }' "$dir/out" || echo "it is not")"
 
 done_testing
