@@ -76,7 +76,8 @@ clean:
 	rm -rf build train bench
 
 sources := $(wildcard *.cu attention/*.cu lib/*/*.cu lib/*/*.cc)
-test_sources := test/main.cc test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
+test_mains := test/main.cc test/alone.cc test/ranks.cc
+test_sources := $(test_mains) test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
 
 format:
 	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu test/fuzz/*.h test/fuzz/*.cc)
@@ -226,7 +227,7 @@ link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$
 objects := $(addprefix build/,$(addsuffix .o,$(basename $(sources))))
 parts := $(filter-out build/train.o build/bench.o,$(objects))
 rank_tests := $(foreach name,comm faults fsdp reduce checkpoint diagnostics evaluation init,test/test_$(name).cc)
-unit_objects := $(patsubst %,build/%.o,$(basename $(filter-out test/main.cc $(rank_tests),$(test_sources))))
+unit_objects := $(patsubst %,build/%.o,$(basename $(filter-out $(test_mains) $(rank_tests),$(test_sources))))
 rank_objects := $(patsubst %,build/%.o,$(basename $(filter $(rank_tests),$(test_sources))))
 
 all: train bench
@@ -234,16 +235,12 @@ tests: build/test_unit $(if $(rank_objects),build/test_ranks)
 
 train: build/train.o $(parts)
 bench: build/bench.o $(parts)
-build/test_unit: build/test/main.o $(unit_objects) $(parts)
-build/test_ranks: build/test/main_mpi.o $(rank_objects) $(parts)
+build/test_unit: build/test/main.o build/test/alone.o $(unit_objects) $(parts)
+build/test_ranks: build/test/main.o build/test/ranks.o $(rank_objects) $(parts)
 
 train bench build/test_unit build/test_ranks:
 	@echo link $@
 	@$(CXX) $(debug) -Wl,--build-id=sha1 -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(found_catch2_libs)) $(link_libs) $(LDLIBS)
-
-build/test/main_mpi.o: test/main.cc build/flags | build/version.h
-	@mkdir -p $(@D) && echo compile $< with MPI
-	@$(cxx_compile) -DTEST_MPI -MMD -MP -c -o $@ $<
 
 build/%.o: %.cc build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
@@ -297,10 +294,12 @@ build/fuzz/%.o: %.cc build/flags | build/version.h
 build/fuzz/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) -x c++ $<
 
-# What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it.
+# What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it. A file that
+# mentions neither is parsed, and not compiled: what is defined in it and not used, it does not use with CUDA either.
 syntax: | build/version.h
-	@printf '%s\n' $(sources) $(test_sources) | xargs -P $(cores) -I {} $(CXX) -std=c++17 -O0 -S -o /dev/null -Wall -Wextra -pthread -UFSDP_CUDA \
-	  -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++ {}
+	@names='FSDP_(CUDA|NCCL|CUPTI)'; { grep -lE "$$names" $(sources) $(test_sources) | sed 's|^|-S -o /dev/null |'; \
+	  grep -LE "$$names" $(sources) $(test_sources) | sed 's|^|-fsyntax-only |'; } | xargs -P $(cores) -L 1 $(CXX) -std=c++17 -O0 \
+	  -Wall -Wextra -pthread -UFSDP_CUDA -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.
 write_if_changed = mkdir -p build && printf '%s\n' '$(1)' | cmp -s - $@ || printf '%s\n' '$(1)' > $@
@@ -314,5 +313,5 @@ build/version.h: force
 %.cu: ;
 %.cc: ;
 
--include $(objects:.o=.d) $(fuzz_objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d build/test/main_mpi.d
+-include $(objects:.o=.d) $(fuzz_objects:.o=.d) $(unit_objects:.o=.d) $(rank_objects:.o=.d) build/test/main.d
 endif

@@ -1,6 +1,6 @@
-// Runs the test cases and counts them. build/test_ranks (TEST_MPI) runs every case on all ranks together: after each
-// case the ranks tell each other how it went, so that they agree on the counts and a rank that left a case early, by a
-// failure, does not leave the others waiting in a collective for ever.
+// Runs the test cases and counts them. build/test_ranks runs every case on all ranks together: after each case the
+// ranks tell each other how it went, so that they agree on the counts and a rank that left a case early, by a failure,
+// does not leave the others waiting in a collective for ever.
 //
 // The last line of rank 0 is for test/run: RESULT passed failed skipped.
 #include <chrono>
@@ -18,11 +18,13 @@
 #define CATCH_V3 0
 #define CATCH_CONFIG_RUNNER
 #endif
+#include <mpi.h>
+
 #include "test/catch.h"
 
-#ifdef TEST_MPI
-#include <mpi.h>
-#endif
+// Which program this is: of test/alone.cc, for build/test_unit, or test/ranks.cc, for build/test_ranks. Catch2 takes
+// long to compile, and is the same for both.
+extern const bool under_mpi;
 
 namespace {
 
@@ -38,7 +40,6 @@ void print_result() {
   std::fflush(stdout);
 }
 
-#ifdef TEST_MPI
 MPI_Comm meeting;  // apart from what the tests send
 FILE* quiet = nullptr;
 int real_stdout = -1;
@@ -99,7 +100,6 @@ void meet(const std::string& name, int flags[2]) {
   }
   flags[0] = all[0], flags[1] = all[1];
 }
-#endif
 
 #if CATCH_V3
 using ListenerBase = Catch::EventListenerBase;
@@ -117,9 +117,7 @@ struct Counter : ListenerBase {
   void testCaseEnded(const Catch::TestCaseStats& stats) override {
     ListenerBase::testCaseEnded(stats);
     int flags[2] = {!stats.totals.assertions.allOk(), skip_now};
-#ifdef TEST_MPI
-    meet(case_name, flags);
-#endif
+    if (under_mpi) meet(case_name, flags);
     ++(flags[0] ? failed : flags[1] ? skipped : passed);
   }
 };
@@ -146,15 +144,15 @@ Device& test_device(Backend backend) {
 }
 
 int main(int argc, char** argv) {
-#ifdef TEST_MPI
-  world = init_mpi(&argc, &argv);
-  play_hosts();
-  MPI_Comm_dup(MPI_COMM_WORLD, &meeting);
-  one_gpu_each = have_gpu() && assign_device(Backend::gpu, world).host_cards == world.local_size;
-  if (world.rank != 0) hush();
-#else
-  one_gpu_each = have_gpu();
-#endif
+  if (under_mpi) {
+    world = init_mpi(&argc, &argv);
+    play_hosts();
+    MPI_Comm_dup(MPI_COMM_WORLD, &meeting);
+    one_gpu_each = have_gpu() && assign_device(Backend::gpu, world).host_cards == world.local_size;
+    if (world.rank != 0) hush();
+  } else {
+    one_gpu_each = have_gpu();
+  }
   // All ranks need the same order, and the same random numbers.
   std::vector<const char*> arguments(argv, argv + argc);
   arguments.insert(arguments.end(), {"--order", "decl", "--rng-seed", "1", CATCH_V3 ? "--colour-mode" : "--use-colour",
@@ -164,10 +162,10 @@ int main(int argc, char** argv) {
   if (status == 0) status = session.run();
   for (auto& device : devices) device.reset();
   if (world.rank == 0) print_result();
-#ifdef TEST_MPI
-  if (world.rank != 0 && status != 0) tell();
-  MPI_Comm_free(&meeting);
-  finish_mpi();
-#endif
+  if (under_mpi) {
+    if (world.rank != 0 && status != 0) tell();
+    MPI_Comm_free(&meeting);
+    finish_mpi();
+  }
   return status != 0 || failed != 0;
 }

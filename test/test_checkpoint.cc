@@ -1030,7 +1030,8 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   CHECK(list(dir) == ".lock latest step-50 step-60");
 }
 
-// For test/cli.sh: changes options in a manifest, as another version of this program would have written them.
+// For test/cli/checkpoints.sh: changes options in a manifest, as another version of this program would have written
+// them.
 TEST_CASE("changes a manifest", "[.rewrite]") {
   const std::string path = std::getenv("TEST_MANIFEST");
   json manifest = json::parse(read_all(path));

@@ -692,7 +692,7 @@ TEST_CASE("ranks know who they are", "[comm]") {
   CHECK(!mpi_version().empty());
 }
 
-// Hidden, because it ends the program: test/cli.sh runs it and looks at what is left.
+// Hidden, because it ends the program: test/cli/ranks.sh runs it and looks at what is left.
 TEST_CASE("a rank throws while the others wait in a collective", "[.throws]") {
   const World& world = test_world();
   or_abort([&] {

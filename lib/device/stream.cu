@@ -19,10 +19,12 @@ struct Flag {
   bool done = false;
   Clock::time_point when;
   void raise() {
-    std::lock_guard<std::mutex> lock(mutex);
-    when = Clock::now();
-    done = true;
-    raised.notify_all();
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      when = Clock::now();
+      done = true;
+    }
+    raised.notify_all();  // outside of the lock, which who wakes wants at once
   }
   void wait() {
     std::unique_lock<std::mutex> lock(mutex);
@@ -104,8 +106,10 @@ struct Stream::Worker {
     thread.join();
   }
   void push(std::function<void()> work, bool always) {
-    std::lock_guard<std::mutex> lock(mutex);
-    queue.emplace_back(std::move(work), always);
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      queue.emplace_back(std::move(work), always);
+    }
     changed.notify_all();
   }
   void drain() {
@@ -129,7 +133,7 @@ struct Stream::Worker {
       item.first = nullptr;
       lock.lock();
       busy = false;
-      changed.notify_all();
+      if (queue.empty()) changed.notify_all();  // for who drains, and would be woken by each piece of work
     }
   }
 };

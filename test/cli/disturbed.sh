@@ -1,0 +1,94 @@
+#!/bin/bash
+# What changes, fails or is killed while a run goes on.
+# shellcheck source=common.sh
+. "${BASH_SOURCE[0]%/*}/common.sh"
+
+prose 3000 >"$dir/text"
+# A rank that stands still: the others say so.
+# shellcheck disable=SC2086
+timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train "${small[@]:0:6}" --steps 100000 --stall 0.5 --diagnostics "$dir/stall" >"$dir/out" 2>&1 </dev/null &
+for ((i = 0; i < limit * 5; i++)); do grep -qs progress "$dir/stall/heartbeat_rank1.jsonl" && break || sleep 0.1; done
+pid=$(sed -n '1s/.*"pid":\([0-9]*\).*/\1/p' "$dir/stall/heartbeat_rank1.jsonl")
+kill -STOP "$pid"
+for ((i = 0; i < limit * 5; i++)); do grep -qs stall "$dir/stall/heartbeat_rank0.jsonl" && break || sleep 0.1; done
+wrong=""
+[ "$(grep -c '"msg":"stall"' "$dir/stall/heartbeat_rank0.jsonl")" = 1 ] || wrong="rank 0's heartbeat does not say so once"
+kill -KILL "$pid"
+wait $! 2>/dev/null
+grep -q "warning: rank 0: no step has ended for 0.5.* s: step .* is awaited" "$dir/out" || wrong="$wrong; the terminal does not say so"
+verdict "a stall" "${wrong#; }"
+
+# Data that changes under two ranks, a log that may not grow, an output that nobody reads.
+changing() { cp "$dir/text" "$dir/changing" && touch -d 2001-01-01 "$dir/changing"; }
+changing
+mpi_until "" "truncate -s 1000 $dir/changing" --data "$dir/changing"
+judge "data that is cut under a run" "$dir/changing" "was cut" "had 63000 bytes and has 1000" "byte "
+changing
+mpi_until "" "touch $dir/changing" --data "$dir/changing"
+judge "data that is written to under a run" "$dir/changing" "was written to" "byte "
+changing
+overwrite() { tr a-z '\200' <"$dir/text" | dd of="$dir/changing" conv=notrunc 2>/dev/null; }
+mpi_until "" overwrite --data "$dir/changing" --vocab 128
+judge "tokens beyond the vocabulary under a run" "$dir/changing" "token 128" "byte "
+changing
+mpi_until "changing was removed" "rm $dir/changing" --data "$dir/changing"
+verdict "data that is removed under a run is read on" "$(grep -q "$dir/changing was removed" "$dir/out" && went_on "was removed" || echo "it is not, or is not said")"
+if command -v prlimit >/dev/null; then
+  stunt() { pgrep -x train -a | grep -F -- "--log $dir/stunted" | while read -r p _; do prlimit --pid "$p" --fsize=4000; done; }
+  mpi_until "lines from here on are missing" stunt --log "$dir/stunted.jsonl"
+  verdict "a log that may not grow is said once, and the run goes on" \
+    "$([ "$(grep -c 'lines from here on are missing' "$dir/out")" = 1 ] && went_on "lines from here on are missing" || echo "not so")"
+else
+  skip "a log that may not grow: there is no prlimit"
+fi
+timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 50 --log "$dir/unread.jsonl" --save "$dir/unread" 2>"$dir/out" | head -n 1 >/dev/null
+wrong=""
+[ "${PIPESTATUS[0]}" = 0 ] || wrong="it did not end well"
+[ "$(grep -c '"step":' "$dir/unread.jsonl")" = 50 ] || wrong="$wrong; the log does not have all steps"
+[ -e "$dir/unread/latest" ] || wrong="$wrong; nothing was saved"
+verdict "a run whose output nobody reads goes on" "${wrong#; }"
+
+# Killed at any moment: whatever is there then can be resumed from.
+wrong=""
+resume=()
+for delay in 0.1 0.4 0.8; do
+  rm -f "$dir/out"
+  # shellcheck disable=SC2086
+  mpirun $MPIRUN_FLAGS -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 \
+    --save "$dir/killed" --save-every 1 "${resume[@]}" >"$dir/out" 2>&1 </dev/null &
+  for ((i = 0; i < limit * 5; i++)); do grep -qs "^step" "$dir/out" && break || sleep 0.1; done
+  sleep $delay
+  pkill -9 -f -- "--save $dir/killed" 2>/dev/null
+  wait $! 2>/dev/null
+  [ -e "$dir/killed/latest" ] && resume=(--resume latest)
+done
+mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
+[ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="it does not go on: exit status $status"
+verdict "a killed run goes on from what it had saved" "$wrong"
+# A save that fails while training goes on: here its directory is moved away. The run ends as it would have, but says
+# that its last step is not saved.
+move_away() {
+  local i
+  for ((i = 0; i < limit * 5; i++)); do [ -e "$dir/here/latest" ] && break || sleep 0.1; done
+  mv "$dir/here" "$dir/there"
+}
+mpi_until "warning: saving step .* training goes on" move_away --save "$dir/here" --save-every 5
+judge "a save that fails while training goes on" "saving step" "$dir/here" "No such file"
+verdict "training goes on when a save fails" "$(goes_on "warning: saving step .* training goes on" || echo "it did not")"
+# One rank alone is killed: the others do not wait for it.
+run=(--device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --save "$dir/alone" --save-every 5)
+# shellcheck disable=SC2086
+timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 3 ./train "${run[@]}" >"$dir/out" 2>&1 </dev/null &
+for ((i = 0; i < limit * 5; i++)); do [ -e "$dir/alone/latest" ] && break || sleep 0.1; done
+pkill -9 -n -f -- "--save $dir/alone" 2>/dev/null
+wait $! 2>/dev/null
+status=$?
+wrong=""
+[ "$status" != 0 ] && [ "$status" != 124 ] || wrong="exit status $status"
+# mpirun tells it, or a rank that saw it first and ended all.
+grep -qE "signal 9|is gone, killed or crashed" "$dir/out" || wrong="$wrong; no rank was killed: $(tail -n 5 "$dir/out")"
+mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
+[ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
+verdict "a rank that is killed ends all" "${wrong#; }"
+
+done_testing

@@ -1,0 +1,75 @@
+#!/bin/bash
+# Models in and out: the format of transformers, and the one of ours in PyTorch.
+# shellcheck source=common.sh
+. "${BASH_SOURCE[0]%/*}/common.sh"
+
+# From a folder of transformers' making, through any number of ranks, and out again the same.
+hf=(--device cpu --batch 1 --seq 48 --data random --export-dtype fp32)
+wrong=""
+from=test/hf-llama
+for ranks in 2 3 1; do
+  mpi -np $ranks ./train --init $from "${hf[@]}" --stop-after 0 --export "$dir/hf-$ranks" --export-shard-mb 1
+  [ "$status" = 0 ] || wrong="$wrong; exit status $status with $ranks"
+  from="$dir/hf-$ranks"
+done
+diff -r "$dir/hf-2" "$dir/hf-3" >"$dir/out" && diff -r "$dir/hf-3" "$dir/hf-1" >>"$dir/out" || wrong="$wrong; ranks change it"
+[ -s "$dir/hf-1/model.safetensors" ] || wrong="$wrong; there is nothing"
+verdict "a model goes in and out bit for bit at other numbers of ranks" "${wrong#; }"
+# The same command line goes on, and needs no folder any more.
+cp -r test/hf-llama "$dir/begun"
+hf=(--init "$dir/begun" --device cpu --seq 48 --global-batch 2 --data random --steps 4 --save "$dir/hf-saved")
+mpi -np 2 ./train "${hf[@]}" --stop-after 2
+wrong=""
+grep -q "^weights of $dir/begun (llama, BF16)" "$dir/out" || wrong="it is not said where the weights are from"
+rm -r "$dir/begun"
+mpi -np 2 ./train "${hf[@]}" --resume latest --log "$dir/hf.jsonl" --export "$dir/hf-out"
+[ "$status" = 0 ] || wrong="$wrong; exit status $status"
+grep -q "the checkpoint has the weights" "$dir/out" || wrong="$wrong; it is not said that the folder is not read"
+hf[1]=test/hf-llama
+mpi -np 2 ./train "${hf[@]:0:10}" --steps 4 --log "$dir/whole.jsonl"
+[ "$(losses "$dir/whole.jsonl" | wc -l)" = 1 ] && [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/hf.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
+grep -q '"rms_norm_eps": 0.0003' "$dir/hf-out/config.json" || wrong="$wrong; the exported model has another eps"
+verdict "a run that began with a folder is resumed by the same command" "${wrong#; }"
+mpi -np 2 ./train --init test/hf-llama --attn nsa --nsa-block 8 --nsa-stride 4 --nsa-select-block 8 --nsa-selected 3 --device cpu \
+  --seq 48 --batch 1 --data random --steps 2
+verdict "sparse attention begins with dense weights, and that is said in a line" \
+  "$([ "$status" = 0 ] && grep -q "the three branches begin with its keys and values" "$dir/out" || echo "it does not")"
+bad "a folder that is not there" "--init $dir/none|not a directory" --init "$dir/none"
+bad "a preset beside a folder" "--preset tiny|test/hf-llama/config.json" --init test/hf-llama
+cp -r test/hf-llama "$dir/damaged"
+rm "$dir/damaged/model-00002-of-00002.safetensors"
+mpi -np 2 ./train --init "$dir/damaged" --device cpu
+judge "an index that names a file that is not there" "$dir/damaged/model.safetensors.index.json" "model-00002-of-00002.safetensors, which is not there"
+mpi -np 2 ./train --plan --init test/hf-llama --dim 32 --device cpu
+judge "a plan of a folder's model with another size" "--dim 32" "says 64"
+# needs NAME MODULE...: python3 has them, or a test of this name is skipped.
+needs() {
+  local name=$1
+  shift
+  python3 -c "import ${*// /,}" 2>/dev/null && return
+  skip "$name: python3 lacks one of: $*"
+  return 1
+}
+if needs "a Llama through transformers and back" torch,transformers,numpy; then
+  timeout 200 python3 peers/hf_round_trip.py --work "$dir/round" --steps 5 --seq 64 --more "--device cpu" >"$dir/out" 2>&1
+  status=$?
+  verdict "transformers finds the loss that we printed" "$([ $status = 0 ] || echo "exit status $status")"
+fi
+if needs "exported models in PyTorch" torch,numpy; then
+  wrong=""
+  nsa="--nsa-block 8 --nsa-stride 4 --nsa-select-block 16 --nsa-selected 3 --nsa-window 12"
+  i=0
+  for with in "--arch rope $nsa" "--arch llama --nsa-phi mlp --nsa-gate mlp --rope-scaling llama3:8:1:4:16 $nsa" \
+    "--arch simple --nsa-phi linear $nsa" "--arch rope --attn dense" "--arch simple --attn dense --tie-embeddings" "--arch mlp"; do
+    i=$((i + 1))
+    # shellcheck disable=SC2086
+    mpi -np 2 ./train --device cpu --preset tiny --dim 64 --seq 64 --batch 1 --steps 2 --lr 0.01 --data README.md --val-data README.md \
+      --val-every 2 --val-batches 1 --log "$dir/val.jsonl" --export "$dir/val-$i" --export-dtype fp32 $with
+    ours=$(grep -o '"val_loss":[0-9.]*' "$dir/val.jsonl" | tail -n 1 | cut -d: -f2)
+    theirs=$(python3 peers/read_export.py "$dir/val-$i" README.md --sequences 2 2>"$dir/out" | awk '/^loss/ { print $2 }')
+    awk -v a="${ours:-nan}" -v b="${theirs:-nan}" 'BEGIN { exit !(a - b < 1e-5 && b - a < 1e-5 && a > 1) }' || wrong="$wrong; $with: $ours here, $theirs in PyTorch"
+  done
+  verdict "PyTorch finds our validation loss in what is exported" "${wrong#; }"
+fi
+
+done_testing

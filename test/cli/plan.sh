@@ -1,0 +1,111 @@
+#!/bin/bash
+# What is told instead of training: help, hardware, parameters, and the plan, which says what a run then takes.
+# shellcheck source=common.sh
+. "${BASH_SOURCE[0]%/*}/common.sh"
+
+good "help" "Instead of training" --help
+good "version" "MPI" --version
+good "hardware" '"gpus"' --hardware
+good "hardware of the host" '"host":{"cores":' --hardware
+good "versions of libraries" '"mpi":"' --hardware
+good "presets" "m7c-125m" --list-presets
+good "a section of the help" "--limit-all-gathers N" --help sharding
+bad "no section of the help" "--help shardin|did you mean sharding?|instead-of-training" --help shardin
+mpi -np 3 ./train --help sharding
+verdict "under mpirun help is printed once" "$([ "$(tr -d '\r' <"$dir/out" | grep -c '^SHARDING$')" = 1 ] || echo "it is not")"
+bad "a shell that is not known" "--completion zsh|bash" --completion zsh
+good "parameters" "head" --show-params --preset tiny --device cpu
+good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
+good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
+good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
+good "a knob to put back so that it fits" "the cheapest change that fits: --wrap block:" --plan --preset llama-8b --gpu h100 --world 4 --wrap single
+good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync every:" --plan --preset llama-8b --gpu h100 --world 8 --grad-accum 2 --accum-sync last
+good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
+good "frozen" "frozen" --show-params --preset tiny --freeze embedding
+
+good "schedule" "one rank: nothing moves" --show-schedule --world 4 --shard hybrid:1 --preset tiny
+# Every knob of sharding reaches the step: how often something is in the schedule and the plan with it, and without it.
+# Without numbers of lines and MiB of what moves, and with one blank between words.
+told() {
+  local preset=(--preset tiny)
+  [[ " $* " != *" --preset "* ]] || preset=()
+  ./train --plan --show-schedule --gpu h200 --world 4 "${preset[@]}" "$@" 2>&1 | sed -E 's/^ +[0-9]+  (gather|reduce|compute) /\1 /
+    s/ [0-9.]+  (bf16|fp32|fp64)/ \1/; /^compute (use|release) /d' | tr -s ' \n' | tr '\n' ';'
+}
+# knob ERE HOW-OFTEN HOW-OFTEN-WITHOUT OPTION...
+told >"$dir/plain"
+knob() {
+  local pattern=$1 want=$2 without=$3 n m
+  shift 3
+  told "$@" >"$dir/out"
+  n=$(grep -oE -- "$pattern" "$dir/out" | wc -l)
+  m=$(grep -oE -- "$pattern" "$dir/plain" | wc -l)
+  verdict "the knob $*" "$([ "$n $m" = "$want $without" ] || echo "'$pattern' is there $n times, and $m without it, not $want and $without")"
+}
+knob 'all_gather block.0 ' 1 2 --shard grad
+knob 'all_gather block.0 ' 1 2 --reshard-after-forward 0
+knob 'all_gather ' 0 5 --shard none
+knob 'reduce all_reduce [a-z.0-9]+ bf16, 4 ranks' 4 0 --shard none
+knob 'all_gather [a-z.0-9]+ bf16, 2 ranks' 5 0 --shard hybrid:2
+knob 'reduce all_reduce all ' 2 1 --shard hybrid:2
+knob 'reduce_scatter ' 6 4 --wrap sublayer
+knob 'reduce_scatter ' 1 4 --wrap single
+knob 'reduce_scatter ' 1 4 --wrap auto
+knob 'reduce_scatter ' 6 4 --wrap auto --wrap-min-params 1
+knob 'reduce_scatter ' 25 4 --preset m7c --wrap auto --wrap-min-params 20000000 --bucket-mb 8
+knob 'gather slots 0.0 0.4 .*into 1 slot;' 1 0 --limit-all-gathers 1
+knob 'into 3 slots;.*;(gather all_gather [^;]*;){3}compute' 1 0 --limit-all-gathers 3
+knob '(gather all_gather [^;]*;){4}' 1 0 --limit-all-gathers off
+knob 'gradient slots 0.0 1.2' 1 0 --gradient-slots 3
+knob 'waiting for gathers 0.0[0-9]' 0 1 --forward-prefetch 0
+knob 'reduce_scatter head [^;]*;gather all_gather block.0' 0 1 --backward-prefetch post
+knob 'reduce_scatter block.1 [^;]*;gather all_gather block.0' 1 0 --backward-prefetch none
+knob 'all_gather [a-z.0-9]+ fp32' 5 0 --param-dtype fp32
+knob 'reduce_scatter [a-z.0-9]+ fp32' 4 0 --reduce-dtype fp32
+knob 'all_gather [a-z.0-9]+ fp32' 5 0 --autocast bf16
+knob ' moments 0.0 0.5 .*moments in bf16;' 1 0 --moments bf16
+knob 'compute recompute MLP block' 2 0 --recompute mlp
+knob 'compute recompute attention block' 2 0 --recompute attn
+knob 'compute recompute (MLP|attention) block' 4 0 --recompute both
+knob 'recompute attention block.1;compute recompute MLP' 1 0 --recompute block
+knob 'activations 0.0 0.0 1.5;' 1 0 --recompute attn --keep-attention 1
+knob 'reduce_scatter ' 8 4 --grad-accum 2
+knob 'reduce_scatter ' 4 4 --grad-accum 2 --accum-sync last
+knob 'reduce all_reduce replicated' 1 0 --replicate-below 65536
+knob ' master 2.4 .*initialized unsharded, then sharded;' 1 0 --meta-init 0
+knob 'reduce optimizer block' 2 0 --optimizer-in-backward 1 --clip 0
+knob 'reduce all_reduce all ' 2 1 --clip-norm inf
+knob 'no clipping' 1 0 --clip 0
+knob "gathers by NCCL's kernels" 1 0 --gather nccl
+knob 'gathers by copy engines, into' 1 1 --gather copy-engine
+knob 'reduce all_to_all [a-z.0-9]+ bf16, 4 ranks' 4 0 --reduce copy-engine
+knob 'reduce (all_to_all|all_reduce) [a-z.0-9]+ bf16, 2 ranks' 8 0 --reduce copy-engine --shard hybrid:2
+knob 'beside it: 4 all_to_all,.*reductions by all-to-all and a sum in rank order' 1 0 --reduce copy-engine
+knob "reductions by NCCL's kernels" 1 1 --reduce nccl
+knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
+knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
+knob 'epilogues are kernels of their own' 1 0 --fuse 0
+knob "products by cuBLASLt's first choice" 1 0 --tune-matmul 0
+knob 'reduce_scatter head' 0 1 --tie-embeddings
+knob 'reduce_scatter block.0' 0 1 --freeze block.0
+# What it says before a run is what the run takes, on CPU ranks too.
+wrong=""
+for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both" "--autocast bf16 --accum-sync last --grad-accum 2" \
+  "--reduce copy-engine --reduce-dtype bf16"; do
+  # shellcheck disable=SC2086
+  mpi -np 2 ./train "${small[@]}" --log "$dir/memory.jsonl" $with
+  ran=$(head -n 1 "$dir/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
+  # shellcheck disable=SC2086
+  planned=$(./train --plan --world 2 "${small[@]}" $with | awk '$1 == "arena" { print $2 }')
+  [ "$status" = 0 ] && [ "$ran" = "$planned" ] || wrong="$wrong; $with: planned $planned MiB, ran $ran"
+done
+verdict "the plan's peak is the run's" "${wrong#; }"
+mpi -np 2 ./train --plan --device cpu --preset tiny --dim 100 --heads 3 --kv-heads 1
+judge "a plan of what cannot be, under mpirun" "--dim 100" "--heads 3"
+
+judge_plan "a plan of copy engines between hosts" "several hosts" --world 16 --gather copy-engine
+judge_plan "a plan of reductions by copy engines between hosts" "several hosts" --world 16 --reduce copy-engine
+judge_plan "a plan of a graph on a CPU" "--graph 1" --device cpu --graph 1
+judge_plan "a plan of copy engines on a CPU" "--gather copy-engine" --device cpu --world 2 --gather copy-engine
+
+done_testing

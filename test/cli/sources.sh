@@ -1,0 +1,22 @@
+#!/bin/bash
+# The sources: they compile without CUDA and NCCL, and NOTES.md leads to the right lines of them.
+# shellcheck source=common.sh
+. "${BASH_SOURCE[0]%/*}/common.sh"
+
+# Not a part of the make that runs this.
+env -u MAKEFLAGS -u MAKELEVEL make --no-print-directory ${TEST_CORES:+"cores=$TEST_CORES"} syntax >"$dir/out" 2>&1
+status=$?
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status"
+! grep -q "[0-9]: warning:" "$dir/out" || wrong="$wrong; it has warnings"
+verdict "compiles without CUDA and NCCL" "${wrong#; }"
+
+# NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
+wrong=""
+: >"$dir/out"
+while IFS='|' read -r name file line; do
+  sed -n "${line}p" "$file" 2>/dev/null | grep -qF -- "$name" || wrong="$wrong; $name is not at $file:$line"
+done < <(grep -o '\[`[^`]*`\]([^)#]*#L[0-9]*)' NOTES.md | sed 's/^\[`\([^`]*\)`\](\([^#]*\)#L\([0-9]*\))$/\1|\2|\3/')
+verdict "the lines that NOTES.md leads to" "${wrong#; }"
+
+done_testing

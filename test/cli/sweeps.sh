@@ -1,0 +1,128 @@
+#!/bin/bash
+# ./bench: the rows of sweeps.
+# shellcheck source=common.sh
+. "${BASH_SOURCE[0]%/*}/common.sh"
+
+bench() { # the rest of a ./bench command line, on the CPU; output in $dir/out, status in $status
+  CUDA_VISIBLE_DEVICES='' timeout -k 5 $((2 * limit)) ./bench "$@" >"$dir/out" 2>&1 </dev/null
+  status=$?
+}
+# rows FILE COUNT WORD...: that many rows, each with every word; on the CPU.
+rows() {
+  local file=$1 count=$2 wrong=""
+  shift 2
+  [ "$status" = 0 ] || wrong="exit status $status"
+  touch "$file"
+  for word in '"result"' '"command"' '"commit"' '"hardware"' "$@"; do
+    [ "$(grep -c -- "$word" "$file")" = "$count" ] || wrong="$wrong; not $count rows with $word"
+  done
+  verdict "the rows of a sweep" "${wrong#; }"
+}
+tiny_steps=(--steps 3 --window 2:3 --ranks 2)
+bench --sweep depth --only 1,2 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
+rows "$dir/depth.jsonl" 2 '"step_ms":[0-9]*\.[0-9]' '"ranks":2' '"peak_mib":[1-9]' '"steps_ms":\[[0-9.]*,[0-9.]*,[0-9.]*\]' \
+  '"window":\[2,3\]' '"first_peak_mib"' '"date":"20'
+[ "$(grep -c '"depth":\([12]\),.*"row":"\1"' "$dir/depth.jsonl")" = 2 ]
+verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are not in the rows' configurations")"
+
+# A sweep that was interrupted goes on, and keeps what it has; --only replaces the rows that it names.
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+head -n 1 "$dir/before.jsonl" >"$dir/depth.jsonl"
+bench --sweep depth --continue "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 4
+[ "$(head -n 1 "$dir/depth.jsonl")" = "$(head -n 1 "$dir/before.jsonl")" ]
+verdict "--continue keeps the rows that are there" "$([ $? = 0 ] || echo "the first row was made again")"
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+bench --sweep depth --only 3 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+rows "$dir/depth.jsonl" 4
+[ "$(diff "$dir/before.jsonl" "$dir/depth.jsonl" | grep -c '^>')" = 1 ] && diff "$dir/before.jsonl" "$dir/depth.jsonl" | grep -q '^> .*"row":"4"'
+verdict "--only makes the rows that it names anew" "$([ $? = 0 ] || echo "not the third row, or not it alone")"
+
+bench --sweep knobs --only 1,4 "${tiny_steps[@]}" --out "$dir/knobs.jsonl" -- --seq 64 --batch 1
+rows "$dir/knobs.jsonl" 2 '"exposed_gather_ms":[0-9]*\.[0-9]' '"ranks":2'
+[ "$(grep -c '"row":"as it is".*"shard":"full"' "$dir/knobs.jsonl")$(grep -c '"row":"--shard hybrid:2".*"shard":"hybrid:2"' "$dir/knobs.jsonl")" = 11 ] ||
+  [ "$(grep -c '"shard":"full".*"row":"as it is"' "$dir/knobs.jsonl")$(grep -c '"shard":"hybrid:2".*"row":"--shard hybrid:2"' "$dir/knobs.jsonl")" = 11 ]
+verdict "a knob that a row names is what ran" "$([ $? = 0 ] || echo "the options are not in the rows' configurations")"
+
+# PyTorch's rows: its process prints a line a row. Here it is one that ends in its second, and the third runs in another.
+mkdir "$dir/bin"
+cat >"$dir/bin/python3" <<'END'
+#!/bin/bash
+while [ $# -gt 0 ]; do
+  [ "$1" != --rows ] || rows=$2
+  shift
+done
+tag=$(sed -n 's/^ *"tag": "\(.*\)"$/\1/p' "$rows" | head -n 1)
+echo "{\"ok\":true,\"tag\":\"$tag\",\"result\":{\"step_ms\":7.5},\"steps_ms\":[7.5]}"
+exit 1
+END
+chmod +x "$dir/bin/python3"
+PATH="$dir/bin:$PATH" bench --sweep depth --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
+[ "$(grep -c '"step_ms":7.5.*"row":"[18]".*"who":"PyTorch"' "$dir/peer.jsonl")$(grep -c '"error":"exit status 1".*"row":"4".*"who":"PyTorch"' "$dir/peer.jsonl")" = 21 ]
+verdict "PyTorch goes on behind a row in which its process ends" "$([ $? = 0 ] || echo "not two rows of PyTorch's and an error")"
+printf '#!/bin/bash\necho "ModuleNotFoundError: No module named torch"\nexit 1\n' >"$dir/bin/python3"
+PATH="$dir/bin:$PATH" bench --sweep depth --continue --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
+[ "$(grep -c '"step_ms":7.5' "$dir/peer.jsonl")$(grep -c '"error":"ModuleNotFoundError' "$dir/peer.jsonl")" = 21 ]
+verdict "--continue keeps what is good and runs what failed" "$([ $? = 0 ] || echo "not so")"
+PATH="$dir/bin:$PATH" bench --sweep depth --only 1 --peer "${tiny_steps[@]}" --out "$dir/none.jsonl" -- --seq 64 --batch 1
+grep -q '"error":"ModuleNotFoundError: No module named torch".*"who":"PyTorch"' "$dir/none.jsonl"
+verdict "a machine without PyTorch" "$([ $? = 0 ] || echo "no row says why")"
+rm -f "$dir/none.jsonl"
+
+# Every sweep runs here, with tiny shapes, or is planned: its first row and its last.
+for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p'); do
+  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/all-${sweep%:*}.jsonl"
+  wrong=""
+  [ "$status" = 0 ] || wrong="exit status $status"
+  head -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q '"step_ms":[0-9]' || wrong="$wrong; no step_ms in the first row"
+  tail -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q "\"number\":${sweep#*:}," || wrong="$wrong; no row ${sweep#*:}"
+  ! grep -q '"error"' "$dir/all-${sweep%:*}.jsonl" || wrong="$wrong; a row has an error"
+  verdict "the sweep ${sweep%:*}" "${wrong#; }"
+done
+bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
+rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'
+bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
+wrong=""
+grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
+grep -q 'PyTorch: .*--nproc_per_node=2 peers/torch_fsdp.py .*--arch mlp .*--reduce-dtype bf16' "$dir/out" || wrong="$wrong; no command of PyTorch's"
+verdict "--dry-run says what would run" "$wrong"
+bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
+rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
+bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
+judge "collectives of one rank" "--ranks 2"
+verdict "no rows, no file" "$([ ! -e "$dir/none.jsonl" ] || echo "an empty file is left")"
+bench --sweep collectives --steps 5
+judge "steps of what has none" "--sweep collectives" "--steps"
+bench --sweep collectives --continue
+judge "going on with what is one run" "--sweep collectives" "--continue"
+echo "not rows" >"$dir/mine.txt"
+bench --sweep collectives --values 1 --out "$dir/mine.txt"
+judge "rows over a file of something else" "$dir/mine.txt" "not overwritten"
+verdict "a file of something else stays" "$(grep -q "not rows" "$dir/mine.txt" || echo "it is gone")"
+bench --sweep attention --ranks 2
+judge "ranks of what runs in one process" "--sweep attention" "--ranks"
+bench --sweep collectives -- --seq 64
+judge "options for a ./train that does not run" "--sweep collectives" "--"
+bench --sweep knobs --only 1000
+judge "a row that there is not" "--only 1000" "knobs"
+bench --sweep collectives --values 0
+judge "a value of nothing" "--values"
+bench --sweep nothing
+judge "a sweep that there is not" "--sweep nothing" "mlp-1024"
+bench --sweep depth --window 5
+judge "half a window" "--window 5"
+bench --sweep depth --gpu h200
+judge "a chip that is not here" "--gpu" "--ranks"
+bench --sweep depth --gpu h200 --ranks 2 --peer
+judge "PyTorch on a chip that is not here" "--gpu h200" "PyTorch"
+bench --sweep attention --gpu h200 --ranks 2
+judge "what has no plan" "--sweep attention" "plan"
+bench --sweep depth --out /nonexistent/rows.jsonl
+judge "rows that cannot be written" "/nonexistent/rows.jsonl"
+bench --sweep seq --out "$dir/depth.jsonl"
+judge "another sweep's rows" "$dir/depth.jsonl" "--sweep seq"
+echo "not rows" >"$dir/text"
+bench --sweep seq --out "$dir/text"
+judge "a file of something else" "$dir/text" "not overwritten"
+
+done_testing
