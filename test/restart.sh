@@ -26,7 +26,7 @@ begin() { # run.sh with these arguments; in the background
   launcher=$!
 }
 end() { # sets `status`
-  (sleep 120 && pkill -P "$launcher") 2>/dev/null &
+  (sleep 120 && pkill -P "$launcher") >/dev/null 2>&1 &
   local limit=$!
   wait "$launcher"
   status=$?
