@@ -7,8 +7,8 @@
 // and the block of the next 128 keys comes by a moment later: none waits but for those that began at the same time. A
 // block waits only for blocks that were drawn before it, so a launch of any size ends.
 //
-// Sums are in fp32, in as many slots as units are in work at one time: unit u has slot u % slots, and its first summand
-// waits for the last of unit u - slots.
+// Sums are in fp32, in as many slots as units are in work at one time, a chunk: unit u has slot u % chunk, and its
+// first summand waits for the last of unit u - chunk.
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -17,22 +17,21 @@ namespace attention {
 
 struct DqOrder {
   static constexpr int queries = 64, keys = 128;  // of a tile
-  int q_tiles, k_tiles, group, units, chunk, slots;
+  int q_tiles, k_tiles, group, units, chunk;
 
   explicit DqOrder(const Problem& a)
       : q_tiles(ceil_div(a.T, queries)),
         k_tiles(ceil_div(a.T, keys)),
         group(a.group),
         units(a.B * a.HKV),
-        chunk(ceil_div(264, k_tiles)) {
+        chunk(ceil_div(264, k_tiles)) {  // of blocks twice as many as a large GPU's multiprocessors
     if (chunk > units) chunk = units;
-    slots = chunk;
   }
 
   int blocks() const { return units * k_tiles; }
-  HD int counts() const { return slots * group * q_tiles; }
+  HD int counts() const { return chunk * group * q_tiles; }
   int64_t sums(int64_t D) const { return int64_t(counts()) * queries * D; }  // numbers
-  HD int64_t tile_at(int unit, int h, int i) const { return (int64_t(unit % slots) * group + h) * q_tiles + i; }
+  HD int64_t tile_at(int unit, int h, int i) const { return (int64_t(unit % chunk) * group + h) * q_tiles + i; }
   // Block n's unit and tile of keys: a few units together, so that the blocks in work are of several; of those the keys
   // with most queries first, so that what is drawn last is short.
   HD void locate(int n, int* unit, int* j) const {

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(384, 1)
       }
     } else if (warp == 1 && threadIdx.x % 32 == 0) {  // opens the turns
       for (int n = 0; n < steps; ++n, next()) {
-        const unsigned before = unsigned(unit / order.slots * order.summands(i) + jt);
+        const unsigned before = unsigned(unit / order.chunk * order.summands(i) + jt);
         const unsigned* count = counts + order.tile_at(unit, g, i);
         barrier_wait(counted + 8 * turns.slot(n), ((n / L::ahead) & 1) ^ 1);
         while (load_acquire(count) != before) {}

@@ -496,7 +496,7 @@ TEST_CASE("dQ's summands come in one order, each from a block drawn before the n
         const int i = order.tile(s), head = s % p.group;
         right = right && i >= 0 && (i + 1) * 64 > j * 128;  // some query of it sees some key
         // A block waits for this count, and nothing but blocks before it makes it so.
-        right = right && counts[order.tile_at(unit, head, i)]++ == unit / order.slots * order.summands(i) + j;
+        right = right && counts[order.tile_at(unit, head, i)]++ == unit / order.chunk * order.summands(i) + j;
         const bool last = j + 1 == order.summands(i);
         right = right && last == (s >= order.finishes(j));
         if (last) right = right && complete.insert({unit, head, i}).second;
@@ -504,7 +504,7 @@ TEST_CASE("dQ's summands come in one order, each from a block drawn before the n
     }
     CHECK(right);
     CHECK(int64_t(complete.size()) == int64_t(order.q_tiles) * p.group * order.units);
-    CHECK(order.slots <= order.units);
+    CHECK(order.chunk <= order.units);
     CHECK(int64_t(counts.size()) <= order.counts());
   }
 }
