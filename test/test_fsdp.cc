@@ -8,14 +8,14 @@
 #include <map>
 #include <set>
 
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/allocator_interface.h>
-#endif
-
 #include "lib/program/estimate.h"
 #include "lib/program/presets.h"
 #include "model.h"
 #include "test/catch.h"
+
+#ifdef __SANITIZE_ADDRESS__
+extern "C" size_t __sanitizer_get_current_allocated_bytes();  // its header comes with clang, not with g++
+#endif
 
 namespace {
 
