@@ -8,8 +8,8 @@ cd "$(dirname "$0")/.." || exit
 top=$PWD
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-passed=0
-failed=0
+# shellcheck source=verdict.sh
+. test/verdict.sh
 real_cxx=$(command -v "${CXX:-g++}")
 
 root=$dir/machine
@@ -166,16 +166,6 @@ judge() {
   shift 2
   for word in "$@"; do grep -qF -e "$word" "$dir/out" || wrong="$wrong; it does not say '$word'"; done
   verdict "$name" "$wrong"
-}
-
-verdict() { # NAME, then what is wrong (nothing if all is well)
-  if [ -z "$2" ]; then
-    passed=$((passed + 1))
-  else
-    failed=$((failed + 1))
-    echo "FAILED: $1: ${2#; }"
-    sed 's/^/    /' "$dir/out" | head -n 20
-  fi
 }
 
 equal() { verdict "$1" "$([ "$2" = "$3" ] || echo "'$2', not '$3'")"; } # NAME VALUE EXPECTED
@@ -348,5 +338,4 @@ at ./setup.sh run
 judge "no room for temporary files" 1 "no room for temporary files" "set TMPDIR"
 equal "no room for temporary files: one line, nothing installed" "$(lines) $(asked)" "1 "
 
-echo "RESULT $passed $failed 0"
-[ "$failed" = 0 ]
+done_testing

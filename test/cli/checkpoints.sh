@@ -12,7 +12,7 @@ wrong=""
 [ "$(losses "$dir/whole.jsonl" | wc -l)" = 3 ] || wrong="$wrong; the run did not log three more steps"
 [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/again.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 [ -s "$dir/model.safetensors" ] || wrong="$wrong; nothing was exported"
-verdict "a run goes on from a checkpoint bit for bit" "${wrong#; }"
+verdict "a run goes on from a checkpoint bit for bit" "$wrong"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --lr 0.0001
 verdict "what goes on in another way is said" "$(grep -q 'differs from the checkpoint: --lr 0.0001 (was 0.0003)' "$dir/out" || echo "it is not")"
 mpi -np 2 ./train "${run[@]}" --stop-after 1 --freeze head --save "$dir/frozen"
@@ -27,7 +27,7 @@ mpi -np 3 ./train "${run[@]}" --stop-after 0 --export "$dir/again.safetensors" -
 cmp -s "$dir/initial.safetensors" "$dir/again.safetensors" || wrong="$wrong; three ranks begin with other weights than two"
 mpi -np 2 ./train "${run[@]}" --stop-after 1 --export "$dir/one.safetensors" --export-dtype fp32
 [ -s "$dir/one.safetensors" ] && ! cmp -s "$dir/initial.safetensors" "$dir/one.safetensors" || wrong="$wrong; a step changes nothing"
-verdict "the initial weights are exported" "${wrong#; }"
+verdict "the initial weights are exported" "$wrong"
 
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
@@ -35,21 +35,21 @@ mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log 
 wrong=""
 [ "$status" = 0 ] || wrong="exit status $status"
 [ "$(grep -c '"step":' "$dir/log.jsonl")" = 4 ] || wrong="$wrong; not three steps and then one more"
-verdict "the log of a run that goes on" "${wrong#; }"
+verdict "the log of a run that goes on" "$wrong"
 # Another way to shard.
 mpi -np 4 ./train "${run[@]}" --resume "$dir/saved/step-3" --shard hybrid:2 --wrap sublayer --moments bf16 --tf32 \
   --accum-sync last --log "$dir/other.jsonl"
 wrong=""
 [ "$status" = 0 ] || wrong="exit status $status"
 [ "$(losses "$dir/other.jsonl" | wc -l)" = 3 ] || wrong="$wrong; it did not run three more steps"
-verdict "a run goes on in another way to shard" "${wrong#; }"
+verdict "a run goes on in another way to shard" "$wrong"
 # What the command line leaves open comes from the checkpoint, so other ranks see the same data.
 mpi -np 3 ./train --device cpu --preset tiny --seq 64 --resume "$dir/saved/step-6" --steps 8 --log "$dir/three.jsonl"
 wrong=""
 [ "$status" = 0 ] || wrong="exit status $status"
 grep -q '"global_batch":3' "$dir/three.jsonl" || wrong="$wrong; the global batch is not the checkpoint's"
 [ "$(losses "$dir/three.jsonl" | cut -d' ' -f1 | xargs)" = "7 8" ] || wrong="$wrong; it did not run steps 7 and 8"
-verdict "a run goes on at another number of ranks" "${wrong#; }"
+verdict "a run goes on at another number of ranks" "$wrong"
 # All of it: with a checkpoint alone a run goes on as it was.
 as=(--nsa-window 32 --nsa-selected 3 --rope-base 100 --lr 0.001 --clip 0.5 --val-every 2 --val-batches 2 --grad-accum 2 --seed 5)
 mpi -np 2 ./train "${run[@]}" --log "$dir/as-whole.jsonl" "${as[@]}"
@@ -62,7 +62,7 @@ wrong=""
 [ "$(grep -o '"val_loss":.*' "$dir/as-whole.jsonl" | tail -n 2)" = "$(grep -o '"val_loss":.*' "$dir/as-again.jsonl")" ] ||
   wrong="$wrong; nor is what validation says"
 ! grep -q "differs from" "$dir/out" || wrong="$wrong; it says that something changed"
-verdict "a run goes on as its checkpoint says" "${wrong#; }"
+verdict "a run goes on as its checkpoint says" "$wrong"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --heads 4
 judge "a checkpoint of other heads" "--heads 4" "made with 2"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --dim 64
@@ -93,7 +93,7 @@ as_then() { # NAME: the run that went on from it did so with the losses that wer
       END { exit NR != 2 || bad }' ||
     wrong="$wrong; the losses are $(grep -o '"loss":[^,]*' "$dir/v1.jsonl" | xargs)"
   ! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
-  verdict "$1" "${wrong#; }"
+  verdict "$1" "$wrong"
 }
 rewrite() { # JSON: what another program would have written into the manifest's state; null takes a key out
   TEST_MANIFEST=$dir/v1/step-2/manifest.json TEST_PATCH=$1 build/test_ranks "[.rewrite]" >"$dir/out" 2>&1

@@ -5,38 +5,15 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 # shellcheck source=../../setup.sh disable=SC1091
 . ./setup.sh env 2
+# shellcheck source=../verdict.sh
+. test/verdict.sh
 unset "${!FSDP_@}" # options of whoever runs the tests
 # When a rank has ended badly mpirun ends the others at once, and not a second later: what is to be said is said by then.
 export OMPI_MCA_odls_base_sigkill_timeout=0
 dir=$(mktemp -d) || exit # without one the files below would lie in /
 trap 'rm -rf "$dir"' EXIT
-passed=0
-failed=0
-skipped=0
 limit=$([ "${SAN-}" = 1 ] && echo 200 || echo 60) # seconds of a run, most of which take one: other suites run beside
 small=(--device cpu --preset tiny --seq 64 --batch 1 --steps 2)
-
-done_testing() { # the last line is for test/run
-  echo "RESULT $passed $failed $skipped"
-  [ "$failed" = 0 ]
-}
-
-skip() { # NAME: WHY
-  skipped=$((skipped + 1))
-  echo "skipped: $1"
-}
-
-# TIMES=1 tells which case was done after how many seconds.
-verdict() { # NAME, then what is wrong (nothing if all is well)
-  [ -z "${TIMES-}" ] || echo "$SECONDS s: $1"
-  if [ -z "$2" ]; then
-    passed=$((passed + 1))
-  else
-    failed=$((failed + 1))
-    echo "FAILED: $1: $2"
-    sed 's/^/    /' "$dir/out" | head -n 20
-  fi
-}
 
 mpi() { # the rest of an mpirun command line; output in $dir/out, status in $status, seconds in $took
   local start=$SECONDS
@@ -59,7 +36,7 @@ judge() { # NAME WORD...: the output must be one error line that holds every wor
     [[ $lines == *"$word"* ]] || wrong="$wrong; the error does not name '$word'"
   done
   if grep -aqE 'terminate called|Segmentation fault|core dumped|internal error' "$dir/out"; then wrong="$wrong; it crashed"; fi
-  verdict "$name" "${wrong#; }"
+  verdict "$name" "$wrong"
 }
 
 # bad NAME 'WORD|WORD...' OPTION...: two ranks, the small run with these options besides.
@@ -79,7 +56,7 @@ good() {
   status=$?
   [ "$status" = 0 ] || wrong="exit status $status"
   grep -aqF -- "$word" "$dir/out" || wrong="$wrong; '$word' is not in the output"
-  verdict "$name" "${wrong#; }"
+  verdict "$name" "$wrong"
 }
 
 # u16 N...: numbers as two bytes each, little end first.

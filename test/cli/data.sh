@@ -87,7 +87,7 @@ done
 wrong=""
 grep -q '"targets":1230}' "$t/found-1" || wrong="not 1230 targets"
 grep -q '"questions":3,"right_norm":1}' "$t/found-1" || wrong="$wrong; not one of three questions is answered right, by whichever answer"
-verdict "how many tokens and questions are evaluated" "${wrong#; }"
+verdict "how many tokens and questions are evaluated" "$wrong"
 # Behind steps too, and from a checkpoint; a step's numbers are those of a run that was not asked.
 mpi -np 2 ./train "${many[@]}" --data "$dir/mine/text" --sample 5 --sample-every 1 --save "$t/sampled" --log "$t/sampled.jsonl"
 wrong=""
@@ -95,7 +95,7 @@ wrong=""
 [ "$(grep -o '"after_step":[0-9]*' "$t/sampled.jsonl" | xargs)" = "after_step:1 after_step:2 after_step:3" ] || wrong="$wrong; not once behind each step"
 mpi -np 3 ./train --device cpu --preset tiny --seq 64 --resume "$t/sampled" --stop-after 0 --sample 5 --log "$t/again.jsonl"
 [ "$(grep '^{"sample"' "$t/again.jsonl")" = "$(grep '^{"sample"' "$t/sampled.jsonl" | tail -n 1)" ] || wrong="$wrong; the checkpoint writes another"
-verdict "samples behind steps, and from a checkpoint" "${wrong#; }"
+verdict "samples behind steps, and from a checkpoint" "$wrong"
 mpi -np 2 ./train "${small[@]}" --eval "$t/odd.txt" --sample 3 --log "$t/memory.jsonl"
 ran=$(head -n 1 "$t/memory.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
 planned=$(./train --plan --world 2 "${small[@]}" --eval "$t/odd.txt" --sample 3 | awk '$1 == "arena" { print $2 }')

@@ -16,7 +16,7 @@ wrong=""
 kill -KILL "$pid"
 wait $! 2>/dev/null
 grep -q "warning: rank 0: no step has ended for 0.5.* s: step .* is awaited" "$dir/out" || wrong="$wrong; the terminal does not say so"
-verdict "a stall" "${wrong#; }"
+verdict "a stall" "$wrong"
 
 # Data that changes under two ranks, a log that may not grow, an output that nobody reads.
 changing() { cp "$dir/text" "$dir/changing" && touch -d 2001-01-01 "$dir/changing"; }
@@ -46,7 +46,7 @@ wrong=""
 [ "${PIPESTATUS[0]}" = 0 ] || wrong="it did not end well"
 [ "$(grep -c '"step":' "$dir/unread.jsonl")" = 50 ] || wrong="$wrong; the log does not have all steps"
 [ -e "$dir/unread/latest" ] || wrong="$wrong; nothing was saved"
-verdict "a run whose output nobody reads goes on" "${wrong#; }"
+verdict "a run whose output nobody reads goes on" "$wrong"
 
 # Killed at any moment: whatever is there then can be resumed from.
 wrong=""
@@ -89,6 +89,6 @@ wrong=""
 grep -qE "signal 9|is gone, killed or crashed" "$dir/out" || wrong="$wrong; no rank was killed: $(tail -n 5 "$dir/out")"
 mpi -np 2 ./train "${run[@]}" --minutes 0.01 --resume latest
 [ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="$wrong; it does not go on: exit status $status"
-verdict "a rank that is killed ends all" "${wrong#; }"
+verdict "a rank that is killed ends all" "$wrong"
 
 done_testing

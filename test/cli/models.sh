@@ -14,7 +14,7 @@ for ranks in 2 3 1; do
 done
 diff -r "$dir/hf-2" "$dir/hf-3" >"$dir/out" && diff -r "$dir/hf-3" "$dir/hf-1" >>"$dir/out" || wrong="$wrong; ranks change it"
 [ -s "$dir/hf-1/model.safetensors" ] || wrong="$wrong; there is nothing"
-verdict "a model goes in and out bit for bit at other numbers of ranks" "${wrong#; }"
+verdict "a model goes in and out bit for bit at other numbers of ranks" "$wrong"
 # The same command line goes on, and needs no folder any more.
 cp -r test/hf-llama "$dir/begun"
 hf=(--init "$dir/begun" --device cpu --seq 48 --global-batch 2 --data random --steps 4 --save "$dir/hf-saved")
@@ -29,7 +29,7 @@ hf[1]=test/hf-llama
 mpi -np 2 ./train "${hf[@]:0:10}" --steps 4 --log "$dir/whole.jsonl"
 [ "$(losses "$dir/whole.jsonl" | wc -l)" = 1 ] && [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/hf.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 grep -q '"rms_norm_eps": 0.0003' "$dir/hf-out/config.json" || wrong="$wrong; the exported model has another eps"
-verdict "a run that began with a folder is resumed by the same command" "${wrong#; }"
+verdict "a run that began with a folder is resumed by the same command" "$wrong"
 mpi -np 2 ./train --init test/hf-llama --attn nsa --nsa-block 8 --nsa-stride 4 --nsa-select-block 8 --nsa-selected 3 --device cpu \
   --seq 48 --batch 1 --data random --steps 2
 verdict "sparse attention begins with dense weights, and that is said in a line" \
@@ -69,7 +69,7 @@ if needs "exported models in PyTorch" torch,numpy; then
     theirs=$(python3 peers/read_export.py "$dir/val-$i" README.md --sequences 2 2>"$dir/out" | awk '/^loss/ { print $2 }')
     awk -v a="${ours:-nan}" -v b="${theirs:-nan}" 'BEGIN { exit !(a - b < 1e-5 && b - a < 1e-5 && a > 1) }' || wrong="$wrong; $with: $ours here, $theirs in PyTorch"
   done
-  verdict "PyTorch finds our validation loss in what is exported" "${wrong#; }"
+  verdict "PyTorch finds our validation loss in what is exported" "$wrong"
 fi
 
 done_testing

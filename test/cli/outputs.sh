@@ -45,7 +45,7 @@ for key in step loss tokens_per_sec grad_norm lr timestamp step_ms peak_mib mfu;
   tail -n 1 "$dir/log.jsonl" | grep -q "\"$key\"" || wrong="$wrong; no $key in a step"
 done
 cp "$dir/log.jsonl" "$dir/out"
-verdict "the log of a run" "${wrong#; }"
+verdict "the log of a run" "$wrong"
 
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --batch 1 --steps 4 --val-every 2 --val-batches 64 --comm-timing --log "$dir/timed.jsonl"
 sed -n 's/.*"exposed_gather_ms":\([^,]*\),"exposed_reduce_ms":\([^,]*\),.*"step_ms":\([^,]*\),.*/\1 \2 \3/p' "$dir/timed.jsonl" >"$dir/times"
@@ -59,7 +59,7 @@ for word in '"source":"marks"' '"command":"mpirun -np 2' '"step":2' '"name":"all
 done
 grep -q '"profile_ms"' "$dir/profile.jsonl" || wrong="$wrong; no profile in the log"
 [ "$(grep -c '"ended":"20' "$dir/profile.jsonl")" = 1 ] || wrong="$wrong; not one step says when it ended"
-verdict "the trace of a run" "${wrong#; }"
+verdict "the trace of a run" "$wrong"
 good "the trace of a plan" "MiB" --plan --world 2 --preset m7c --trace "$dir/trace.json"
 verdict "a plan's trace replaces a run's" "$(grep -q '"source":"plan"' "$dir/trace.json" || echo "it does not")"
 echo "{}" >"$dir/foreign.json"
@@ -81,7 +81,7 @@ for count in '"kernel_calls":26' '"general":0' '"sel_k_mean":32.5'; do
   [ "$(tail -n 1 "$dir/stats.jsonl" | grep -o "$count\b" | wc -l)" = 2 ] || wrong="$wrong; not $count for each block"
 done
 cp "$dir/stats.jsonl" "$dir/out"
-verdict "the log of a run's diagnostics" "${wrong#; }"
+verdict "the log of a run's diagnostics" "$wrong"
 # What the files hold does not depend on the number of ranks, but for the speed; a batch of 5 leaves padding.
 d="$dir/diagnostics"
 wrong=""
@@ -94,7 +94,7 @@ for n in 1 2 3 4; do
 done
 { head -n 1 "$d/2/k_stats_fsdp.csv" | grep -qx 'step,k_mean,k_max,rows,pct_at_max'; } || wrong="$wrong; the columns of k_stats"
 [ "$(tail -n 1 "$d/2/k_stats_fsdp.csv")" = '4,32.5000,64,640,0.0156' ] || wrong="$wrong; the last row of k_stats"
-verdict "the files of --diagnostics at 1 to 4 ranks" "${wrong#; }"
+verdict "the files of --diagnostics at 1 to 4 ranks" "$wrong"
 # Killed behind a checkpoint and resumed by another number of ranks: the rows are those of a run that was not.
 run=(--device cpu --preset tiny --seq 64 --global-batch 4 --steps 9)
 mpi -np 2 ./train "${run[@]}" --diagnostics "$d/whole"
@@ -106,7 +106,7 @@ wrong=""
 cmp -s "$d/whole/k_stats_fsdp.csv" "$d/parts/k_stats_fsdp.csv" || wrong="$wrong; k_stats differ"
 for part in whole parts; do cut -d, -f1,3 "$d/$part/training_fsdp.csv" >"$d/$part.steps"; done
 cmp -s "$d/whole.steps" "$d/parts.steps" || wrong="$wrong; steps or learning rates differ"
-verdict "the files of --diagnostics of a run that is resumed" "${wrong#; }"
+verdict "the files of --diagnostics of a run that is resumed" "$wrong"
 bad "a directory of diagnostics that is a file" "--diagnostics $dir/stats.jsonl|not a directory" --diagnostics "$dir/stats.jsonl"
 bad "diagnostics that cannot be written" "--diagnostics|/proc/none" --diagnostics /proc/none
 bad "diagnostics where checkpoints are" "--diagnostics $dir/parts|where checkpoints are" --diagnostics "$dir/parts" --save "$dir/parts" --resume latest

@@ -99,7 +99,7 @@ for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both
   planned=$(./train --plan --world 2 "${small[@]}" $with | awk '$1 == "arena" { print $2 }')
   [ "$status" = 0 ] && [ "$ran" = "$planned" ] || wrong="$wrong; $with: planned $planned MiB, ran $ran"
 done
-verdict "the plan's peak is the run's" "${wrong#; }"
+verdict "the plan's peak is the run's" "$wrong"
 mpi -np 2 ./train --plan --device cpu --preset tiny --dim 100 --heads 3 --kv-heads 1
 judge "a plan of what cannot be, under mpirun" "--dim 100" "--heads 3"
 

@@ -45,7 +45,7 @@ grep -q "^  1 of 2 *1 *$(hostname) " "$dir/out" || wrong="no line of rank 1"
 [ "$(grep -c '^FSDP: shard full over 2 of 2 ranks.*; in PyTorch FULL_SHARD' "$dir/out")" = 1 ] || wrong="$wrong; no line of the sharding"
 head -n 1 "$dir/places.jsonl" | grep -q "\"launch\":\[.*\"host\":\"$(hostname)\",\"local_rank\":1,\"pid\":[0-9]*,\"rank\":1}\]" ||
   wrong="$wrong; no rank 1 in the log's header"
-verdict "where the ranks are and how the model is sharded" "${wrong#; }"
+verdict "where the ranks are and how the model is sharded" "$wrong"
 
 # What no other rank can know of: rank 1 throws while the others wait for it in a collective.
 mpi -np 3 build/test_ranks "[.throws]"

@@ -9,7 +9,7 @@ status=$?
 wrong=""
 [ "$status" = 0 ] || wrong="exit status $status"
 ! grep -q "[0-9]: warning:" "$dir/out" || wrong="$wrong; it has warnings"
-verdict "compiles without CUDA and NCCL" "${wrong#; }"
+verdict "compiles without CUDA and NCCL" "$wrong"
 
 # NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
 wrong=""
@@ -17,6 +17,6 @@ wrong=""
 while IFS='|' read -r name file line; do
   sed -n "${line}p" "$file" 2>/dev/null | grep -qF -- "$name" || wrong="$wrong; $name is not at $file:$line"
 done < <(grep -o '\[`[^`]*`\]([^)#]*#L[0-9]*)' NOTES.md | sed 's/^\[`\([^`]*\)`\](\([^#]*\)#L\([0-9]*\))$/\1|\2|\3/')
-verdict "the lines that NOTES.md leads to" "${wrong#; }"
+verdict "the lines that NOTES.md leads to" "$wrong"
 
 done_testing

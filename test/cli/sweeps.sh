@@ -16,7 +16,7 @@ rows() {
   for word in '"result"' '"command"' '"commit"' '"hardware"' "$@"; do
     [ "$(grep -c -- "$word" "$file")" = "$count" ] || wrong="$wrong; not $count rows with $word"
   done
-  verdict "the rows of a sweep" "${wrong#; }"
+  verdict "the rows of a sweep" "$wrong"
 }
 tiny_steps=(--steps 3 --window 2:3 --ranks 2)
 bench --sweep depth --only 1,2 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
@@ -77,7 +77,7 @@ for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\)
   head -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q '"step_ms":[0-9]' || wrong="$wrong; no step_ms in the first row"
   tail -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q "\"number\":${sweep#*:}," || wrong="$wrong; no row ${sweep#*:}"
   ! grep -q '"error"' "$dir/all-${sweep%:*}.jsonl" || wrong="$wrong; a row has an error"
-  verdict "the sweep ${sweep%:*}" "${wrong#; }"
+  verdict "the sweep ${sweep%:*}" "$wrong"
 done
 bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
 rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'

@@ -30,7 +30,7 @@ if command -v script >/dev/null; then
     [ "$(grep -o warning: "$dir/raw" | wc -l)" = "$(grep -c '^warning: rank [0-9]*: no step .* is awaited$' "$dir/out")" ] ||
       wrong="$wrong; a warning is not alone in its line"
     grep -q $'\e\\[33mwarning:\e\\[0m' "$dir/raw" || wrong="$wrong; no colour"
-    verdict "$name" "${wrong#; }"
+    verdict "$name" "$wrong"
   done
   NO_COLOR=1 at_terminal 60 "./train ${run[*]}"
   verdict "NO_COLOR" "$(! grep -q $'\e\\[[0-9;]*m' "$dir/raw" && grep -q $'\r\e\\[K' "$dir/raw" || echo "there are colours, or no live line")"

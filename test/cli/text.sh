@@ -23,7 +23,7 @@ round_trip() { # NAME OPTION...
   tail -q -c +257 "$t"/rts_*.bin | cmp -s - <(tail -c +257 "$t/rt.bin") || wrong="$wrong; shards hold something else"
   (cd "$t" && "$python" "$OLDPWD/data/decode.py" rt.bin "$@") >"$t/back" 2>"$dir/out"
   cmp -s "$t/back" "$t/text-of-all" || wrong="$wrong; another text comes back"
-  verdict "text to tokens and back, $name" "${wrong#; }"
+  verdict "text to tokens and back, $name" "$wrong"
 }
 if [ -n "$python" ]; then
   # More than a piece, with and without ends of lines, and documents; é and 東 are two and three bytes.

@@ -32,7 +32,7 @@ for batches in 2 64; do
       wrong="$wrong; not with -np ${how[*]}: $(losses_of "$dir/dealt.jsonl" | xargs)"
   done
 done
-verdict "a step and a validation are the same for any ranks and micro-batches" "${wrong#; }"
+verdict "a step and a validation are the same for any ranks and micro-batches" "$wrong"
 # All of the data is 65 sequences: 16 batches and one sequence, or one batch.
 for n in 4 65; do
   mpi -np 2 ./train "${dealt[@]:0:8}" --val-every 1 --val-batches 64 --steps 1 --lr 1e-9 --global-batch $n --log "$dir/dealt.jsonl"
