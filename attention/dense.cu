@@ -157,9 +157,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       auto run = [&](auto backward) {
         backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
       };
-      if (arch == 90)
-        a.D == 128 ? run([](auto... x) { sm90::backward<128, Mask>(x...); })
-                   : run([](auto... x) { sm90::backward<64, Mask>(x...); });
+      if (arch == 90) a.D == 128 ? run(sm90::backward<128, Mask>) : run(sm90::backward<64, Mask>);
       else a.D == 128 ? run(sm80::backward<128, Mask>) : run(sm80::backward<64, Mask>);
     });
     if (parts > 1) {
