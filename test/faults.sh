@@ -140,13 +140,14 @@ fault() {
     limit=10
     words=("rank $victim " "pid $p" "is gone")
   fi
-  # On a GPU the host is ahead: when it meets the fault, the other rank's GPU may still be in the step before.
-  if [ "$step" != 0 ]; then
-    [ "$where" = CPU ] && words+=("step $step") || words+=("waits in step ")
-  fi
   needs_collectives=$step
   [ "$step" != 0 ] || needs_collectives=''
   ranks_end "$t" 30
+  if [ "$step" != 0 ]; then
+    # On a GPU the host is ahead: when it meets the fault, the other rank's GPU may still be in the step before.
+    [ "$where" = CPU ] || ! grep -aq "waits in step $((step - 1))," "$dir/run/out" || step=$((step - 1))
+    words+=("step $step")
+  fi
   judge_fault "$name, rank $victim of $n" $limit "${words[@]}" ${expect:+"$expect"}
 }
 
