@@ -11,16 +11,23 @@ namespace gpu {
 
 constexpr int stats_threads = 128;
 
-// All threads' sums into the first's, in a fixed tree.
+// All threads' sums into the first's, in a fixed tree: a warp's by shuffles, then the warps' in order.
 inline __device__ void merge_block(StatsSum& sum) {
-  __shared__ alignas(16) unsigned char raw[stats_threads / 2 * sizeof(StatsSum)];
-  auto* all = reinterpret_cast<StatsSum*>(raw);
-  for (int half = stats_threads / 2; half; half /= 2) {
-    if (int(threadIdx.x) >= half && int(threadIdx.x) < 2 * half) all[threadIdx.x - half] = sum;
-    __syncthreads();
-    if (int(threadIdx.x) < half) sum.merge(all[threadIdx.x]);
-    __syncthreads();
+  constexpr int words = sizeof(StatsSum) / sizeof(double), warps = stats_threads / 32;
+  static_assert(sizeof(StatsSum) == words * sizeof(double), "StatsSum is an array of double");
+  __shared__ double all[warps][words];
+  auto* own = reinterpret_cast<double*>(&sum);
+  for (int lanes = 16; lanes; lanes /= 2) {
+    StatsSum other;
+    for (int i = 0; i < words; ++i) reinterpret_cast<double*>(&other)[i] = __shfl_down_sync(~0u, own[i], lanes);
+    sum.merge(other);
   }
+  const int warp = int(threadIdx.x) / 32;
+  if (threadIdx.x % 32 == 0)
+    for (int i = 0; i < words; ++i) all[warp][i] = own[i];
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int i = 1; i < warps; ++i) sum.merge(*reinterpret_cast<const StatsSum*>(all[i]));
 }
 
 // x (B*T, ld), indices (B,HKV,T,n), targets (B*T), partials (gridDim.x).

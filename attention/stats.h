@@ -34,9 +34,10 @@ struct StatsSum {
   // The blocks of one query and KV head: how many of their keys it sees.
   HD void add_query(int64_t t, const int32_t* blocks, const NsaShape& a) {
     int64_t seen = 0;
-    for (int64_t i = 0; i < a.selected && blocks[i] >= 0; ++i) {
+    // Not stopped at the first -1, so that no load waits for the one before it.
+    for (int64_t i = 0; i < a.selected; ++i) {
       const int64_t first = blocks[i] * a.select_block, end = first + a.select_block;
-      seen += (end < t + 1 ? end : t + 1) - first;
+      seen += blocks[i] >= 0 ? (end < t + 1 ? end : t + 1) - first : 0;
     }
     const int64_t selectable = a.selected * a.select_block;
     sums.rows += 1;
@@ -55,11 +56,10 @@ struct StatsSum {
   // Query i of all B*T: its heads and its KV heads.
   template <class T>
   HD void add_row(int64_t i, int h, const T* x, const int32_t* indices, const int32_t* targets, const NsaShape& a) {
+    const T* gates = x + i * a.ld + a.gate(0) + h;
+    const float logits[3] = {float(gates[0]), float(gates[a.H]), float(gates[2 * a.H])};
     if (targets[i] < 0) return;
-    if (h < a.H) {
-      const T* gates = x + i * a.ld + a.gate(0) + h;
-      add_gates({float(gates[0]), float(gates[a.H]), float(gates[2 * a.H])});
-    }
+    add_gates(logits);
     if (h < a.HKV) add_query(i % a.T, indices + ((i / a.T * a.HKV + h) * a.T + i % a.T) * a.selected, a);
   }
 
