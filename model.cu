@@ -482,6 +482,22 @@ void Model<T, G>::begin_diagnostics() {
   dev_.compute().zero(nsa_partials_, c_.depth * nsa_stats_partials() * int64_t(sizeof(double)));
 }
 
+// What the forward pass has kept is counted behind it, all blocks at once; of other blocks there is no trace then.
+template <class T, class G>
+void Model<T, G>::count_kept(const std::vector<Saved>& saved) {
+  std::vector<std::pair<int64_t, const Saved*>> kept;
+  for (size_t i = 0; i < saved.size(); i++)
+    if (saved[i].qkv) kept.push_back({int64_t(i), &saved[i]});
+  if (!kept.empty()) count(kept);
+}
+template <class T, class G>
+void Model<T, G>::count(const std::vector<std::pair<int64_t, const Saved*>>& blocks) {
+  std::vector<NsaCounted<T>> layers;
+  for (const auto& [i, v] : blocks)
+    layers.push_back({nsa_partials_ + i * nsa_stats_partials(), v->qkv, v->nsa.indices});
+  nsa_stats<T>(dev_.compute(), layers, batch_.targets, c_.nsa_shape(M_ / c_.seq));
+}
+
 // Behind the last forward, so that the backward hides it.
 template <class T, class G>
 void Model<T, G>::sum_diagnostics() {
@@ -507,6 +523,7 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
   load(host, copied);
   Buffer<T> x = embed();
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), goes_back(i));
+  if (nsa_partials_) count_kept(saved);
   if (last && nsa_partials_) sum_diagnostics();
 
   dev_.mem.phase("head");
@@ -835,9 +852,7 @@ void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
   gather(t), use(t);
   queries(block, v, life(c_.keeps_queries()));
   Buffer<T> o = attend(block, v, life(c_.keeps_attention()), trains ? kernels_of(block) : nullptr);
-  if (trains && nsa_partials_)
-    nsa_stats<T>(dev_.compute(), nsa_partials_ + block * nsa_stats_partials(), v->qkv, v->nsa.indices, batch_.targets,
-                 c_.nsa_shape(M_ / c_.seq));
+  if (trains && nsa_partials_ && !(keep && c_.keeps_queries())) count({{block, v}});
   if (!keep || !c_.keeps_queries()) v->qkv.reset(), v->gate_h.reset();
   if (!keep || !c_.keeps_attention()) {
     v->lse.reset();

@@ -241,6 +241,8 @@ class Model {
   template <class X>
   void look_at(int module, const X* output, int64_t n);
   void begin_diagnostics();
+  void count_kept(const std::vector<Saved>& saved);
+  void count(const std::vector<std::pair<int64_t, const Saved*>>& blocks);
   void sum_diagnostics();
   Buffer<T> embed();
   // A block's parts, for the forward pass and to recompute them.

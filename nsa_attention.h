@@ -101,12 +101,17 @@ struct NsaMaxima {
 // Of several, in an array, as of a model's layers: all together.
 NsaSums total(const NsaSums* sums, int64_t n);
 NsaMaxima total(const NsaMaxima* maxima, int64_t n);
-// Adds the queries to a layer's partial sums, which begin at zero. Those with a target (B, T) below 0 are padding and
-// are left out.
 int64_t nsa_stats_partials();  // doubles, of a layer
 template <class T>
-void nsa_stats(Stream& s, double* partials, const T* x, const int32_t* indices, const int32_t* targets,
-               const NsaShape& a);
+struct NsaCounted {
+  double* partials;        // nsa_stats_partials() of them, which begin at zero
+  const T* x;              // (B, T, ld): the gates' columns are read
+  const int32_t* indices;  // (B, HKV, T, n)
+};
+// Adds the queries to their layers' partial sums, in one launch for many layers. Those with a target (B, T) below 0 are
+// padding and are left out.
+template <class T>
+void nsa_stats(Stream& s, const std::vector<NsaCounted<T>>& layers, const int32_t* targets, const NsaShape& a);
 // sums and maxima (layers) from partials (layers, nsa_stats_partials()).
 void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* partials, int64_t layers);
 

@@ -67,11 +67,10 @@ Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, cons
 
 int64_t nsa_stats_partials() { return stats_partials * int64_t(sizeof(StatsSum) / sizeof(double)); }
 template <class T>
-void nsa_stats(Stream& s, double* partials, const T* x, const int32_t* indices, const int32_t* targets,
-               const NsaShape& a) {
-  if (s.off()) return s.spend(moves<int32_t>(a.B * a.HKV * a.T * a.selected, 2));
-  RUN_ON_GPU(T, nsa_stats, partials, x, indices, targets, a)
-  s.enqueue([=] { cpu::nsa_stats(partials, x, indices, targets, a); });
+void nsa_stats(Stream& s, const std::vector<NsaCounted<T>>& layers, const int32_t* targets, const NsaShape& a) {
+  if (s.off()) return s.spend(moves<int32_t>(int64_t(layers.size()) * a.B * a.HKV * a.T * a.selected, 2));
+  RUN_ON_GPU(T, nsa_stats, layers, targets, a)
+  s.enqueue([=] { cpu::nsa_stats(layers, targets, a); });
 }
 void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* partials, int64_t layers) {
   if (s.off()) return s.spend(moves<double>(layers * nsa_stats_partials()));
@@ -86,7 +85,7 @@ void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* 
   template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);           \
   template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                     \
   template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);                    \
-  template void nsa_stats(Stream&, double*, const T*, const int32_t*, const int32_t*, const NsaShape&); \
+  template void nsa_stats(Stream&, const std::vector<NsaCounted<T>>&, const int32_t*, const NsaShape&); \
   template Kernel nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
 INSTANTIATE(float)
 INSTANTIATE(double)

@@ -330,11 +330,13 @@ void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, 
 }
 
 template <class T>
-void nsa_stats(double* partials, const T* x, const int32_t* indices, const int32_t* targets, const NsaShape& a) {
-  StatsSum sum;
-  for (int64_t i = 0; i < a.B * a.T; ++i)
-    for (int h = 0; h < a.H; ++h) sum.add_row(i, h, x, indices, targets, a);
-  reinterpret_cast<StatsSum*>(partials)->merge(sum);
+void nsa_stats(const std::vector<NsaCounted<T>>& layers, const int32_t* targets, const NsaShape& a) {
+  for (const NsaCounted<T>& layer : layers) {
+    StatsSum sum;
+    for (int64_t i = 0; i < a.B * a.T; ++i)
+      for (int h = 0; h < a.H; ++h) sum.add_row(i, h, layer.x, layer.indices, targets, a);
+    reinterpret_cast<StatsSum*>(layer.partials)->merge(sum);
+  }
 }
 inline void nsa_stats_total(NsaSums* sums, NsaMaxima* maxima, const double* partials, int64_t layers) {
   for (int64_t layer = 0; layer < layers; ++layer) {

@@ -1901,11 +1901,45 @@ NsaStats stats_of(Backend backend, const NsaShape& a, const std::vector<float>& 
   std::copy(indices.begin(), indices.end(), chosen.get());
   for (int64_t i = 0; i < a.B * a.T; ++i) targets[i] = i < padding ? -1 : 0;
   for (int i = 0; i < times; ++i)  // pinned memory: a GPU reads it too
-    nsa_stats<float>(s, partials.get() + nsa_stats_partials(), x, chosen.get(), targets.get(), a);
+    nsa_stats<float>(s, {{partials.get() + nsa_stats_partials(), x, chosen.get()}}, targets.get(), a);
   nsa_stats_total(s, sums.get(), maxima.get(), partials.get(), 2);
   s.synchronize();
   CHECK(sums[0].rows == 0);
   return summary(sums[1], maxima[1]);
+}
+
+// More layers than one launch has room for, each with its own gates: as one by one, to the last bit.
+void check_stats_of_many(Backend backend) {
+  constexpr int64_t layers = 35;
+  NsaShape a = {};
+  a.B = 1, a.T = 96, a.H = 4, a.HKV = 2, a.D = 8, a.scale = 1;
+  a.ld = a.columns();
+  const int64_t n = a.B * a.T * a.ld, partials = nsa_stats_partials();
+  Device& dev = test_device(backend);
+  Stream& s = dev.compute();
+  HostBuffer<float> x(dev, layers * n);
+  HostBuffer<int32_t> indices(dev, a.B * a.HKV * a.T * a.selected), targets(dev, a.B * a.T);
+  HostBuffer<double> sums_of_blocks(dev, 2 * layers * partials);
+  HostBuffer<NsaSums> sums(dev, 2 * layers);
+  HostBuffer<NsaMaxima> maxima(dev, 2 * layers);
+  for (int64_t i = 0; i < layers * n; ++i) x[i] = 3 * std::sin(0.37f * float(i));
+  for (int64_t row = 0; row < a.B * a.HKV * a.T; ++row)
+    for (int64_t i = 0; i < a.selected; ++i)
+      indices[row * a.selected + i] = i <= row % a.T / a.select_block ? int32_t(i) : -1;
+  std::vector<NsaCounted<float>> together;
+  for (int64_t i = 0; i < layers; ++i) {
+    together.push_back({sums_of_blocks.get() + i * partials, x.get() + i * n, indices.get()});
+    NsaCounted<float> alone = together.back();
+    alone.partials += layers * partials;
+    nsa_stats<float>(s, {alone}, targets.get(), a);
+  }
+  nsa_stats<float>(s, together, targets.get(), a);
+  nsa_stats_total(s, sums.get(), maxima.get(), sums_of_blocks.get(), 2 * layers);
+  s.synchronize();
+  CHECK(std::memcmp(sums.get(), sums.get() + layers, layers * sizeof(NsaSums)) == 0);
+  CHECK(std::memcmp(maxima.get(), maxima.get() + layers, layers * sizeof(NsaMaxima)) == 0);
+  for (int64_t i = 0; i < layers; ++i) CHECK(sums[i].rows == a.B * a.T * a.HKV);
+  CHECK(sums[0].entropy != sums[layers - 1].entropy);
 }
 
 void check_stats(Backend backend) {
@@ -1962,11 +1996,14 @@ void check_stats(Backend backend) {
 }
 }  // namespace
 
-TEST_CASE("diagnostics count gates and selected keys", "[nsa]") { check_stats(Backend::cpu); }
-
+TEST_CASE("diagnostics count gates and selected keys", "[nsa]") {
+  check_stats(Backend::cpu);
+  check_stats_of_many(Backend::cpu);
+}
 TEST_CASE("GPU: diagnostics count gates and selected keys", "[nsa][gpu][small]") {
   NEEDS_GPU();
   check_stats(Backend::gpu);
+  check_stats_of_many(Backend::gpu);
 }
 
 namespace {
