@@ -1,6 +1,8 @@
 // lib/program/plots.h: what gnuplot is told, and the pictures that come out.
 #include <cmath>
 #include <cstdlib>
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -96,6 +98,18 @@ TEST_CASE("loss curves leave out what is not a number", "[plots]") {
   CHECK(has(script({log, dir.rows("rows.jsonl", {row})}, PlotKind::loss), "$curve1 << EOD\n1 2.5\n3 2\nEOD"));
   const std::string none = dir.file("none.jsonl", log_text({std::nan("")}));
   CHECK(usage_error_of([&] { script({none}, PlotKind::loss); }) == none + " has no losses to plot");
+}
+
+TEST_CASE("no two of many curves look alike", "[plots]") {
+  const ScratchDirectory dir;
+  Words logs;
+  for (int i = 0; i < 20; i++) logs.push_back(dir.file("run" + std::to_string(i) + ".jsonl", log_text({5, 3})));
+  std::istringstream lines(script(logs, PlotKind::loss));
+  std::set<std::string> styles;
+  for (std::string line; std::getline(lines, line);)
+    if (const size_t at = line.find("dashtype"); at != std::string::npos)
+      styles.insert(line.substr(at, line.find(" title") - at));
+  CHECK(styles.size() == logs.size());
 }
 
 TEST_CASE("a log is drawn as loss, gradient norm and tokens/s by step", "[plots]") {

@@ -79,7 +79,7 @@ std::string curves_script(const PlotRequest& r, const std::string& out) {
         fastest = std::max(fastest, j["tokens_per_sec"].get<double>());
     const std::string colour = strf("linecolor \"%s\"", plot_colours[i % plot_colour_count]);
     const std::string line =
-        strf("lines linewidth %.1f dashtype %zu %s", steps.size() > 300 ? 1.0 : 1.8, i % 4 + 1, colour.c_str());
+        strf("lines linewidth %.1f dashtype %zu %s", steps.size() > 300 ? 1.0 : 1.8, dashes_of(i), colour.c_str());
     for (size_t p = 0; p < std::size(panels); p++)
       add(p, strf("%s%zu", panels[p].key, i), points(steps, panels[p].key),
           line + (p == 0 ? " title " + in_quotes(names[i]) : ""));

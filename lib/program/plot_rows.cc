@@ -206,9 +206,8 @@ std::string loss_script(const PlotRequest& r, const std::string& out) {
   for (size_t i = 0; i < curves.size(); i++) {
     const char* const colour = plot_colours[i % plot_colour_count];
     text += strf("$curve%zu << EOD\n", i) + curves[i].data + "EOD\n";
-    // Curves that lie on each other are told apart by their dashes.
     add(strf("$curve%zu using 1:2 with lines linewidth %.1f dashtype %zu linecolor \"%s\" title %s", i,
-             curves[i].steps > 300 ? 1.0 : 1.8, i % 4 + 1, colour, in_quotes(curves[i].title).c_str()));
+             curves[i].steps > 300 ? 1.0 : 1.8, dashes_of(i), colour, in_quotes(curves[i].title).c_str()));
     if (curves[i].validation.empty()) continue;
     text += strf("$validation%zu << EOD\n", i) + curves[i].validation + "EOD\n";
     add(strf(
