@@ -368,12 +368,17 @@ Words notes_of(const json& row) {
   return notes;
 }
 
+// Why PyTorch has no line beside ours; "" where nobody said.
+std::string no_peer_of(const json& row) {
+  const std::string why = string_of(row, "no_peer");
+  return why.empty() || why.rfind("PyTorch", 0) == 0 ? why : "PyTorch: " + why;
+}
+
 void add_notes(const Entry& e, bool with_pytorch, Words* notes) {
   if (e.ours)
     for (const std::string& n : notes_of(*e.ours)) add_note(n, notes);
   if (!with_pytorch) return;
-  if (e.ours && e.peers.empty() && !string_of(*e.ours, "no_peer").empty())
-    add_note("PyTorch: " + string_of(*e.ours, "no_peer"), notes);
+  if (e.ours && e.peers.empty()) add_note(no_peer_of(*e.ours), notes);
   for (const json* p : e.peers) {
     const std::string said = together(notes_of(*p));
     if (!said.empty()) add_note(who_of(*p) + ": " + said, notes);
@@ -509,8 +514,7 @@ std::string lines_table(const std::vector<Entry>& entries, const Table& table) {
     for (size_t i = 0; i < shown.size(); i++)
       line.push_back(run_cell(&l.run, {Whose::ours, shown[i].key, "-"}, shown[i], i == 0, &any_dagger));
     Words notes = notes_of(l.run);
-    if (string_of(l.run, "who") == "fsdp.cu" && entries[l.entry].peers.empty() && !string_of(l.run, "no_peer").empty())
-      add_note("PyTorch: " + string_of(l.run, "no_peer"), &notes);
+    if (string_of(l.run, "who") == "fsdp.cu" && entries[l.entry].peers.empty()) add_note(no_peer_of(l.run), &notes);
     line.push_back(together(notes));
     any_note |= !notes.empty();
     cells.push_back(line);
