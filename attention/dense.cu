@@ -191,7 +191,8 @@ template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const
 
 // For the estimate. Tiles of 128 queries walk tiles of 128 keys, and spend about as long on what stands around the walk
 // as on 2.5 more of those. The shares of the peak are between the wgmma kernels' short runs and their long ones, which
-// lower the clock (results/attention-2026-11-21.jsonl, results/nsa-2026-11-21.jsonl; within 20 %). float: not measured.
+// lower the clock (results/kernels-1gpu.jsonl), and 0.7 of them for
+// float (results/precision-2gpu.jsonl, row `fp32, dense`).
 template <class T>
 static Cost cost(const AttentionShape& a, bool backward) {
   double tiles = 0;
@@ -202,6 +203,7 @@ static Cost cost(const AttentionShape& a, bool backward) {
   Cost c = moves<T>((backward ? 4 : 2) * a.B * a.T * (a.H + a.HKV) * a.D, backward ? 3 : 1, Work::attention);
   c.flops = (backward ? 2.5 : 1) * 4 * double(a.B * a.H * a.D) * tiles * 128 * 128;
   c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545), c.dtype = dtype_of<T>;
+  if (c.dtype == Dtype::f32) c.share *= 0.7;
   c.tasks = double(a.B * a.H * ((a.T + 127) / 128));
   return c;
 }

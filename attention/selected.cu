@@ -256,9 +256,10 @@ INSTANTIATE(bf16)
 
 // For the estimate. A query's rows visit the pieces that it selected. The forward is bound by what a visit moves: it
 // reads a row of q, writes a partial output and its lse, and the merge reads those again. The backward is bound by its
-// products.
+// products. In float a warp goes query by query, and its keys come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
 template <class T>
 static Cost cost(const NsaShape& a, bool backward) {
+  using attention::selected::piece_keys;
   const attention::selected::Plan p = attention::selected::plan(a, backward);
   double blocks = 0;  // that the queries of a head select
   for (int64_t first = 0; first < a.T; first += a.select_block)
@@ -268,8 +269,9 @@ static Cost cost(const NsaShape& a, bool backward) {
   c.dtype = dtype_of<T>;
   c.launches =
       int(3 + (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * (backward ? 2 + 3 * p.segments : 2 * p.segments));
-  if (!backward) c.bytes = visits * (3 * double(a.D) * sizeof(T) + 8);
-  else c.flops = visits * 10 * double(a.D) * attention::selected::piece_keys, c.share = a.D > 64 ? 0.23 : 0.19;
+  if (c.dtype == Dtype::f32) c.flops = visits * (backward ? 10 : 4) * double(a.D) * piece_keys, c.share = 0.035;
+  else if (!backward) c.bytes = visits * (3 * double(a.D) * sizeof(T) + 8);
+  else c.flops = visits * 10 * double(a.D) * piece_keys, c.share = a.D > 64 ? 0.23 : 0.19;
   return c;
 }
 

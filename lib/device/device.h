@@ -106,6 +106,7 @@ struct Device {
   // How operations are carried out; results change by rounding alone. The same on all ranks, and in the dry run as in
   // the run. Set by plan().
   bool fuse = true;          // lib/ops/ops.h says what is fused with what
+  bool tf32 = false;         // products of float round their inputs to 10 bits of mantissa, on tensor cores
   bool tune_matmuls = true;  // Mode::tune times candidates
 
  private:

@@ -22,9 +22,6 @@ void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n);
 
 namespace ops {
 
-static bool allow_tf32 = false;
-void set_allow_tf32(bool on) { allow_tf32 = on; }
-
 // Hopper's kernels may use 64 MiB for split-K sums and scheduling.
 void keep_workspace(Device& dev) {
   if (dev.backend == Backend::cpu) return;
@@ -76,7 +73,7 @@ int alignment(const void* p) {
 using Key = std::array<int64_t, 9>;
 Key key_of(const Device& dev, const Call& c) {
   const int64_t types = int64_t(c.in) * 8 + int64_t(c.out), how_c = !c.c ? 0 : c.c == c.d ? 1 : 2;
-  const int64_t flags = c.transpose_a + 2 * c.transpose_b + 4 * allow_tf32 + 8 * how_c;
+  const int64_t flags = c.transpose_a + 2 * c.transpose_b + 4 * dev.tf32 + 8 * how_c;
   int64_t places = 0;
   for (const void* p : {c.a, c.b, c.c, static_cast<const void*>(c.d), c.bias}) places = places * 512 + alignment(p);
   return {c.m, c.n, c.k, types, flags, c.epilogue, places, dev.blas_workspace_bytes, dev.ordinal};
@@ -143,7 +140,7 @@ Plan& plan_of(const Device& dev, const Call& c) {
   Plan& p = at->second;
   if (!fresh) return p;
   const auto type = [](Dtype t) { return t == Dtype::bf16 ? CUDA_R_16BF : CUDA_R_32F; };
-  const auto compute = allow_tf32 && c.in == Dtype::f32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  const auto compute = dev.tf32 && c.in == Dtype::f32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
   CUBLAS_CHECK(cublasLtMatmulDescCreate(&p.desc, compute, CUDA_R_32F));
   set(p.desc, CUBLASLT_MATMUL_DESC_TRANSA, c.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(p.desc, CUBLASLT_MATMUL_DESC_TRANSB, c.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -388,11 +385,12 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
 #endif  // FSDP_CUDA
 
 // For the estimate: z (M,N), of Z, = x (M,K) y (K,N), of T; others: how many more matrices like z are read or written.
-// The share is what a step of the preset rope reaches on one H200.
+// The share is what a step of the preset rope reaches on one H200. TF32 has half of bf16's peak on every chip.
 template <class T, class Z>
-static Cost product(int64_t M, int64_t N, int64_t K, int others) {
+static Cost product(const Device& dev, int64_t M, int64_t N, int64_t K, int others) {
   Cost c{Work::matmul};
   c.flops = 2.0 * double(M) * double(N) * double(K), c.share = 0.70, c.dtype = dtype_of<T>;
+  if (dev.tf32 && c.dtype == Dtype::f32) c.share *= 0.5, c.dtype = Dtype::bf16;
   c.bytes = double(M * K + K * N) * sizeof(T) + double(M * N) * (1 + others) * sizeof(Z);
   return c;
 }
@@ -407,7 +405,7 @@ void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* res
     if (bias) add_bias(s, y, bias, M, N, N);
     return residual && !accumulates ? add<T>(s, y, y, residual, M * N) : void();
   }
-  if (s.device().mode == Mode::plan) return s.spend(product<T, T>(M, N, K, residual != nullptr));
+  if (s.device().mode == Mode::plan) return s.spend(product<T, T>(s.device(), M, N, K, residual != nullptr));
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul");
@@ -426,7 +424,7 @@ void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, i
   }
   if (s.device().mode == Mode::plan) {
     const bool fused = std::is_same_v<T, bf16> && may_fuse_gelu(s.device(), K);
-    s.spend(product<T, T>(M, N, K, fused));
+    s.spend(product<T, T>(s.device(), M, N, K, fused));
     return fused ? void() : gelu_forward(s, g, h, M * N);
   }
 #if FSDP_CUDA
@@ -441,7 +439,7 @@ void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, i
 
 template <class T>
 void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate) {
-  if (s.device().mode == Mode::plan) return s.spend(product<T, T>(M, K, N, accumulate));
+  if (s.device().mode == Mode::plan) return s.spend(product<T, T>(s.device(), M, K, N, accumulate));
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul_dgrad");
@@ -453,7 +451,7 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
-  if (s.device().mode == Mode::plan) return s.spend(product<T, G>(N, K, M, accumulate));
+  if (s.device().mode == Mode::plan) return s.spend(product<T, G>(s.device(), N, K, M, accumulate));
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul_wgrad");

@@ -23,9 +23,7 @@ void keep_workspace(Device& dev);
 // ---- matmul (lib/ops/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its
 // inputs with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of
 // those that give the same bits as the library's first choice (so timing noise never changes a result). A shape that
-// was never tuned, or on a device with tune_matmuls off, uses the first choice. allow_tf32 concerns float only and is
-// off unless set.
-void set_allow_tf32(bool on);
+// was never tuned, or on a device with tune_matmuls off, uses the first choice. A device's tf32 concerns float alone.
 
 // y (M,N) = x (M,K) w (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal y).
 template <class T>

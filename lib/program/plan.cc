@@ -59,7 +59,7 @@ Elsewhere elsewhere(Run* r, int ranks, bool engines) {
 }  // namespace
 
 std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r) {
-  dev.fuse = r.o.fuse == 1, dev.tune_matmuls = r.o.tune_matmul == 1;
+  dev.fuse = r.o.fuse == 1, dev.tune_matmuls = r.o.tune_matmul == 1, dev.tf32 = r.o.tf32;
   std::vector<Issued> issued;
   with_types(r, [&](auto t, auto g) { issued = dry_run<decltype(t), decltype(g)>(dev, world, transport, r); });
   return issued;

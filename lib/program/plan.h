@@ -14,8 +14,8 @@
 #include "lib/program/trace.h"
 
 // Dry run: every take and give of the programs, no kernel. Afterwards dev.mem knows the peak, and dev.estimate, where
-// there is one, the time of a step that follows another; and dev.fuse and dev.tune_matmuls are the run's, for the steps
-// that follow. Returns what a step issues.
+// there is one, the time of a step that follows another; and dev.fuse, tf32 and tune_matmuls are the run's, for the
+// steps that follow. Returns what a step issues.
 std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r);
 
 // Memory and time of a step, by a dry run.

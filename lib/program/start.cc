@@ -111,7 +111,6 @@ void open_device(Job* job) {
   if (!sharing.empty()) r.notices.push_back(sharing + ": collectives go over MPI through host memory, which is slow");
   job->gpus_used = taken.world_gpus;
   if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
-  ops::set_allow_tf32(r.o.tf32);
 
   bool engines_pay = false;
   try {
