@@ -1,150 +1,19 @@
+// Tables of training: theirs, PyTorch's and ours.
 #include "lib/program/tables.h"
 
 #include <algorithm>
-#include <cctype>
-#include <cmath>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "lib/device/error.h"
 #include "lib/program/format.h"
-#include "lib/program/plan.h"
 #include "lib/program/process.h"
+#include "lib/program/table_parts.h"
 
 namespace {
 
 using nlohmann::json;
-using Rows = std::vector<json>;
-
-std::string string_of(const json& j, const char* key) {
-  return j.contains(key) && j[key].is_string() ? j[key].get<std::string>() : "";
-}
-bool has_number(const json& j, const char* key) { return j.is_object() && j.contains(key) && j[key].is_number(); }
-bool is_planned(const json& row) { return row.contains("planned") && row["planned"] == true; }
-bool is_training(const json& row) { return row.contains("row") && row["row"].is_string(); }
-bool is_plain(const json& row) { return row.contains("attention") || row.contains("collective"); }
-
-// --------------------------------------------------------------------------------------------------------- figures
-
-std::string grouped_tenths(double v) {
-  const long long tenths = std::llround(10 * v);
-  return grouped(tenths / 10) + strf(".%lld", tenths % 10);
-}
-std::string whole(double v) { return grouped(std::llround(v)); }
-// The reports give whole milliseconds: no tenths are made up for them.
-std::string milliseconds(double v) {
-  return v >= 10 && v == std::floor(v) ? whole(v) : v < 10 ? strf("%.2f", v) : grouped_tenths(v);
-}
-std::string percent(double v) { return strf("%.1f %%", 100 * v); }
-std::string signed_percent(double v) { return strf("%+.1f %%", 100 * v); }
-std::string tenths(double v) { return grouped_tenths(v); }
-std::string hundredths(double v) { return strf("%.2f", v); }
-std::string four_digits(double v) { return strf("%.4f", v); }
-
-// What a column of training can show.
-struct Figure {
-  const char* key;
-  const char* title;
-  std::string (*text)(double);
-  const char* in_words = "";  // the key under which a report has it in words
-};
-// clang-format off
-const Figure figures[] = {
-    {"init_mib",            "init MiB",                      whole},
-    {"before_step_mib",     "pre-step0 MiB",                 whole},
-    {"peak_mib",            "peak MiB",                      whole},
-    {"planned_peak_mib",    "planned peak MiB",              whole},
-    {"reserved_mib",        "reserved MiB",                  whole},
-    {"first_peak_mib",      "peak MiB, step 1",              whole},
-    {"second_peak_mib",     "peak MiB, step 2",              whole},
-    {"step_ms",             "step ms",                       milliseconds},
-    {"step_ms_spread",      "step ms, median (min-max)",     milliseconds},
-    {"estimated_ms",        "estimated ms",                  milliseconds},
-    {"estimate_error",      "error",                         signed_percent},
-    {"tokens_per_sec",      "tokens/s",                      whole, "tokens_text"},
-    {"mfu",                 "MFU",                           percent},
-    {"mfu_flex",            "MFU, flex",                     percent},
-    {"mfu_full",            "MFU, attention in full",        percent},
-    {"mfu_simple_pytorch",  "MFU by simple_pytorch",         percent},
-    {"exposed_ms",          "exposed ms, gather + reduce",   tenths},
-    {"exposed_gather_ms",   "exposed gather ms",             tenths},
-    {"exposed_reduce_ms",   "exposed reduce ms",             tenths},
-    {"first_step_s",        "launch to first step, s",       tenths, "first_step_text"},
-    {"gpu_utilization",     "GPU utilization",               percent, "utilization_text"},
-    {"nccl_share",          "NCCL's share of GPU time",      percent},
-    {"clock_mhz",           "clock MHz",                     whole},
-    {"power_w",             "power W",                       whole},
-    {"kernels",             "kernels",                       whole},
-    {"last_loss",           "last loss",                     four_digits},
-    {"best_loss",           "best loss",                     four_digits},
-    {"val_loss",            "validation loss",               four_digits},
-};
-// What ends a sweep, from the left.
-const char* const shown_of_training[] = {
-    "init_mib", "before_step_mib", "first_peak_mib", "second_peak_mib", "peak_mib", "planned_peak_mib", "reserved_mib",
-    "step_ms_spread", "estimated_ms", "tokens_per_sec", "mfu", "mfu_simple_pytorch", "exposed_ms", "first_step_s",
-    "gpu_utilization", "nccl_share", "clock_mhz", "power_w", "kernels", "last_loss"};
-// clang-format on
-
-const Figure* find_figure(const std::string& key) {
-  for (const Figure& f : figures)
-    if (key == f.key) return &f;
-  return nullptr;
-}
-const Figure& figure_named(const std::string& key) {
-  const Figure* f = find_figure(key);
-  REQUIRE_USER(f, "a table's figure \"%s\" is not known; `figures` in lib/program/tables.cc has those that are",
-               key.c_str());
-  return *f;
-}
-
-// "" where it is not there. result: of a row, or what a report measured.
-std::string text_of(const json& result, const Figure& f) {
-  const std::string key = f.key;
-  if (key == "exposed_ms")
-    return has_number(result, "exposed_gather_ms")
-               ? tenths(result["exposed_gather_ms"].get<double>()) + " + " +
-                     tenths(has_number(result, "exposed_reduce_ms") ? result["exposed_reduce_ms"].get<double>() : 0)
-               : "";
-  if (key == "step_ms_spread") {
-    if (!has_number(result, "step_ms")) return "";
-    std::string text = f.text(result["step_ms"].get<double>());
-    if (has_number(result, "step_ms_min") && has_number(result, "step_ms_max"))
-      text +=
-          " (" + f.text(result["step_ms_min"].get<double>()) + "-" + f.text(result["step_ms_max"].get<double>()) + ")";
-    return text;
-  }
-  if (has_number(result, f.key)) return f.text(result[f.key].get<double>());
-  return *f.in_words ? string_of(result, f.in_words) : string_of(result, f.key);
-}
-
-// The libraries take some of it.
-const char dagger[] = "†";
-bool above_the_report(const json& result) {
-  return has_number(result, "peak_mib") && result["peak_mib"].get<double>() + mib(int64_t(reserve())) > report_gpu_mib;
-}
-std::string footnote() {
-  return strf("\n%s more than fits in the 80 GiB of the report's GPUs, of which CUDA, cuBLAS and NCCL take %s MiB.\n",
-              dagger, whole(mib(int64_t(reserve()))).c_str());
-}
-
-// What a plan has for what was not measured.
-json figures_of(const json& row) {
-  json result = row.contains("result") && row["result"].is_object() ? row["result"] : json::object();
-  const json validated = row.value("val_losses", json::array());  // [step, loss]
-  if (!validated.empty()) result["val_loss"] = validated.back().at(1);
-  if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
-    result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
-  if (!is_planned(row)) return result;
-  const std::pair<const char*, const char*> stand_in[] = {{"peak_mib", "planned_peak_mib"},
-                                                          {"step_ms", "estimated_ms"}};
-  for (const auto& [key, planned] : stand_in)
-    if (!has_number(result, key) && has_number(result, planned)) result[key] = result[planned];
-  return result;
-}
 
 // The first 120 characters or less, cut between words.
 std::string clipped(const std::string& text) {
@@ -497,7 +366,7 @@ std::string lines_table(const std::vector<Entry>& entries, const Table& table) {
     });
   };
   if (table.columns.empty()) {
-    for (const char* key : shown_of_training)
+    for (const char* key : figures_of_training())
       if (any_has(figure_named(key))) shown.push_back(figure_named(key));
   } else {
     for (const Column& c : table.columns) shown.push_back(figure_named(c.key));
@@ -525,229 +394,13 @@ std::string lines_table(const std::vector<Entry>& entries, const Table& table) {
   return finished(std::move(cells), labels, any_note, any_dagger);
 }
 
-// ----------------------------------------------------------------------------------------- rows that are not training
-
-std::string at(const json& row, const char* pointer, std::string (*text)(double)) {
-  const json::json_pointer p(pointer);
-  if (!row.contains(p)) return "-";
-  const json& v = row[p];
-  return v.is_number() ? text(v.get<double>()) : v.is_string() ? v.get<std::string>() : "-";
-}
-std::string heads(const json& row) { return at(row, "/attention/H", whole) + "/" + at(row, "/attention/HKV", whole); }
-std::string shape(const json& row) {
-  std::string s = "B " + at(row, "/attention/B", whole) + ", T " + at(row, "/attention/T", whole) + ", " + heads(row) +
-                  " heads, D " + at(row, "/attention/D", whole);
-  if (row.contains("/attention/window"_json_pointer)) s += ", window " + at(row, "/attention/window", whole);
-  if (row.contains("/attention/compressed"_json_pointer))
-    s += ", keys compressed " + at(row, "/attention/compressed/block", whole) + "/" +
-         at(row, "/attention/compressed/stride", whole);
-  return s;
-}
-std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? strf("%.2f", v) : grouped_tenths(v); }
-bool is_layer(const json& row) {
-  const std::string kernel = string_of(row, "kernel");
-  return row.contains("attention") && (kernel == "nsa" || kernel == "dense");
-}
-
-// One column: a name of the row, or a figure.
-struct PlainColumn {
-  const char* title;
-  std::string (*text)(const json& row);
-  Align align = Align::right;
-};
-struct PlainForm {
-  bool (*is)(const json& row);
-  std::vector<PlainColumn> names, shown;
-  const char* beside = "";  // rows that differ in this key alone share a line; its values head their columns
-};
-
-const std::vector<PlainForm>& plain_forms() {
-  // clang-format off
-  static const std::vector<PlainForm> forms = {
-      {is_layer,  // --sweep attention
-       {{"tokens", [](const json& r) { return at(r, "/attention/T", whole); }},
-        {"heads",  heads}},
-       {{"forward ms",            [](const json& r) { return at(r, "/result/forward_ms", three_digits); }},
-        {"forward + backward ms", [](const json& r) { return at(r, "/result/forward_backward_ms", three_digits); }},
-        {"planned MiB",           [](const json& r) { return at(r, "/result/planned_peak_mib", whole); }}},
-       "kernel"},
-      {[](const json& r) { return r.contains("attention") && !is_layer(r); },  // --sweep kernels
-       {{"shape",  shape, Align::left},
-        {"kernel", [](const json& r) { return at(r, "/kernel", whole); }, Align::left}},
-       {{"forward ms",                 [](const json& r) { return at(r, "/result/forward_ms", three_digits); }},
-        {"TFLOP/s",                    [](const json& r) { return at(r, "/result/forward_tflops", whole); }},
-        {"forward + backward ms",      [](const json& r) { return at(r, "/result/forward_backward_ms", three_digits); }},
-        {"TFLOP/s",                    [](const json& r) { return at(r, "/result/forward_backward_tflops", whole); }}}},
-      {[](const json& r) { return r.contains("collective"); },  // --sweep collectives
-       {{"collective", [](const json& r) { return at(r, "/collective", whole); }, Align::left},
-        {"by",         [](const json& r) { return at(r, "/by", whole); }, Align::left},
-        {"GPUs",       [](const json& r) { return at(r, "/ranks", whole); }},
-        {"MiB",        [](const json& r) { return at(r, "/mib", whole); }}},
-       {{"ms",                    [](const json& r) { return at(r, "/result/ms", three_digits); }},
-        {"GB/s sent",             [](const json& r) { return at(r, "/result/sent_gb_s", whole); }},
-        {"of the link",           [](const json& r) { return at(r, "/result/of_link", hundredths); }},
-        {"estimated ms",          [](const json& r) { return at(r, "/result/estimated_ms", three_digits); }},
-        {"ms beside products",    [](const json& r) { return at(r, "/result/beside_product_ms", three_digits); }},
-        {"a product beside it", [](const json& r) {
-           const json result = r.value("result", json::object());
-           if (!has_number(result, "product_ms") || !has_number(result, "product_beside_ms")) return std::string("-");
-           return strf("x %.2f", result["product_beside_ms"].get<double>() / result["product_ms"].get<double>());
-         }}}},
-  };
-  // clang-format on
-  return forms;
-}
-
-std::string plain_table_of(const Rows& rows, const PlainForm& form) {
-  Words values;                                                             // of form.beside, as they come
-  std::vector<std::pair<Words, std::map<std::string, const json*>>> lines;  // names, and a row for each value
-  for (const json& row : rows) {
-    if (!form.is(row)) continue;
-    Words names;
-    for (const PlainColumn& c : form.names) names.push_back(c.text(row));
-    const std::string value = *form.beside ? string_of(row, form.beside) : "";
-    if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
-    auto line =
-        std::find_if(lines.begin(), lines.end(), [&](const auto& l) { return *form.beside && l.first == names; });
-    if (line == lines.end()) line = lines.insert(lines.end(), {names, {}});
-    line->second[value] = &row;  // measured again: the later one
-  }
-  if (lines.empty()) return "";
-  std::vector<Words> cells(1);
-  std::vector<Align> align;
-  for (const PlainColumn& c : form.names) cells[0].push_back(c.title), align.push_back(c.align);
-  for (const std::string& v : values)
-    for (const PlainColumn& c : form.shown)
-      cells[0].push_back((v.empty() ? "" : (v == "nsa" ? "NSA" : v) + ": ") + c.title), align.push_back(c.align);
-  for (const auto& [names, by_value] : lines) {
-    Words line = names;
-    for (const std::string& v : values)
-      for (const PlainColumn& c : form.shown) {
-        const auto found = by_value.find(v);
-        line.push_back(found == by_value.end() ? "-" : c.text(*found->second));
-      }
-    cells.push_back(line);
-  }
-  return markdown(cells, align);
-}
-
-// ---------------------------------------------------------------------------------------------------------- rounds
-
-// Whether two lines are repetitions of one run, or the same.
-std::string run_key(const json& row) {
-  return string_of(row, "sweep") + "\n" + string_of(row, "row") + "\n" + std::to_string(row.value("ranks", 0)) + "\n" +
-         string_of(row, "who") + "\n" + string_of(row, "variant");
-}
-
-json in_one(const std::map<int64_t, json>& rounds) {
-  Rows good;
-  std::string failed;
-  for (const auto& [round, row] : rounds) {
-    if (!row.contains("error")) good.push_back(row);
-    else
-      failed += strf("%sround %lld: %s", failed.empty() ? "" : "; ", static_cast<long long>(round),
-                     error_word(string_of(row, "error")).c_str());
-  }
-  if (rounds.size() == 1 || good.empty()) return rounds.begin()->second;
-  json row = good[0];
-  if (!failed.empty()) row["note"] = string_of(row, "note") + (string_of(row, "note").empty() ? "" : "; ") + failed;
-  row["rounds"] = json::array();
-  std::map<std::string, std::vector<double>> figures;
-  for (const json& g : good) {
-    const json result = figures_of(g);
-    row["rounds"].push_back(result);
-    for (const auto& [key, value] : result.items())
-      if (value.is_number()) figures[key].push_back(value.get<double>());
-  }
-  const auto ends = [](const std::string& key, const char* with) {
-    return key.size() > 4 && key.compare(key.size() - 4, 4, with) == 0;
-  };
-  for (const auto& [key, values] : figures)
-    row["result"][key] = ends(key, "_min")   ? *std::min_element(values.begin(), values.end())
-                         : ends(key, "_max") ? *std::max_element(values.begin(), values.end())
-                                             : median(values);
-  return row;
-}
-
 }  // namespace
-
-std::vector<json> merged_rounds(const std::vector<json>& rows) {
-  std::vector<std::string> order;
-  std::map<std::string, std::map<int64_t, json>> runs;
-  Rows others;
-  for (const json& row : rows) {
-    if (!is_training(row)) {
-      others.push_back(row);
-      continue;
-    }
-    const std::string key = run_key(row);
-    if (!runs.count(key)) order.push_back(key);
-    auto& rounds = runs[key];
-    const bool any_measured =
-        std::any_of(rounds.begin(), rounds.end(), [](const auto& r) { return !is_planned(r.second); });
-    if (is_planned(row) && any_measured) continue;
-    if (!is_planned(row) && !any_measured) rounds.clear();
-    rounds[row.value("round", int64_t(1))] = row;
-  }
-  Rows merged;
-  for (const std::string& key : order) merged.push_back(in_one(runs[key]));
-  merged.insert(merged.end(), others.begin(), others.end());
-  return merged;
-}
-
-std::string error_word(const std::string& error) {
-  std::string lower = error;
-  for (char& c : lower) c = char(std::tolower(static_cast<unsigned char>(c)));
-  const auto says = [&](const char* what) { return lower.find(what) != std::string::npos; };
-  const std::string before = error.substr(0, error.find(':'));
-  if (before == "OOM" || before == "OOM bwd" || before == "OOM?" || before == "badshape") return before;
-  if (says("out of memory") || says("oom") || says("does not fit")) return "OOM";
-  if (says("timed out")) return "timeout";
-  return "failed";
-}
-
-std::string who_of(const json& row) {
-  const std::string variant = string_of(row, "variant");
-  return string_of(row, "who") + (variant.empty() ? "" : " " + variant);
-}
-
-std::vector<json> read_rows(const Words& paths) {
-  Rows all;
-  for (const std::string& path : paths) {
-    std::ifstream in(path);
-    REQUIRE_USER(in, "%s cannot be read", path.c_str());
-    Rows rows;
-    std::string text;
-    for (int64_t line = 1; std::getline(in, text); line++) {
-      if (text.empty()) continue;
-      json row = json::parse(text, nullptr, /*allow_exceptions=*/false);
-      REQUIRE_USER(row.is_object() && (is_training(row) || is_plain(row)),
-                   "%s, line %lld: not a row of ./bench --sweep", path.c_str(), static_cast<long long>(line));
-      rows.push_back(std::move(row));
-    }
-    REQUIRE_USER(!rows.empty(), "%s is empty", path.c_str());
-    std::stable_sort(rows.begin(), rows.end(), [](const json& a, const json& b) {
-      return a.value("number", int64_t(0)) < b.value("number", int64_t(0));
-    });
-    all.insert(all.end(), std::make_move_iterator(rows.begin()), std::make_move_iterator(rows.end()));
-  }
-  return all;
-}
 
 std::string training_table(const std::vector<json>& rows, const Table& table) {
   const Rows merged = merged_rounds(rows);
   const std::vector<Entry> entries = entries_of(merged, table);
   if (entries.empty()) return "";
   return table.form == Table::companion ? companion_table(entries, table) : lines_table(entries, table);
-}
-
-std::string plain_table(const std::vector<json>& rows) {
-  std::string text;
-  for (const PlainForm& form : plain_forms()) {
-    const std::string one = plain_table_of(rows, form);
-    text += (text.empty() || one.empty() ? "" : "\n") + one;
-  }
-  return text;
 }
 
 std::string sweep_table(const std::vector<json>& rows) {

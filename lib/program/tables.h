@@ -38,7 +38,7 @@ enum class Whose { theirs, pytorch, ours, ratio };  // ratio: ours over PyTorch'
 // A column of a table of training.
 struct Column {
   Whose whose;
-  const char* key;           // in "theirs", or in a row's "result"; see `figures` in tables.cc for what can be shown
+  const char* key;  // in "theirs", or in a row's "result"; see `figures` in table_figures.cc for what can be shown
   const char* variant = "";  // PyTorch's; "": the line without one, else the fastest, and the cell says which
   enum Rounds { median, each } rounds = median;  // each: all rounds' figures beside each other
 };
