@@ -137,6 +137,19 @@ TEST_CASE("rows that are not of training have the columns of their kind", "[tabl
         "| dense: forward + backward ms | dense: planned MiB |\n"
         "| -: | -: | -: | -: | -: | -: | -: | -: |\n"
         "| 8,192 | 32/8 | 1.32 | 3.95 | 100 | 0.784 | 2.35 | 100 |\n");
+  // A kernel's row names the rule by which a query sees keys, where there is another than the causal one.
+  const auto kernel = [](const json& rule) {
+    json row = {{"attention", {{"B", 1}, {"T", 4096}, {"H", 32}, {"HKV", 8}, {"D", 128}}},
+                {"kernel", "sm_90a (wgmma)"},
+                {"result", {{"forward_ms", 0.078}, {"forward_tflops", 441.2}}}};
+    row["attention"].update(rule);
+    return row;
+  };
+  const std::string kernels = sweep_table(
+      {kernel(json::object()), kernel({{"window", 512}}), kernel({{"compressed", {{"block", 32}, {"stride", 16}}}})});
+  CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 128 | sm_90a (wgmma) | 0.078 | 441 |"));
+  CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 128, window 512 |"));
+  CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 128, keys compressed 32/16 |"));
   const json collective = {
       {"collective", "all_gather"},
       {"by", "NCCL"},
