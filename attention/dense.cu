@@ -190,15 +190,16 @@ template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const
 #endif
 
 // For the estimate. Tiles of 128 queries walk tiles of 128 keys, and spend about as long on what stands around the walk
-// as on 2.5 more of those. The shares of the peak are between the wgmma kernels' short runs and their long ones, which
-// lower the clock (results/kernels-1gpu.jsonl), and 0.7 of them for
-// float (results/precision-2gpu.jsonl, row `fp32, dense`).
+// as on some more of those. The shares of the peak are between the wgmma kernels' short runs and their long ones, which
+// lower the clock (results/kernels-1gpu.jsonl), and 0.7 of them for float (results/precision-2gpu.jsonl, row `fp32,
+// dense`).
 template <class T>
 static Cost cost(const AttentionShape& a, bool backward) {
+  const double around = a.D > 64 && a.sees != Sees::causal ? (backward ? 1.75 : 1) : 2.5;
   double tiles = 0;
   attention::with_mask(a, [&](const auto& mask) {
     for (int q = 0; q < a.T; q += 128)
-      tiles += 2.5 + std::max(0, attention::ceil_div(mask.last_key(q + 128), 128) - mask.first_key(q) / 128);
+      tiles += around + std::max(0, attention::ceil_div(mask.last_key(q + 128), 128) - mask.first_key(q) / 128);
   });
   Cost c = moves<T>((backward ? 4 : 2) * a.B * a.T * (a.H + a.HKV) * a.D, backward ? 3 : 1, Work::attention);
   c.flops = (backward ? 2.5 : 1) * 4 * double(a.B * a.H * a.D) * tiles * 128 * 128;
