@@ -482,20 +482,21 @@ void Model<T, G>::begin_diagnostics() {
   dev_.compute().zero(nsa_partials_, c_.depth * nsa_stats_partials() * int64_t(sizeof(double)));
 }
 
-// What the forward pass has kept is counted behind it, all blocks at once; of other blocks there is no trace then.
 template <class T, class G>
-void Model<T, G>::count_kept(const std::vector<Saved>& saved) {
-  std::vector<std::pair<int64_t, const Saved*>> kept;
-  for (size_t i = 0; i < saved.size(); i++)
-    if (saved[i].qkv) kept.push_back({int64_t(i), &saved[i]});
-  if (!kept.empty()) count(kept);
+NsaCounted<T> Model<T, G>::counted(int64_t block, const Saved& v) const {
+  return {nsa_partials_ + block * nsa_stats_partials(), v.qkv, v.nsa.indices};
 }
 template <class T, class G>
-void Model<T, G>::count(const std::vector<std::pair<int64_t, const Saved*>>& blocks) {
-  std::vector<NsaCounted<T>> layers;
-  for (const auto& [i, v] : blocks)
-    layers.push_back({nsa_partials_ + i * nsa_stats_partials(), v->qkv, v->nsa.indices});
-  nsa_stats<T>(dev_.compute(), layers, batch_.targets, c_.nsa_shape(M_ / c_.seq));
+void Model<T, G>::count(const std::vector<NsaCounted<T>>& blocks) {
+  nsa_stats<T>(dev_.compute(), blocks, batch_.targets, c_.nsa_shape(M_ / c_.seq));
+}
+// What the forward pass has kept is counted behind it, all blocks at once.
+template <class T, class G>
+void Model<T, G>::count_kept(const std::vector<Saved>& saved) {
+  std::vector<NsaCounted<T>> kept;
+  for (size_t i = 0; i < saved.size(); i++)
+    if (saved[i].qkv) kept.push_back(counted(int64_t(i), saved[i]));
+  if (!kept.empty()) count(kept);
 }
 
 // Behind the last forward, so that the backward hides it.
@@ -852,8 +853,10 @@ void Model<T, G>::attention_forward_turn(int64_t block, Saved* v, bool keep) {
   gather(t), use(t);
   queries(block, v, life(c_.keeps_queries()));
   Buffer<T> o = attend(block, v, life(c_.keeps_attention()), trains ? kernels_of(block) : nullptr);
-  if (trains && nsa_partials_ && !(keep && c_.keeps_queries())) count({{block, v}});
-  if (!keep || !c_.keeps_queries()) v->qkv.reset(), v->gate_h.reset();
+  if (!keep || !c_.keeps_queries()) {
+    if (trains && nsa_partials_) count({counted(block, *v)});  // not to be seen behind the forward pass
+    v->qkv.reset(), v->gate_h.reset();
+  }
   if (!keep || !c_.keeps_attention()) {
     v->lse.reset();
     // Selected blocks are kept whatever else is not: choosing again would cost as much as attending.

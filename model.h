@@ -241,8 +241,9 @@ class Model {
   template <class X>
   void look_at(int module, const X* output, int64_t n);
   void begin_diagnostics();
+  NsaCounted<T> counted(int64_t block, const Saved& v) const;
+  void count(const std::vector<NsaCounted<T>>& blocks);
   void count_kept(const std::vector<Saved>& saved);
-  void count(const std::vector<std::pair<int64_t, const Saved*>>& blocks);
   void sum_diagnostics();
   Buffer<T> embed();
   // A block's parts, for the forward pass and to recompute them.
