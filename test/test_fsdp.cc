@@ -15,6 +15,9 @@
 
 #ifdef __SANITIZE_ADDRESS__
 extern "C" size_t __sanitizer_get_current_allocated_bytes();  // its header comes with clang, not with g++
+constexpr bool sanitized = true;
+#else
+constexpr bool sanitized = false;
 #endif
 
 namespace {
@@ -1641,11 +1644,12 @@ TEST_CASE("a profile has each operation's time under its own name", "[fsdp]") {
   if (!alone) names.insert("waiting for communication");
   auto times = profile_of(c);
   CHECK(names_of(times) == names);
-  // A vocabulary 256 times as wide as the model: the head takes longest. Several ranks share cores, and one that waits
-  // for its turn counts that as whatever it does.
+  // A vocabulary 256 times as wide as the model: the head takes longest, also behind its wait for a gradient slot. (The
+  // sanitizer slows our loops and not BLAS, and ranks that share cores then take their time elsewhere.)
   for (const auto& [name, ms] : times) {
     CAPTURE(name);
-    if (alone) CHECK((name == "head and loss" || ms < times["head and loss"]));
+    if (alone || !sanitized)
+      CHECK((name == "head and loss" || name == "waiting for communication" || ms < times["head and loss"]));
   }
   // A hidden layer as wide as that, in pieces: every one of them counts as the MLP's.
   c.vocab = 16, c.hidden = 8192, c.hidden_bytes = 400000;
