@@ -220,6 +220,14 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(resolve(Options(), 1, 1).preset == "m7c");
   CHECK(resolve(Options(), 1, 0).notices.size() == 1);
   CHECK(resolve(Options(), 1, 1).notices.empty());
+  // An option that does nothing says so.
+  Options tf32;
+  tf32.tf32 = true;
+  CHECK(resolve(tf32, 1, 1).notices == Words{"--tf32 has no effect: matmuls run in bf16"});
+  tf32.param_dtype = "fp32";
+  CHECK(resolve(tf32, 1, 1).notices.empty());
+  tf32.device = "cpu";
+  CHECK(resolve(tf32, 1, 1).notices == Words{"--tf32 has no effect on the CPU"});
   CHECK(on_cpu("").dtype == Dtype::f32);
   CHECK(on_cpu("").reduce_dtype == Dtype::f32);
   CHECK(on_gpus("").dtype == Dtype::bf16);

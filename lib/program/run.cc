@@ -246,8 +246,8 @@ Run resolve(const Options& o, int world_size, int gpus) {
   r.dtype = autocast ? Dtype::bf16 : or_else(o.param_dtype, gpu ? Dtype::bf16 : Dtype::f32);
   r.reduce_dtype = or_else(o.reduce_dtype, autocast ? Dtype::f32 : r.dtype);
   if (o.tf32 && (!gpu || r.dtype != Dtype::f32))
-    r.notices.push_back(gpu ? strf("--tf32 changes nothing: products are in %s", name_of(r.dtype))
-                            : std::string("--tf32 changes nothing on a CPU"));
+    r.notices.push_back(std::string("--tf32 has no effect") +
+                        (gpu ? strf(": matmuls run in %s", name_of(r.dtype)) : " on the CPU"));
   shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
   resolve_batch(o, p, world_size, &r);
   r.nan_skips = nan_skips(o);
