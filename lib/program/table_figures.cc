@@ -8,9 +8,9 @@
 
 using nlohmann::json;
 
-std::string grouped_tenths(double v) {
-  const long long tenths = std::llround(10 * v);
-  return grouped(tenths / 10) + strf(".%lld", tenths % 10);
+std::string tenths(double v) {
+  const long long n = std::llround(10 * v);
+  return grouped(n / 10) + strf(".%lld", n % 10);
 }
 std::string whole(double v) { return grouped(std::llround(v)); }
 std::string hundredths(double v) { return strf("%.2f", v); }
@@ -19,11 +19,10 @@ namespace {
 
 // The reports give whole milliseconds: no tenths are made up for them.
 std::string milliseconds(double v) {
-  return v >= 10 && v == std::floor(v) ? whole(v) : v < 10 ? strf("%.2f", v) : grouped_tenths(v);
+  return v >= 10 && v == std::floor(v) ? whole(v) : v < 10 ? hundredths(v) : tenths(v);
 }
 std::string percent(double v) { return strf("%.1f %%", 100 * v); }
 std::string signed_percent(double v) { return strf("%+.1f %%", 100 * v); }
-std::string tenths(double v) { return grouped_tenths(v); }
 std::string four_digits(double v) { return strf("%.4f", v); }
 
 // clang-format off
@@ -61,15 +60,14 @@ const Figure figures[] = {
 
 }  // namespace
 
-// clang-format off
 const std::vector<const char*>& figures_of_training() {
   static const std::vector<const char*> keys = {
-    "init_mib", "before_step_mib", "first_peak_mib", "second_peak_mib", "peak_mib", "planned_peak_mib", "reserved_mib",
-    "step_ms_spread", "estimated_ms", "tokens_per_sec", "mfu", "mfu_simple_pytorch", "exposed_ms", "first_step_s",
-    "gpu_utilization", "nccl_share", "clock_mhz", "power_w", "kernels", "last_loss"};
+      "init_mib",     "before_step_mib", "first_peak_mib",  "second_peak_mib", "peak_mib",  "planned_peak_mib",
+      "reserved_mib", "step_ms_spread",  "estimated_ms",    "tokens_per_sec",  "mfu",       "mfu_simple_pytorch",
+      "exposed_ms",   "first_step_s",    "gpu_utilization", "nccl_share",      "clock_mhz", "power_w",
+      "kernels",      "last_loss"};
   return keys;
 }
-// clang-format on
 
 const Figure* find_figure(const std::string& key) {
   for (const Figure& f : figures)

@@ -34,7 +34,7 @@ const std::vector<const char*>& figures_of_training();               // the keys
 std::string text_of(const nlohmann::json& result, const Figure& f);  // "" where it is not there
 
 std::string whole(double v);
-std::string grouped_tenths(double v);
+std::string tenths(double v);
 std::string hundredths(double v);
 
 // More than fits in the report's GPUs, and what a table says of it. The libraries take some of it.

@@ -27,7 +27,7 @@ std::string shape(const json& row) {
          at(row, "/attention/compressed/stride", whole);
   return s;
 }
-std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? strf("%.2f", v) : grouped_tenths(v); }
+std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? strf("%.2f", v) : tenths(v); }
 bool is_layer(const json& row) {
   const std::string kernel = string_of(row, "kernel");
   return row.contains("attention") && (kernel == "nsa" || kernel == "dense");

@@ -18,7 +18,6 @@ bool has_number(const json& j, const char* key) { return j.is_object() && j.cont
 bool is_planned(const json& row) { return row.contains("planned") && row["planned"] == true; }
 bool is_training(const json& row) { return row.contains("row") && row["row"].is_string(); }
 
-// What a plan has for what was not measured.
 json figures_of(const json& row) {
   json result = row.contains("result") && row["result"].is_object() ? row["result"] : json::object();
   const json validated = row.value("val_losses", json::array());  // [step, loss]
