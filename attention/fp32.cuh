@@ -211,23 +211,25 @@ __global__ void __launch_bounds__(threads)
                 const float* lse2, const float* delta, Problem a, Mask mask) {
   extern __shared__ char memory[];
   BackwardTiles<D>& tile = *reinterpret_cast<BackwardTiles<D>*>(memory);
+  auto& [k_tile, v_tile] = tile.own;
+  auto& [q_tile, do_tile] = tile.walked;
   const Place at;
   const Item item(a.HKV, a.keys);
   const int k0 = item.first, head = item.head;
   const int64_t kv = (int64_t(item.b) * a.keys + k0) * a.ld_kv + head * a.D;
-  load<D>(tile.own[0], k + kv, a.ld_kv, a.keys - k0, a.D);
-  load<D>(tile.own[1], v + kv, a.ld_kv, a.keys - k0, a.D);
+  load<D>(k_tile, k + kv, a.ld_kv, a.keys - k0, a.D);
+  load<D>(v_tile, v + kv, a.ld_kv, a.keys - k0, a.D);
   Sums<D> dk_acc = {}, dv_acc = {};
   for (int h = head * a.group; h < (head + 1) * a.group; ++h)
     for (int q0 = mask.first_query(k0) / step(D) * step(D); q0 < mask.last_query(k0 + side); q0 += step(D)) {
       __syncthreads();
       const int64_t row = int64_t(item.b) * a.T + q0, stats = int64_t(item.b * a.H + h) * a.Tp + q0;
-      load<D>(tile.walked[0], q + row * a.ld_q + h * a.D, a.ld_q, a.T - q0, a.D);
-      load<D>(tile.walked[1], d_o + row * a.ld_o + h * a.D, a.ld_o, a.T - q0, a.D);
+      load<D>(q_tile, q + row * a.ld_q + h * a.D, a.ld_q, a.T - q0, a.D);
+      load<D>(do_tile, d_o + row * a.ld_o + h * a.D, a.ld_o, a.T - q0, a.D);
       __syncthreads();
       const bool whole = k0 + side <= a.keys && q0 + step(D) <= a.T && mask.whole(q0, q0 + step(D), k0, k0 + side);
       Scores<D> p, ds;
-      multiply<D>(p, tile.own[0], tile.walked[0], at);
+      multiply<D>(p, k_tile, q_tile, at);
 #pragma unroll
       for (int n = 0; n < step(D) / 8; ++n)
 #pragma unroll
@@ -236,13 +238,13 @@ __global__ void __launch_bounds__(threads)
           const bool seen = whole || (t < a.T && key < a.keys && mask.visible(t, key));
           p[n][c] = seen ? exp2f(p[n][c] * a.scale_log2 - lse2[stats + column]) : 0.f;
         }
-      accumulate<D>(dv_acc, p, tile.walked[1], at);
-      multiply<D>(ds, tile.own[1], tile.walked[1], at);
+      accumulate<D>(dv_acc, p, do_tile, at);
+      multiply<D>(ds, v_tile, do_tile, at);
 #pragma unroll
       for (int n = 0; n < step(D) / 8; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) ds[n][c] = p[n][c] * (ds[n][c] - delta[stats + at.column(n, c)]);
-      accumulate<D>(dk_acc, ds, tile.walked[0], at);
+      accumulate<D>(dk_acc, ds, q_tile, at);
     }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -259,12 +261,14 @@ __global__ void __launch_bounds__(threads)
                const float* delta, Problem a, Mask mask) {
   extern __shared__ char memory[];
   BackwardTiles<D>& tile = *reinterpret_cast<BackwardTiles<D>*>(memory);
+  auto& [q_tile, do_tile] = tile.own;
+  auto& [k_tile, v_tile] = tile.walked;
   const Place at;
   const Item item(a.H, a.T);
   const int q0 = item.first, h = item.head;
   const int64_t row = int64_t(item.b) * a.T + q0, stats = int64_t(item.b * a.H + h) * a.Tp + q0;
-  load<D>(tile.own[0], q + row * a.ld_q + h * a.D, a.ld_q, a.T - q0, a.D);
-  load<D>(tile.own[1], d_o + row * a.ld_o + h * a.D, a.ld_o, a.T - q0, a.D);
+  load<D>(q_tile, q + row * a.ld_q + h * a.D, a.ld_q, a.T - q0, a.D);
+  load<D>(do_tile, d_o + row * a.ld_o + h * a.D, a.ld_o, a.T - q0, a.D);
   float lse_of[2], delta_of[2];  // Tp is a multiple of the tile
 #pragma unroll
   for (int i = 0; i < 2; ++i) lse_of[i] = lse2[stats + at.row(i)], delta_of[i] = delta[stats + at.row(i)];
@@ -272,13 +276,13 @@ __global__ void __launch_bounds__(threads)
   for (int k0 = mask.first_key(q0) / step(D) * step(D); k0 < mask.last_key(q0 + side); k0 += step(D)) {
     __syncthreads();
     const int64_t kv = (int64_t(item.b) * a.keys + k0) * a.ld_kv + h / a.group * a.D;
-    load<D>(tile.walked[0], k + kv, a.ld_kv, a.keys - k0, a.D);
-    load<D>(tile.walked[1], v + kv, a.ld_kv, a.keys - k0, a.D);
+    load<D>(k_tile, k + kv, a.ld_kv, a.keys - k0, a.D);
+    load<D>(v_tile, v + kv, a.ld_kv, a.keys - k0, a.D);
     __syncthreads();
     const bool whole = k0 + step(D) <= a.keys && mask.whole(q0, q0 + side, k0, k0 + step(D));
     Scores<D> p, ds;
-    multiply<D>(p, tile.own[0], tile.walked[0], at);
-    multiply<D>(ds, tile.own[1], tile.walked[1], at);
+    multiply<D>(p, q_tile, k_tile, at);
+    multiply<D>(ds, do_tile, v_tile, at);
 #pragma unroll
     for (int n = 0; n < step(D) / 8; ++n)
 #pragma unroll
@@ -287,7 +291,7 @@ __global__ void __launch_bounds__(threads)
         const bool seen = whole || (key < a.keys && mask.visible(q0 + at.row(i), key));
         ds[n][c] = seen ? exp2f(p[n][c] * a.scale_log2 - lse_of[i]) * (ds[n][c] - delta_of[i]) : 0.f;
       }
-    accumulate<D>(acc, ds, tile.walked[0], at);
+    accumulate<D>(acc, ds, k_tile, at);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i)
