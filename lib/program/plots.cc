@@ -198,7 +198,7 @@ const std::vector<Picture>& pictures() {
       of("width-memory", {"width-2gpu.jsonl"}, K::scaling, "peak_mib"),
       of("world", {"world-2gpu.jsonl"}, K::scaling),
       of("world-memory", {"world-2gpu.jsonl"}, K::scaling, "peak_mib"),
-      of("context", {"context-1gpu.jsonl"}, K::scaling),
+      of("context", {"context-2gpu.jsonl"}, K::scaling, "tokens_per_sec"),
       of("mlp-1024", {"mlp-1024-2gpu.jsonl"}, K::bars),
       of("mlp-4096", {"mlp-4096-2gpu.jsonl"}, K::bars),
       of("recompute", {"recompute-2gpu.jsonl"}, K::bars),
