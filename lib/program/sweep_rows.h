@@ -39,6 +39,7 @@ Rows traces(const SweepMachine& m);
 Rows scale(const SweepMachine& m);
 Rows losses(const SweepMachine& m);
 Rows nsa_loss(const SweepMachine& m);
+Rows targets(const SweepMachine& m);
 
 inline std::string text(int64_t n) { return std::to_string(n); }
 

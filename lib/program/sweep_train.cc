@@ -30,6 +30,10 @@ json row_of(const SweepRun& run, const Task& t, const char* who, const std::stri
   if (round > 1) j["round"] = round;
   if (who == std::string(ours)) {
     if (!t.row.theirs.is_null()) j["theirs"] = t.row.theirs, j["theirs_on"] = run.sweep->theirs_on;
+    if (const Target& g = t.row.target; *g.figure) {
+      j["target"] = {{"figure", g.figure}, {"before", g.before}, {"goal", g.goal}};
+      if (g.aim > 0) j["target"]["aim"] = g.aim;
+    }
     if (!t.row.note.empty()) j["note"] = t.row.note;
     if (!t.row.no_peer.empty()) j["no_peer"] = t.row.no_peer;
   }

@@ -39,6 +39,7 @@ const Figure figures[] = {
     {"estimated_ms",        "estimated ms",                  milliseconds},
     {"estimate_error",      "error",                         signed_percent},
     {"tokens_per_sec",      "tokens/s",                      whole, "tokens_text"},
+    {"tokens_per_sec_gpu",  "tokens/s a GPU",                whole},
     {"mfu",                 "MFU",                           percent},
     {"mfu_flex",            "MFU, flex",                     percent},
     {"mfu_full",            "MFU, attention in full",        percent},

@@ -81,6 +81,11 @@ for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\)
 done
 bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
 rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'
+bench --sweep targets --only 2,7 --gpu h200 --ranks 2 --out "$dir/targets.jsonl"
+rows "$dir/targets.jsonl" 2 '"target":{.*"before":[0-9].*"figure":"step_ms".*"goal":[0-9]'
+grep -q '^| model .*| before | goal | aim | PyTorch | *ours |' <(tr -s ' ' <"$dir/out")
+verdict "a sweep of targets ends with them" "$([ $? = 0 ] || echo "no such table")"
+
 bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
