@@ -111,6 +111,10 @@ TEST_CASE("a target is of a figure that its row has, and better than what was be
     CHECK((less_is_better ? 1e3 * p.seconds : p.tokens_per_sec / double(row.ranks)) == Approx(t.before).epsilon(0.15));
   }
   for (const SweepRow& row : find_sweep("targets").rows(cpu(2))) CHECK(*row.target.figure == 0);  // two H200's
+  for (const SweepRow& row : find_sweep("step-shares").rows(m)) {
+    const Words options = options_of(find_sweep("step-shares"), row);
+    CHECK(std::count(options.begin(), options.end(), "--profile") == 1);
+  }
 }
 
 TEST_CASE("MFU as simple_pytorch counts it is 1.93 times less", "[sweeps]") {

@@ -133,6 +133,22 @@ TEST_CASE("a row's target stands before what was measured", "[tables]") {
   CHECK(has(sweep_table({time, peer, rate}), "| depth    | who     | peak MiB |"));
 }
 
+TEST_CASE("kinds of work stand beside their limits", "[tables]") {
+  json row = result_row(1, "rope", "fsdp.cu", 300.25, 1);
+  row["result"].update({{"products_ms", 250.5},
+                        {"products_limit_ms", 167},
+                        {"attention_ms", 0},
+                        {"waiting_ms", 3.25},
+                        {"attention_limit_ms", 0},
+                        {"memory_bound_ms", 20.5}});
+  CHECK(squeezed(training_table({row}, find_table("step-shares"))) ==
+        "| depth | step ms | products ms | limit ms | times the limit | attention ms | limit ms | times the limit | "
+        "memory-bound ms | limit ms | times the limit | waiting ms |\n"
+        "| - | -: | -: | -: | -: | -: | -: | -: | -: | -: | -: | -: |\n"
+        "| rope | 300.3 | 250.5 | 167 | 1.50 | 0.00 | 0.00 | - | 20.5 | - | - | 3.25 |\n");
+  CHECK(has(sweep_table({row}), "| products ms | limit ms | times the limit |"));
+}
+
 TEST_CASE("what ends a sweep has a line a row and who", "[tables]") {
   const std::string text = sweep_table(depth_rows());
   CHECK(has(text, "| depth | GPUs | who                  | peak MiB | planned peak MiB |"));

@@ -225,4 +225,11 @@ Rows targets(const SweepMachine& m) {
   return rows;
 }
 
+// What a step is made of, of those that the goals are set for.
+Rows step_shares(const SweepMachine& m) {
+  Rows rows;
+  for (const Workload& a : {rope, m7c_dense, m7c_nsa, long_nsa}) rows.push_back(row_of(m, a));
+  return rows;
+}
+
 }  // namespace sweep_rows

@@ -166,6 +166,7 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   if (header.contains("estimated_ms") && t.row.environment.empty()) r["estimated_ms"] = header["estimated_ms"];
   for (const char* key : {"nccl_share", "clock_mhz", "power_w"})
     if (profile.contains(key)) r[key] = profile[key];
+  if (profile.contains("shares")) r.update(profile["shares"]);
   double from = std::nan(""), to = std::nan("");
   for (const json& j : lines) {
     const int64_t step = j.value("step", int64_t(0));

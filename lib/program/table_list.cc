@@ -38,6 +38,7 @@ const Columns of_graph = {{ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "g
 const Columns of_knobs = {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "exposed_ms"}, {ours, "init_mib"}, {ours, "before_step_mib"}, {ours, "peak_mib"}};
 const Columns of_options = {{theirs, "peak_mib"}, {theirs, "step_ms"}, {pytorch, "first_peak_mib"}, {pytorch, "second_peak_mib"}, {pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "first_peak_mib"}, {ours, "second_peak_mib"}, {ours, "peak_mib"}, {ours, "step_ms"}};
 const Columns of_targets = {{figure_of_target, ""}, {before, ""}, {goal, ""}, {aim, ""}, {pytorch, ""}, {ours, ""}, {ratio, "step_ms"}};
+const Columns of_shares = {{ours, "step_ms"}, {ours, "products_ms"}, {ours, "products_limit_ms"}, {ours, "products_of_limit"}, {ours, "attention_ms"}, {ours, "attention_limit_ms"}, {ours, "attention_of_limit"}, {ours, "memory_bound_ms"}, {ours, "memory_bound_limit_ms"}, {ours, "memory_bound_of_limit"}, {ours, "waiting_ms"}};
 const Columns headline = {{ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "mfu"}, {ours, "peak_mib"}};
 // clang-format on
 
@@ -100,6 +101,7 @@ std::vector<Table> all_tables() {
   list.push_back(
       {"scale", {"scale-planned"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
   list.push_back({"targets", {"targets-2gpu"}, Table::companion, of_targets});
+  list.push_back({"step-shares", {"step-shares-2gpu"}, Table::lines, of_shares});
   Table estimate = {
       "estimate", {}, Table::companion, {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "estimate_error"}}};
   for (const char* sweep : {"world", "recompute", "seq", "depth", "width", "mlp-1024", "nsa-fsdp", "class"})
