@@ -122,6 +122,39 @@ TEST_CASE("a wait moves the clock up to the event's, and what compute waits is e
   CHECK(dry.estimate.step() == Approx(5));
 }
 
+TEST_CASE("a limit is what the datasheet alone allows, of the compute stream", "[estimate]") {
+  Chip chip = toy();
+  chip.bf16 = 4e12;
+  Dry dry(chip);
+  Stream& compute = dry.dev.compute();
+  Cost product = flops(2e12);
+  product.share = 0.5, product.launches = 3;
+  compute.spend(product);                         // 0.5 s of FLOPs at the peak
+  dry.dev.gather().spend(product);                // beside it
+  compute.spend({Work::memory, chip.bandwidth});  // 1 s
+  compute.spend({Work::optimizer, 2 * chip.bandwidth});
+  Cost attention = {Work::attention, 3 * chip.bandwidth};
+  attention.flops = 1e11, attention.dtype = Dtype::f32;
+  compute.spend(attention);  // its bytes take longer than its FLOPs
+  const Estimate& e = dry.estimate;
+  CHECK(e.limit(Work::matmul) == Approx(0.5));
+  CHECK(e.limit(Work::memory) == Approx(1));
+  CHECK(e.limit(Work::optimizer) == Approx(2));
+  CHECK(e.limit(Work::attention) == Approx(3));
+  for (Work w : {Work::matmul, Work::attention, Work::memory, Work::optimizer}) CHECK(e.limit(w) < e.busy(w));
+  // What is skipped counts, and a step begins at nothing.
+  dry.estimate.begin_repeat();
+  compute.spend(product);
+  dry.estimate.skip(4);
+  CHECK(e.limit(Work::matmul) == Approx(0.5 + 5 * 0.5));
+  dry.estimate.next_step();
+  CHECK(e.limit(Work::matmul) == 0);
+  // TF32 reaches half of bf16's peak; what is not a product goes by its own.
+  Estimate tf32(chip, false, true);
+  tf32.operation(0, product);
+  CHECK(tf32.limit(Work::matmul) == Approx(1));
+}
+
 TEST_CASE("a collective slows compute and other collectives while it runs, and nothing else", "[estimate]") {
   Dry dry(toy());
   Estimate& e = dry.estimate;

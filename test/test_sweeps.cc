@@ -92,6 +92,31 @@ TEST_CASE("the tables' rows have the reports' figures", "[sweeps]") {
   CHECK(long_one["text"] == "OOM bwd");
 }
 
+TEST_CASE("a target is of a figure that its row has, and better than what was before", "[sweeps]") {
+  const SweepMachine m = gpus(2);
+  const std::vector<SweepRow> rows = find_sweep("targets").rows(m);
+  REQUIRE(!rows.empty());
+  for (const SweepRow& row : rows) {
+    INFO(row.name);
+    const Target& t = row.target;
+    const bool less_is_better = t.figure == std::string("step_ms");
+    CHECK((less_is_better || t.figure == std::string("tokens_per_sec_gpu")));
+    CHECK(t.goal > 0);
+    CHECK((less_is_better ? t.goal < t.before : t.goal > t.before));
+    if (t.aim > 0) CHECK((less_is_better ? t.aim < t.goal : t.aim > t.goal));
+    CHECK((row.ranks == 1 || row.ranks == 2));  // whatever the machine has
+    CHECK(row.peers.empty() == !row.no_peer.empty());
+    // What was before is what these options take, give or take what the estimate is wrong by.
+    const Planned p = planned(row.options, row.ranks, m.chip);
+    CHECK((less_is_better ? 1e3 * p.seconds : p.tokens_per_sec / double(row.ranks)) == Approx(t.before).epsilon(0.15));
+  }
+  for (const SweepRow& row : find_sweep("targets").rows(cpu(2))) CHECK(*row.target.figure == 0);  // two H200's
+  for (const SweepRow& row : find_sweep("step-shares").rows(m)) {
+    const Words options = options_of(find_sweep("step-shares"), row);
+    CHECK(std::count(options.begin(), options.end(), "--profile") == 1);
+  }
+}
+
 TEST_CASE("MFU as simple_pytorch counts it is 1.93 times less", "[sweeps]") {
   // dim 4096, 4 blocks, 4096 tokens: theirs counts 26.0 % where it is 50.1 %.
   const Planned p = planned(words_of("--preset simple --attn dense"), 1, "h200");

@@ -116,6 +116,39 @@ TEST_CASE("of PyTorch's variants the fastest stands in a column that names none"
   CHECK(has(text, " 0.93 |"));
 }
 
+TEST_CASE("a row's target stands before what was measured", "[tables]") {
+  json time = result_row(1, "rope", "fsdp.cu", 300.25, 1), peer = result_row(1, "rope", "PyTorch", 330.5, 1);
+  time["target"] = {{"figure", "step_ms"}, {"before", 310}, {"goal", 295}, {"aim", 285}};
+  json rate = result_row(2, "llama-8b", "fsdp.cu", 1440, 1);
+  rate["target"] = {{"figure", "tokens_per_sec_gpu"}, {"before", 11076}, {"goal", 11500}};
+  rate["result"]["tokens_per_sec"] = 22755.6, rate["no_peer"] = "PyTorch cannot";
+  const std::string wanted =
+      "| depth | figure | before | goal | aim | PyTorch | ours | ours / PyTorch: step ms | note |\n"
+      "| - | -: | -: | -: | -: | -: | -: | -: | - |\n"
+      "| rope | step ms | 310 | 295 | 285 | 330.5 | 300.3 | 0.91 | |\n"
+      "| llama-8b | tokens/s a GPU | 11,076 | 11,500 | - | - | 11,378 | - | PyTorch cannot |\n";
+  CHECK(squeezed(training_table({time, peer, rate}, find_table("targets"))) == wanted);
+  CHECK(squeezed(sweep_table({time, peer, rate})) == wanted);  // what ends the sweep too
+  time.erase("target"), rate.erase("target");
+  CHECK(has(sweep_table({time, peer, rate}), "| depth    | who     | peak MiB |"));
+}
+
+TEST_CASE("kinds of work stand beside their limits", "[tables]") {
+  json row = result_row(1, "rope", "fsdp.cu", 300.25, 1);
+  row["result"].update({{"products_ms", 250.5},
+                        {"products_limit_ms", 167},
+                        {"attention_ms", 0},
+                        {"waiting_ms", 3.25},
+                        {"attention_limit_ms", 0},
+                        {"memory_bound_ms", 20.5}});
+  CHECK(squeezed(training_table({row}, find_table("step-shares"))) ==
+        "| depth | step ms | products ms | limit ms | times the limit | attention ms | limit ms | times the limit | "
+        "memory-bound ms | limit ms | times the limit | waiting ms |\n"
+        "| - | -: | -: | -: | -: | -: | -: | -: | -: | -: | -: | -: |\n"
+        "| rope | 300.3 | 250.5 | 167 | 1.50 | 0.00 | 0.00 | - | 20.5 | - | - | 3.25 |\n");
+  CHECK(has(sweep_table({row}), "| products ms | limit ms | times the limit |"));
+}
+
 TEST_CASE("what ends a sweep has a line a row and who", "[tables]") {
   const std::string text = sweep_table(depth_rows());
   CHECK(has(text, "| depth | GPUs | who                  | peak MiB | planned peak MiB |"));

@@ -301,6 +301,100 @@ TEST_CASE("a record finds its step, its stream and its unit", "[trace]") {
   CHECK(shared[0].lane == Span::reduce);
 }
 
+// ------------------------------------------------------------------------------------------------- where a step goes
+
+double sum_of(const std::vector<StepProfile::Share>& shares) {
+  double ms = 0;
+  for (const auto& s : shares) ms += s.ms;
+  return ms;
+}
+
+TEST_CASE("kinds of work and waiting add up to the step, each beside its limit", "[trace]") {
+  const std::vector<Span> ran = {
+      span(Span::other, Span::kernel, "gpu::each_kernel", 1.009, 1.011),  // of a graph, beside the product's end
+      span(Span::compute, Span::kernel, "nvjet_sm90_tst", 1.000, 1.010),
+      span(Span::compute, Span::kernel, "attention::selected::sm90::backward_kernel", 1.012, 1.015),
+      span(Span::compute, Span::kernel, "gpu::compress::rows_kernel", 1.015, 1.017),
+      span(Span::compute, Span::clear, "clear", 1.017, 1.018),
+      span(Span::gather, Span::kernel, "gpu::each_kernel", 0.900, 1.100),  // none of the compute stream's
+      span(Span::other, Span::nccl_kernel, "ncclDevKernel", 0.900, 1.100),
+      span(Span::compute, Span::kernel, "gpu::norm_forward_kernel", 1.020, 1.021)};
+  const Limits limits = {0.008, 0.002, 0.001};
+  const auto shares = shares_of(ran, limits);
+  REQUIRE(shares.size() == 4);
+  const double ms[] = {10, 3, 1 + 2 + 1 + 1, 1 + 2}, limit_ms[] = {8, 2, 1, 0};
+  const char* const keys[] = {"products", "attention", "memory_bound", "waiting"};
+  for (size_t i = 0; i < 4; i++) {
+    CHECK(shares[i].key == std::string(keys[i]));
+    CHECK(shares[i].ms == Approx(ms[i]));
+    CHECK(shares[i].limit_ms == Approx(limit_ms[i]));
+  }
+  CHECK(sum_of(shares) == Approx(21));
+  CHECK(shares_of(ran, std::nullopt)[0].limit_ms < 0);  // an unknown chip
+  CHECK(shares_of({}, limits).empty());
+
+  // The log has what a sweep's rows take over.
+  const Directory dir;
+  {
+    TelemetryOptions o;
+    o.log = dir / "log.jsonl";
+    Telemetry telemetry(o, json::object());
+    StepProfile p;
+    p.shares = shares;
+    report_profile(p, &telemetry);
+    p.shares = shares_of(ran, std::nullopt);
+    report_profile(p, &telemetry);
+  }
+  std::ifstream log(dir / "log.jsonl");
+  std::string line;
+  std::getline(log, line), std::getline(log, line);
+  const json all = json::parse(line).at("shares");
+  CHECK(all.size() == 8);
+  for (const auto& s : shares) {
+    CHECK(all.at(s.key + std::string("_ms")) == s.ms);
+    CHECK(all.at(s.key + std::string("_limit_ms")) == s.limit_ms);
+  }
+  std::getline(log, line);
+  const json unknown = json::parse(line).at("shares");
+  CHECK(unknown.contains("products_ms"));
+  CHECK(!unknown.contains("products_limit_ms"));
+}
+
+// Steps that two H200 ran (results/), beside the limits of the same steps.
+TEST_CASE("what GPUs ran takes longer than the limits, and all of the step", "[trace]") {
+  struct Case {
+    const char* file;
+    std::vector<const char*> options;
+  };
+  const std::vector<Case> cases = {{"results/trace-rope-2gpu.json", {"--preset", "rope", "--attn", "dense"}},
+                                   {"results/trace-m7c-2gpu.json", {"--preset", "m7c", "--attn", "nsa"}}};
+  for (const Case& c : cases) {
+    INFO(c.file);
+    const json file = parsed(c.file);
+    std::vector<Span> ran;
+    double nvjet_ms = 0;
+    for (const auto& [track, spans] : tracks_of(file)) {
+      if (track.first != 1 || track.second % 1000 != 1) continue;  // the compute stream
+      for (const json& s : spans) {
+        const std::string name = s.at("name"), kind = s.at("args").at("kind");
+        const double from = 1e-6 * s.at("ts").get<double>(), to = from + 1e-6 * s.at("dur").get<double>();
+        ran.push_back(span(Span::compute, kind == "kernel" ? Span::kernel : Span::copy, name.c_str(), from, to));
+        if (name.rfind("nvjet", 0) == 0) nvjet_ms += 1e3 * (to - from);
+      }
+    }
+    const auto shares = shares_of(ran, price(planned(c.options, 2), 2, *chip_named("h200")).limits);
+    REQUIRE(shares.size() == 4);
+    CHECK(sum_of(shares) == Approx(file.at("otherData").at("step_ms").get<double>()));
+    CHECK(shares[0].ms == Approx(nvjet_ms).epsilon(0.01));  // all that cuBLAS ran there
+    for (size_t i = 0; i < 3; i++) {
+      INFO(shares[i].name);
+      CHECK(shares[i].limit_ms > 0);
+      CHECK(shares[i].limit_ms < shares[i].ms);
+    }
+    CHECK(shares[3].ms > 0);
+  }
+}
+
 // --------------------------------------------------------------------------------------------------------------- file
 
 TEST_CASE("what would overlap on a track has another; NCCL's kernels and copies stand apart too", "[trace]") {

@@ -72,6 +72,12 @@ double Estimate::end_of(double start, double seconds, double takes, const Spans&
   return end;
 }
 
+// A product by TF32 is told as one of bf16, whose peak is twice as high.
+double Estimate::least(const Cost& c) const {
+  const double peak = c.dtype == Dtype::bf16 ? chip_.bf16 * (tf32_ && c.kind == Work::matmul ? 0.5 : 1) : chip_.fp32;
+  return std::max(c.flops / peak, c.bytes / chip_.bandwidth);
+}
+
 void Estimate::operation(int stream, const Cost& c) {
   sums_.calls += c.launches;
   const double t = seconds(c);
@@ -79,7 +85,7 @@ void Estimate::operation(int stream, const Cost& c) {
   if (stream == 0) {
     for (const auto& streams : spans_)
       for (const Spans& spans : streams) end = end_of(clock, end - clock, 0, spans);
-    sums_.busy[size_t(c.kind)] += t, sums_.slowed += end - (clock + t);
+    sums_.busy[size_t(c.kind)] += t, sums_.limit[size_t(c.kind)] += least(c), sums_.slowed += end - (clock + t);
     if (c.kind == Work::matmul) sums_.product_flops += c.flops;
   }
   const double from = std::exchange(clock, end);
@@ -149,7 +155,8 @@ void Estimate::skip(int64_t times) {
   const Sums& was = sums_before_repeat_;
   auto repeat = [&](auto* now, auto before) { *now += decltype(before)(times) * (*now - before); };
   for (size_t i = 0; i < sums_.exposed.size(); i++) repeat(&sums_.exposed[i], was.exposed[i]);
-  for (size_t i = 0; i < sums_.busy.size(); i++) repeat(&sums_.busy[i], was.busy[i]);
+  for (size_t i = 0; i < sums_.busy.size(); i++)
+    repeat(&sums_.busy[i], was.busy[i]), repeat(&sums_.limit[i], was.limit[i]);
   for (size_t i = 0; i < sums_.traffic.size(); i++) {
     repeat(&sums_.traffic[i].count, was.traffic[i].count);
     repeat(&sums_.traffic[i].bytes, was.traffic[i].bytes);

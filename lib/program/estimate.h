@@ -29,8 +29,9 @@ struct MemoryChange {
 
 class Estimate : public Timeline {
  public:
-  // graph: a step is one CUDA graph, which the host launches in one call.
-  explicit Estimate(const Chip& chip, bool graph = false) : chip_(chip), graph_(graph) {}
+  // graph: a step is one CUDA graph, which the host launches in one call. tf32: products of float are TF32's.
+  explicit Estimate(const Chip& chip, bool graph = false, bool tf32 = false)
+      : chip_(chip), graph_(graph), tf32_(tf32) {}
 
   void operation(int stream, const Cost& c) override;
   void collective(int stream, Collective kind, double bytes, int ranks, int local, Via via) override;
@@ -57,6 +58,10 @@ class Estimate : public Timeline {
   double busy(Work kind) const { return sums_.busy[size_t(kind)]; }               // the compute stream
   double slowed() const { return sums_.slowed; }                                  // it, beside collectives
   double exposed(int recorder) const { return sums_.exposed[size_t(recorder)]; }  // it, waiting for that stream
+  // The least that the datasheet allows for the compute stream's operations: their FLOPs at its peak or their bytes at
+  // its bandwidth, whichever takes longer. What a tile computes and a mask discards is among the FLOPs; launches cost
+  // nothing.
+  double limit(Work kind) const { return sums_.limit[size_t(kind)]; }
   double talking(Collective kind) const { return sums_.traffic[size_t(kind)].seconds; }
 
   // The table for people. Of a GPU and step: tokens, FLOPs as MFU counts them.
@@ -69,7 +74,7 @@ class Estimate : public Timeline {
   };
   struct Sums {  // of a step
     std::array<double, 3> exposed = {};
-    std::array<double, 4> busy = {};
+    std::array<double, 4> busy = {}, limit = {};
     std::array<Traffic, 5> traffic = {};
     double slowed = 0, product_flops = 0, skipped = 0;  // skipped: seconds that no clock has counted
     int64_t calls = 0;
@@ -80,10 +85,11 @@ class Estimate : public Timeline {
   using Spans = std::vector<Busy>;
   void keep(int stream, Span::Kind kind, const std::string& name, double from, double bytes = 0);
   double launched() const;  // what a kernel costs before its work
+  double least(const Cost& c) const;
   static double end_of(double start, double seconds, double takes, const Spans& spans);
 
   const Chip chip_;
-  const bool graph_;
+  const bool graph_, tf32_;
   std::array<double, 3> clock_ = {};
   Sums sums_, sums_before_repeat_;
   double repeat_from_ = 0;

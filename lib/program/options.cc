@@ -169,7 +169,7 @@ const std::vector<Spec> options_parts::specs = flat({
     "memory, dtypes and environment to DIR every --log-every steps; --resume appends", "no files"},
   {"mem-dump-every", "STEPS", &Options::mem_dump_every, at_least(0), "with --diagnostics: write the memory's state every so many steps; 0: at the start and at the first step alone"},
   {"stall", "SECONDS", &Options::stall, from(0, 1e6), "warn when no step has ended for so long; 0: never"},
-  {"profile", "", &Options::profile, flag, "print and log where the time of the last step went; with CUPTI also its kernels by name and NCCL's share"},
+  {"profile", "", &Options::profile, flag, "print and log where the time of the last step went; with CUPTI also its kernels by name, NCCL's share, and each kind of work beside the least that the chip allows"},
   {"trace", "FILE", &Options::trace, any, "write rank 0's last step, or the planned one with --plan, as a trace for ui.perfetto.dev: streams, units, with CUPTI every kernel", "no file"},
 }},
 {"Instead of training", {

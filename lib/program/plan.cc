@@ -85,7 +85,9 @@ struct DryStep {
   Estimate estimate;
   Device dev{Backend::gpu, Device::plan_only};
   DryStep(const Run& run, const World& world, const Chip& chip)
-      : r(run), tokens(double(run.tokens_per_step()) / world.size), estimate(chip, run.o.graph == 1) {
+      : r(run),
+        tokens(double(run.tokens_per_step()) / world.size),
+        estimate(chip, run.o.graph == 1, run.o.tf32 && run.dtype == Dtype::f32) {
     plan_step(r, world, &dev, &estimate);
   }
   DryStep(Run run, int ranks, const Chip& chip) : DryStep(run, elsewhere(&run, ranks, chip.copy_engines).world, chip) {}
@@ -99,12 +101,14 @@ struct DryStep {
 Price price(Run r, const World& world, const Chip& chip) {
   const DryStep step(r, world, chip);
   const MemoryReport memory = step.dev.mem.report();
+  const Estimate& e = step.estimate;
   return {double(memory.arena),
-          step.estimate.step(),
+          e.step(),
           step.tokens_per_sec(),
           double(memory.init_total),
           double(memory.before_step_total),
-          step.estimate.text(step.tokens, step.tokens * flops_per_token(r.model))};
+          {e.limit(Work::matmul), e.limit(Work::attention), e.limit(Work::memory) + e.limit(Work::optimizer)},
+          e.text(step.tokens, step.tokens * flops_per_token(r.model))};
 }
 Price price(Run r, int ranks, const Chip& chip) {
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;

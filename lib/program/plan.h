@@ -18,11 +18,16 @@
 // steps that follow. Returns what a step issues.
 std::vector<Issued> plan(Device& dev, const World& world, Transport transport, const Run& r);
 
+// The least time that the chip's datasheet allows a step's operations, in seconds.
+struct Limits {
+  double products, attention, memory_bound;
+};
 // Memory and time of a step, by a dry run.
 struct Price {
   double bytes, seconds, tokens_per_sec;  // of a GPU; bytes: the peak
   double init_bytes, before_step_bytes;   // once the weights are there; when a step begins
-  std::string text;                       // Estimate's table
+  Limits limits;
+  std::string text;  // Estimate's table
 };
 Price price(Run r, const World& world, const Chip& chip);
 // On ranks that are not here: nodes full of GPUs, one for each rank. Chooses the gathers as a run there would.

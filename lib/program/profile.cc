@@ -63,6 +63,10 @@ void StepProfiler::report(const Device::Profile& marks, double host_ms, const st
   p.marks = sums(marks.device), p.host_ms = host_ms;
   p.kernels = rows_of(ran, /*kernels=*/true), p.copies = rows_of(ran, /*kernels=*/false);
   p.nccl_share = nccl_share(ran);
+  if (!ran.empty()) {
+    const Chip* chip = chip_named(job_.dev->name);
+    p.shares = shares_of(ran, chip ? std::optional(price(job_.r, job_.world, *chip).limits) : std::nullopt);
+  }
   if (sampler_) p.gpu = sampler_->summary(sampled_from_, unix_seconds());
   sampler_.reset();
   report_profile(p, job_.telemetry.get());
@@ -159,6 +163,40 @@ std::vector<StepProfile::Row> rows_of(const std::vector<Span>& spans, bool kerne
   }
   std::stable_sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.ms > b.ms; });
   return rows;
+}
+
+namespace {
+// Ours have a namespace by the kind of their work, and what has neither multiplies: cuBLAS's. A mark does not tell,
+// since a product and what is around it share one, and what a graph launches has none.
+Work work_of(const Span& s) {
+  const auto is_in = [&](const char* name) { return s.name.rfind(name, 0) == 0; };
+  if (is_in("attention::")) return Work::attention;
+  return s.kind != Span::kernel || is_in("gpu::") ? Work::memory : Work::matmul;
+}
+}  // namespace
+
+std::vector<StepProfile::Share> shares_of(const std::vector<Span>& ran, const std::optional<Limits>& limits) {
+  std::vector<const Span*> computes;
+  for (const Span& s : ran)
+    if (s.kind != Span::nccl_kernel && (s.lane == Span::compute || s.lane == Span::other)) computes.push_back(&s);
+  if (computes.empty()) return {};
+  std::sort(computes.begin(), computes.end(), [](const Span* a, const Span* b) { return a->from < b->from; });
+  double products = 0, attention = 0, memory_bound = 0, waiting = 0, at = computes[0]->from;
+  for (const Span* s : computes) {
+    const Work work = work_of(*s);
+    double& busy = work == Work::matmul ? products : work == Work::attention ? attention : memory_bound;
+    waiting += 1e3 * std::max(0.0, s->from - at);
+    busy += 1e3 * std::max(0.0, s->to - std::max(s->from, at));
+    at = std::max(at, s->to);
+  }
+  std::vector<StepProfile::Share> shares = {{"products", "products", products},
+                                            {"attention", "attention", attention},
+                                            {"memory-bound kernels", "memory_bound", memory_bound},
+                                            {"waiting", "waiting", waiting, 0}};
+  if (!limits) return shares;
+  shares[0].limit_ms = 1e3 * limits->products, shares[1].limit_ms = 1e3 * limits->attention;
+  shares[2].limit_ms = 1e3 * limits->memory_bound;
+  return shares;
 }
 
 double nccl_share(const std::vector<Span>& spans) {

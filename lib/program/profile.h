@@ -14,11 +14,13 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "lib/device/activity.h"
 #include "lib/device/device.h"
 #include "lib/device/nvml.h"
+#include "lib/program/plan.h"
 #include "lib/program/report.h"
 #include "lib/program/start.h"
 #include "lib/program/trace.h"
@@ -55,5 +57,10 @@ std::vector<Span> spans_of(const std::vector<activity::Record>& records, const D
                            const StreamNumbers& streams);
 // By name, those that take longest first: of kernels, or of copies and clears.
 std::vector<StepProfile::Row> rows_of(const std::vector<Span>& spans, bool kernels);
+// Where a step's time went, by CUPTI's spans: products, attention, what is bound by memory, and waiting, which add up
+// to the time from the first that computes to the end of the last. What runs beside an earlier one, as in a graph,
+// counts from that one's end. A graph's streams are not told apart, so its casts around collectives count too. None
+// without spans.
+std::vector<StepProfile::Share> shares_of(const std::vector<Span>& ran, const std::optional<Limits>& limits);
 // NCCL's part of the time of kernels; negative if there are none.
 double nccl_share(const std::vector<Span>& spans);

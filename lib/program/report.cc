@@ -334,6 +334,27 @@ void note_rows(const char* title, const std::vector<StepProfile::Row>& rows, siz
   telemetry->note(strf("  %-52s %9.3f          %6lld", "sum", sum, ll(count)));
 }
 
+// Each kind of work beside its limit, and what of both they come to together.
+void note_shares(const std::vector<StepProfile::Share>& shares, Telemetry* telemetry) {
+  double sum = 0;
+  telemetry->note("where the step went, ms, the least that the chip allows, and how many times that it took");
+  for (const auto& s : shares) {
+    sum += s.ms;
+    telemetry->note(strf("  %-36s %9.3f", s.name, s.ms) + (s.limit_ms < 0 ? "" : strf(" %9.3f", s.limit_ms)) +
+                    (s.limit_ms > 0 ? strf(" %6.2f", s.ms / s.limit_ms) : ""));
+  }
+  telemetry->note(strf("  %-36s %9.3f", "sum", sum));
+}
+
+json shares_json(const std::vector<StepProfile::Share>& shares) {
+  json all = json::object();
+  for (const auto& s : shares) {
+    all[s.key + std::string("_ms")] = s.ms;
+    if (s.limit_ms >= 0) all[s.key + std::string("_limit_ms")] = s.limit_ms;
+  }
+  return all;
+}
+
 json rows_json(const std::vector<StepProfile::Row>& rows) {
   json all = json::array();
   for (const auto& r : rows) {
@@ -359,6 +380,10 @@ void report_profile(const StepProfile& p, Telemetry* telemetry) {
     telemetry->note(strf("  NCCL's share of the kernels' time: %.1f %%", 100 * p.nccl_share));
     if (!p.copies.empty()) note_rows("its copies and clears, ms, share and number", p.copies, most_rows, telemetry);
     j["kernels"] = rows_json(p.kernels), j["copies"] = rows_json(p.copies), j["nccl_share"] = p.nccl_share;
+  }
+  if (!p.shares.empty()) {
+    note_shares(p.shares, telemetry);
+    j["shares"] = shares_json(p.shares);
   }
   if (p.gpu) {  // what is not known is NaN, and null in JSON
     telemetry->note(strf("the GPU while the steps ran: utilization %.0f %%, clock %.0f MHz, power %.0f W (%d samples)",

@@ -51,9 +51,15 @@ struct StepProfile {
     double ms = 0;
     int64_t count = 0, bytes = 0;
   };
+  struct Share {
+    const char *name, *key;  // for people; in the log, before _ms and _limit_ms
+    double ms = 0;
+    double limit_ms = -1;  // the least that the chip allows; negative: nothing is known of it
+  };
   std::vector<std::pair<std::string, double>> marks;  // milliseconds by name, on the compute stream
   double host_ms = 0;
   std::vector<Row> kernels, copies;    // by name, those that take longest first; empty without CUPTI
+  std::vector<Share> shares = {};      // of the step; empty without CUPTI
   double nccl_share = -1;              // of the kernels' time; negative without CUPTI
   std::optional<GpuSummary> gpu = {};  // while the run's steps ran
 };

@@ -168,4 +168,68 @@ Rows nsa_loss(const SweepMachine& m) {
   return rows;
 }
 
+// ------------------------------------------------------------------------------------------------------------- speed
+
+namespace {
+struct Workload {
+  const char *name, *preset, *options;
+  const char* on_gpu = "";  // options that a CPU's small shapes leave out
+};
+const Workload rope = {"rope", "rope", ""};
+const Workload rope_recomputed = {"rope, recompute both", "rope", "--recompute both"};
+const Workload llama = {"llama-8b, 8192 tokens, batch 2", "llama-8b", "", " --seq 8192 --batch 2"};
+const Workload long_nsa = {"rope, 65,536 tokens, NSA", "rope", "--attn nsa --batch 1", " --seq 65536"};
+const Workload long_dense = {"simple, 32,768 tokens, recompute both", "simple", "--recompute both", " --seq 32768"};
+const Workload m7c_dense = {"m7c, dense, a graph", "m7c", "", " --graph 1"};
+const Workload m7c_nsa = {"m7c, NSA, a graph", "m7c", "--attn nsa", " --graph 1"};
+const Workload m7c_dense_16 = {"m7c, dense, batch 16", "m7c", "", " --batch 16"};
+const Workload m7c_nsa_16 = {"m7c, NSA, batch 16", "m7c", "--attn nsa", " --batch 16"};
+const Workload class_graph = {"class, a graph", "class", "", " --graph 1"};
+
+SweepRow row_of(const SweepMachine& m, const Workload& a) {
+  return {a.name, {{"model", a.name}}, shape(m, a.preset, a.options + if_gpu(m, a.on_gpu))};
+}
+}  // namespace
+
+// Goals for the speed of a step, as they were set on two H200.
+Rows targets(const SweepMachine& m) {
+  struct Of {
+    Workload workload;
+    int64_t ranks;
+    Target target;
+  };
+  const char *const ms = "step_ms", *const rate = "tokens_per_sec_gpu";
+  const std::vector<Of> all = {{rope, 1, {ms, 303, 292, 285}},
+                               {rope, 2, {ms, 310, 295, 285}},
+                               {rope_recomputed, 2, {ms, 347, 335, 325}},
+                               {llama, 2, {rate, 11076, 11500, 12000}},
+                               {long_nsa, 2, {rate, 86140, 95000, 100000}},
+                               {long_dense, 2, {ms, 4885, 4500, 4300}},
+                               {m7c_dense, 2, {ms, 4.76, 4.0}},
+                               {m7c_nsa, 2, {ms, 7.96, 5.5}},
+                               {m7c_dense_16, 2, {rate, 749e3, 850e3}},
+                               {m7c_nsa_16, 2, {rate, 480e3, 600e3}},
+                               {class_graph, 2, {ms, 6.04, 5.0}}};
+  Rows rows;
+  for (const Of& a : all) {
+    SweepRow r = row_of(m, a.workload);
+    if (a.ranks == 1) r.name += ", 1 GPU";
+    r.labels.push_back({"GPUs", text(a.ranks)});
+    r.ranks = a.ranks;
+    if (m.gpu) r.target = a.target;
+    const bool nsa = std::string(a.workload.options).find("nsa") != std::string::npos;
+    if (nsa) r.no_peer = "PyTorch has no NSA";
+    else r.peers = {{"", {}}};
+    rows.push_back(std::move(r));
+  }
+  return rows;
+}
+
+// What a step is made of, of those that the goals are set for.
+Rows step_shares(const SweepMachine& m) {
+  Rows rows;
+  for (const Workload& a : {rope, m7c_dense, m7c_nsa, long_nsa}) rows.push_back(row_of(m, a));
+  return rows;
+}
+
 }  // namespace sweep_rows

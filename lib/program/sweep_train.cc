@@ -30,6 +30,10 @@ json row_of(const SweepRun& run, const Task& t, const char* who, const std::stri
   if (round > 1) j["round"] = round;
   if (who == std::string(ours)) {
     if (!t.row.theirs.is_null()) j["theirs"] = t.row.theirs, j["theirs_on"] = run.sweep->theirs_on;
+    if (const Target& g = t.row.target; *g.figure) {
+      j["target"] = {{"figure", g.figure}, {"before", g.before}, {"goal", g.goal}};
+      if (g.aim > 0) j["target"]["aim"] = g.aim;
+    }
     if (!t.row.note.empty()) j["note"] = t.row.note;
     if (!t.row.no_peer.empty()) j["no_peer"] = t.row.no_peer;
   }
@@ -162,6 +166,7 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   if (header.contains("estimated_ms") && t.row.environment.empty()) r["estimated_ms"] = header["estimated_ms"];
   for (const char* key : {"nccl_share", "clock_mhz", "power_w"})
     if (profile.contains(key)) r[key] = profile[key];
+  if (profile.contains("shares")) r.update(profile["shares"]);
   double from = std::nan(""), to = std::nan("");
   for (const json& j : lines) {
     const int64_t step = j.value("step", int64_t(0));

@@ -32,6 +32,13 @@ struct Peer {
   std::string script = {};  // another program of peers/ with these options alone; it prints one JSON line
 };
 
+// What a row is to reach on the machine that its figures are of, two H200.
+struct Target {
+  const char* figure = "";      // of a result, as `figures` in table_figures.cc has it; "": there is no goal
+  double before = 0, goal = 0;  // measured when the goal was set; to be reached
+  double aim = 0;               // hoped for; 0: no more than the goal
+};
+
 struct SweepRow {
   std::string name;                                         // unique in the sweep
   std::vector<std::pair<std::string, std::string>> labels;  // column and cell, from the left; what the table shows
@@ -44,6 +51,7 @@ struct SweepRow {
   std::string note = {};                   // what differs from the report's row
   int64_t steps = 0, first = 0, last = 0;  // the window, from 1, of so many steps; 0: 30, 5 to 24
   bool no_counterpart = false;             // nothing to run: the note says why
+  Target target = {};
 };
 
 enum class SweepKind {

@@ -39,6 +39,7 @@ const Figure figures[] = {
     {"estimated_ms",        "estimated ms",                  milliseconds},
     {"estimate_error",      "error",                         signed_percent},
     {"tokens_per_sec",      "tokens/s",                      whole, "tokens_text"},
+    {"tokens_per_sec_gpu",  "tokens/s a GPU",                whole},
     {"mfu",                 "MFU",                           percent},
     {"mfu_flex",            "MFU, flex",                     percent},
     {"mfu_full",            "MFU, attention in full",        percent},
@@ -49,6 +50,16 @@ const Figure figures[] = {
     {"first_step_s",        "launch to first step, s",       tenths, "first_step_text"},
     {"gpu_utilization",     "GPU utilization",               percent, "utilization_text"},
     {"nccl_share",          "NCCL's share of GPU time",      percent},
+    {"products_ms",         "products ms",                   milliseconds},
+    {"products_limit_ms",   "limit ms",                      milliseconds},
+    {"products_of_limit",   "times the limit",               hundredths},
+    {"attention_ms",        "attention ms",                  milliseconds},
+    {"attention_limit_ms",  "limit ms",                      milliseconds},
+    {"attention_of_limit",  "times the limit",               hundredths},
+    {"memory_bound_ms",     "memory-bound ms",               milliseconds},
+    {"memory_bound_limit_ms", "limit ms",                    milliseconds},
+    {"memory_bound_of_limit", "times the limit",             hundredths},
+    {"waiting_ms",          "waiting ms",                    milliseconds},
     {"clock_mhz",           "clock MHz",                     whole},
     {"power_w",             "power W",                       whole},
     {"kernels",             "kernels",                       whole},
@@ -61,11 +72,15 @@ const Figure figures[] = {
 }  // namespace
 
 const std::vector<const char*>& figures_of_training() {
+  // clang-format off
   static const std::vector<const char*> keys = {
       "init_mib",     "before_step_mib", "first_peak_mib",  "second_peak_mib", "peak_mib",  "planned_peak_mib",
       "reserved_mib", "step_ms_spread",  "estimated_ms",    "tokens_per_sec",  "mfu",       "mfu_simple_pytorch",
-      "exposed_ms",   "first_step_s",    "gpu_utilization", "nccl_share",      "clock_mhz", "power_w",
-      "kernels",      "last_loss"};
+      "exposed_ms",   "products_ms",     "products_limit_ms",     "products_of_limit",
+      "attention_ms",    "attention_limit_ms",    "attention_of_limit",
+      "memory_bound_ms", "memory_bound_limit_ms", "memory_bound_of_limit",           "waiting_ms",
+      "first_step_s", "gpu_utilization", "nccl_share",      "clock_mhz",       "power_w",   "kernels",   "last_loss"};
+  // clang-format on
   return keys;
 }
 

@@ -15,7 +15,8 @@ namespace {
 using nlohmann::json;
 using Columns = std::vector<Column>;
 
-constexpr Whose theirs = Whose::theirs, pytorch = Whose::pytorch, ours = Whose::ours, ratio = Whose::ratio;
+constexpr Whose theirs = Whose::theirs, pytorch = Whose::pytorch, ours = Whose::ours, ratio = Whose::ratio,
+                figure_of_target = Whose::figure, before = Whose::before, goal = Whose::goal, aim = Whose::aim;
 
 Columns joined(Columns a, const Columns& b) {
   a.insert(a.end(), b.begin(), b.end());
@@ -36,6 +37,8 @@ const Columns of_precision = {{pytorch, "step_ms"}, {pytorch, "peak_mib"}, {pyto
 const Columns of_graph = {{ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "gpu_utilization"}, {ours, "peak_mib"}};
 const Columns of_knobs = {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "exposed_ms"}, {ours, "init_mib"}, {ours, "before_step_mib"}, {ours, "peak_mib"}};
 const Columns of_options = {{theirs, "peak_mib"}, {theirs, "step_ms"}, {pytorch, "first_peak_mib"}, {pytorch, "second_peak_mib"}, {pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "first_peak_mib"}, {ours, "second_peak_mib"}, {ours, "peak_mib"}, {ours, "step_ms"}};
+const Columns of_targets = {{figure_of_target, ""}, {before, ""}, {goal, ""}, {aim, ""}, {pytorch, ""}, {ours, ""}, {ratio, "step_ms"}};
+const Columns of_shares = {{ours, "step_ms"}, {ours, "products_ms"}, {ours, "products_limit_ms"}, {ours, "products_of_limit"}, {ours, "attention_ms"}, {ours, "attention_limit_ms"}, {ours, "attention_of_limit"}, {ours, "memory_bound_ms"}, {ours, "memory_bound_limit_ms"}, {ours, "memory_bound_of_limit"}, {ours, "waiting_ms"}};
 const Columns headline = {{ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "mfu"}, {ours, "peak_mib"}};
 // clang-format on
 
@@ -97,6 +100,8 @@ std::vector<Table> all_tables() {
   list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, joined(loss, {{ours, "val_loss"}})});
   list.push_back(
       {"scale", {"scale-planned"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
+  list.push_back({"targets", {"targets-2gpu"}, Table::companion, of_targets});
+  list.push_back({"step-shares", {"step-shares-2gpu"}, Table::lines, of_shares});
   Table estimate = {
       "estimate", {}, Table::companion, {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "estimate_error"}}};
   for (const char* sweep : {"world", "recompute", "seq", "depth", "width", "mlp-1024", "nsa-fsdp", "class"})

@@ -24,6 +24,13 @@ json figures_of(const json& row) {
   if (!validated.empty()) result["val_loss"] = validated.back().at(1);
   if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
     result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
+  if (has_number(result, "tokens_per_sec") && row.value("ranks", 0) > 0)
+    result["tokens_per_sec_gpu"] = result["tokens_per_sec"].get<double>() / row["ranks"].get<double>();
+  for (const std::string kind : {"products", "attention", "memory_bound"}) {
+    const std::string ms = kind + "_ms", limit = kind + "_limit_ms";
+    if (has_number(result, ms.c_str()) && has_number(result, limit.c_str()) && result[limit] > 0)
+      result[kind + "_of_limit"] = result[ms].get<double>() / result[limit].get<double>();
+  }
   if (!is_planned(row)) return result;
   const std::pair<const char*, const char*> stand_in[] = {{"peak_mib", "planned_peak_mib"},
                                                           {"step_ms", "estimated_ms"}};

@@ -176,8 +176,20 @@ std::string theirs_cell(const Entry& e, const Figure& f, bool first) {
   return text.empty() ? "-" : text;
 }
 
+const json& target_of(const Entry& e) {
+  static const json none = json::object();
+  return e.ours && e.ours->contains("target") ? (*e.ours)["target"] : none;
+}
+
+std::string target_cell(const json& target, const char* key, const Figure& f) {
+  return has_number(target, key) ? f.text(target[key].get<double>()) : "-";
+}
+
 std::string cell(const Entry& e, const Column& c, bool first, bool* any_dagger) {
-  const Figure& f = figure_named(c.key);
+  const json& target = target_of(e);
+  const std::string key = *c.key ? c.key : string_of(target, "figure");
+  if (key.empty()) return "-";
+  const Figure& f = figure_named(key);
   switch (c.whose) {
     case Whose::theirs:
       return theirs_cell(e, f, first);
@@ -186,7 +198,15 @@ std::string cell(const Entry& e, const Column& c, bool first, bool* any_dagger) 
     case Whose::ours:
       return run_cell(e.ours, c, f, first, any_dagger);
     case Whose::ratio:
-      return ratio_cell(e.ours, peer_of(e, c.variant), c.key);
+      return ratio_cell(e.ours, peer_of(e, c.variant), f.key);
+    case Whose::figure:
+      return f.title;
+    case Whose::before:
+      return target_cell(target, "before", f);
+    case Whose::goal:
+      return target_cell(target, "goal", f);
+    case Whose::aim:
+      return target_cell(target, "aim", f);
   }
   return "-";
 }
@@ -205,18 +225,27 @@ std::string machine_of(const std::vector<Entry>& entries) {
 }
 
 std::string title(const Column& c, const std::string& machine, const std::string& gpus) {
-  const std::string what = figure_named(c.key).title, variant = *c.variant ? std::string(" ") + c.variant : "";
+  const std::string what = *c.key ? std::string(": ") + figure_named(c.key).title : "",
+                    variant = *c.variant ? std::string(" ") + c.variant : "";
   switch (c.whose) {
     case Whose::theirs:
-      return "theirs" + (machine.empty() ? "" : ", " + machine) + ": " + what;
+      return "theirs" + (machine.empty() ? "" : ", " + machine) + what;
     case Whose::pytorch:
-      return "PyTorch" + variant + gpus + ": " + what;
+      return "PyTorch" + variant + gpus + what;
     case Whose::ours:
-      return "ours" + gpus + ": " + what;
+      return "ours" + gpus + what;
     case Whose::ratio:
-      return "ours / PyTorch" + variant + gpus + ": " + what;
+      return "ours / PyTorch" + variant + gpus + what;
+    case Whose::figure:
+      return "figure";
+    case Whose::before:
+      return "before";
+    case Whose::goal:
+      return "goal";
+    case Whose::aim:
+      return "aim";
   }
-  return what;
+  return "";
 }
 
 void add_note(const std::string& text, Words* notes) {
@@ -404,8 +433,9 @@ std::string training_table(const std::vector<json>& rows, const Table& table) {
 }
 
 std::string sweep_table(const std::vector<json>& rows) {
-  Table all = {"", {}, Table::lines};
-  const std::string training = training_table(rows, all), plain = plain_table(rows);
+  const Table all = {"", {}, Table::lines};
+  const bool targets = std::any_of(rows.begin(), rows.end(), [](const json& row) { return row.contains("target"); });
+  const std::string training = training_table(rows, targets ? find_table("targets") : all), plain = plain_table(rows);
   return training + (training.empty() || plain.empty() ? "" : "\n") + plain;
 }
 

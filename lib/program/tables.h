@@ -30,15 +30,18 @@ std::vector<nlohmann::json> read_rows(const Words& paths);
 // ---------------------------------------------------------------------------------------------------------- the forms
 
 // Every row and who in a line, with the columns that some row has, and a note. Rows that are not of training (the
-// sweeps attention, kernels and collectives) get the columns of their kind. Rows of one sweep.
+// sweeps attention, kernels and collectives) get the columns of their kind, rows with targets those of the table
+// targets. Rows of one sweep.
 std::string sweep_table(const std::vector<nlohmann::json>& rows);
 
-enum class Whose { theirs, pytorch, ours, ratio };  // ratio: ours over PyTorch's
+// ratio: ours over PyTorch's; before, goal, aim: the row's target, whose figure is named where figure stands.
+enum class Whose { theirs, pytorch, ours, ratio, figure, before, goal, aim };
 
 // A column of a table of training.
 struct Column {
   Whose whose;
-  const char* key;  // in "theirs", or in a row's "result"; see `figures` in table_figures.cc for what can be shown
+  const char* key;  // in "theirs", or in a row's "result"; see `figures` in table_figures.cc for what can be shown;
+                    // "": that of the row's target
   const char* variant = "";  // PyTorch's; "": the line without one, else the fastest, and the cell says which
   enum Rounds { median, each } rounds = median;  // each: all rounds' figures beside each other
 };

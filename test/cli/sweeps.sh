@@ -81,6 +81,37 @@ for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\)
 done
 bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
 rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'
+bench --sweep targets --only 2,7 --gpu h200 --ranks 2 --out "$dir/targets.jsonl"
+rows "$dir/targets.jsonl" 2 '"target":{.*"before":[0-9].*"figure":"step_ms".*"goal":[0-9]'
+grep -q '^| model .*| before | goal | aim | PyTorch | *ours |' <(tr -s ' ' <"$dir/out")
+verdict "a sweep of targets ends with them" "$([ $? = 0 ] || echo "no such table")"
+
+# On two GPUs that are not there: a ./train whose log says where the step went.
+mkdir "$dir/gpus"
+cp setup.sh probe.sh "$dir/gpus"
+cat >"$dir/gpus/train" <<'END'
+#!/bin/bash
+if [ "$1" = --hardware ]; then
+  echo '{"name":"NVIDIA H200","gpus":2}'
+  exit
+fi
+while [ "$1" != --log ]; do shift; done
+cat >"$2.$$" <<'LOG'
+{"config":{"attn":"dense"}}
+{"step":1,"step_ms":300.0,"loss":1.0,"tokens_per_sec":200.0}
+{"step":2,"step_ms":300.0,"loss":1.0,"tokens_per_sec":200.0}
+{"profile_ms":{},"host_ms":1.0,"shares":{"products_ms":200.0,"products_limit_ms":160.0,"waiting_ms":3.5}}
+LOG
+mv "$2.$$" "$2"
+END
+chmod +x "$dir/gpus/train"
+root=$PWD
+(cd "$dir/gpus" && timeout -k 5 $limit "$root/bench" --sweep step-shares --only 1 --steps 2 --window 1:2 --warm 0 \
+  --out rows.jsonl >"$dir/out" 2>&1 </dev/null)
+status=$?
+rows "$dir/gpus/rows.jsonl" 1 '"products_ms":200' '"products_limit_ms":160' '"waiting_ms":3.5' '"command":".*--profile'
+grep -q '| 200 | 160 | 1.25 | 3.50 |' <(tr -s ' ' <"$dir/out")
+verdict "a sweep tells where a step went" "$([ $? = 0 ] || echo "not in its table")"
 bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
