@@ -178,7 +178,7 @@ TEST_CASE("a collective slows compute and other collectives while it runs, and n
   CHECK(e.exposed(1) + e.exposed(2) == 0);
 }
 
-TEST_CASE("an exchange by copy engines takes the link's time and a sum's, and leaves products nearly alone",
+TEST_CASE("an exchange by copy engines takes the link's time and a sum's, and its sum holds products up",
           "[estimate]") {
   const Chip& chip = *chip_named("h200");
   const int64_t bytes = int64_t(400) << 20;
@@ -195,8 +195,8 @@ TEST_CASE("an exchange by copy engines takes the link's time and a sum's, and le
     CHECK(summed == Approx((2 * part + double(bytes) + 2 * part) / (chip.bandwidth * 0.75)).epsilon(0.1));
     // Beside products.
     for (Dry* d : {&ring, &engines}) d->dev.compute().spend(flops(1e15));
-    CHECK(engines.estimate.slowed() < 0.3 * ring.estimate.slowed());
-    CHECK(engines.estimate.slowed() > 0);
+    CHECK(engines.estimate.slowed() < ring.estimate.slowed());
+    CHECK(engines.estimate.slowed() > summed);  // the sum is a kernel
   }
 }
 

@@ -18,6 +18,8 @@ constexpr double engine_of_link = 0.83;                   // copy engines
 // ring's kernels last longer beside products, and move the bytes through multiprocessors; for all of its time, waiting
 // for hops and the network too, it holds some of those.
 constexpr double ring_takes = 0.8, engine_takes = 0.15;
+// The same of a memory-bound kernel on another stream, of the time that it takes alone.
+constexpr double kernel_takes = 1.4;
 constexpr double of_network = 0.85, held = 0.13;  // not measured; held: 17 multiprocessors of 132
 // Latencies, in seconds.
 constexpr double launch = 5e-6;   // of a kernel on the device: to begin, to fill the chip, to end
@@ -85,10 +87,12 @@ void Estimate::operation(int stream, const Cost& c) {
   if (stream == 0) {
     for (const auto& streams : spans_)
       for (const Spans& spans : streams) end = end_of(clock, end - clock, 0, spans);
+    for (const Spans& spans : kernels_) end = end_of(clock, end - clock, 0, spans);
     sums_.busy[size_t(c.kind)] += t, sums_.limit[size_t(c.kind)] += least(c), sums_.slowed += end - (clock + t);
     if (c.kind == Work::matmul) sums_.product_flops += c.flops;
   }
   const double from = std::exchange(clock, end);
+  if (stream != 0 && c.kind == Work::memory) kernels_[size_t(stream)].push_back({from, end, kernel_takes});
   keep(stream, Span::operation, stream == 0 && !mark.empty() ? mark : works[size_t(c.kind)], from);
 }
 

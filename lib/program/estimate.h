@@ -95,6 +95,7 @@ class Estimate : public Timeline {
   double repeat_from_ = 0;
   // In which a stream has a collective running: in a node, and between nodes.
   std::array<std::array<Spans, 3>, 2> spans_;
+  std::array<Spans, 3> kernels_;  // and a memory-bound kernel
   double begun_ = 0;
   bool keeps_ = false;
   std::vector<Span> kept_;
