@@ -345,7 +345,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms) {
   // In whole tiles where pieces are large, all alike but the last.
   auto piece = [&](int64_t pieces) {
-    const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows < 128 ? 1 : 128;
+    const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows >= 128 ? 128 : c_.fp8 ? 16 : 1;
     return std::min(M_, (rows + tile - 1) / tile * tile);
   };
   const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
@@ -454,6 +454,66 @@ PhiWeights<G> Model<T, G>::phi_grads(const BlockParams& at) const {
 template <class T, class G>
 void Model<T, G>::wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
   if (!p.frozen) ops::matmul_wgrad<T, G>(dev_.compute(), grad(p), dy, x, M, N, K, accumulate);
+}
+
+// ------------------------------------------------------------------------------------------------------------- fp8
+
+// Every matrix is scaled by its own largest number as it is now, so nothing is kept from step to step.
+template <class T, class G>
+typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides) {
+  Fp8Copy copy;
+  if (!c_.fp8) return copy;
+  Stream& s = dev_.compute();
+  Memory& mem = dev_.mem;
+  copy.format = format;
+  if (sides != Sides::columns) copy.rows = mem.take<uint8_t>(R * C, "fp8");
+  if (sides != Sides::rows) copy.columns = mem.take<uint8_t>(R * C, "fp8, transposed");
+  copy.unscale = mem.take<float>(1, "fp8, scale");
+  Buffer<float> amax = mem.take<float>(1, "fp8, largest number");
+  {
+    Buffer<float> partials = mem.take<float>(ops::sum_partials(), "partial sums");
+    ops::amax<T>(s, amax, x, partials, R * C);
+  }
+  ops::to_fp8<T>(s, {format, copy.rows, copy.columns, copy.unscale}, x, amax, R, C);
+  return copy;
+}
+template <class T, class G>
+typename Model<T, G>::Fp8Copy Model<T, G>::weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
+  return to_fp8(weight(p), N, K, Dtype::e4m3, sides);
+}
+// Gradients spread over more powers of two than weights and activations do.
+template <class T, class G>
+typename Model<T, G>::Fp8Copy Model<T, G>::gradient_to_fp8(const T* dy, int64_t M, int64_t N) {
+  return to_fp8(dy, M, N, Dtype::e5m2, Sides::both);
+}
+
+template <class T, class G>
+void Model<T, G>::linear(T* y, const T* x, const ParamRef& w, const Fp8Copy& w8, const T* bias, const T* residual,
+                         int64_t M, int64_t N, int64_t K) {
+  if (!w8) return ops::matmul<T>(dev_.compute(), y, x, weight(w), bias, residual, M, N, K);
+  const Fp8Copy x8 = to_fp8(x, M, K, Dtype::e4m3, Sides::rows);
+  ops::matmul_fp8<T>(dev_.compute(), y, x8.by_rows(), w8.by_rows(), ops::Fp8Sums::fast, bias, residual, M, N, K);
+}
+template <class T, class G>
+void Model<T, G>::linear_dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const ParamRef& w, const Fp8Copy& w8, int64_t M,
+                               int64_t N, int64_t K, bool accumulate) {
+  if (!w8) return ops::matmul_dgrad<T>(dev_.compute(), dx, dy, weight(w), M, N, K, accumulate);
+  ops::matmul_fp8<T>(dev_.compute(), dx, dy8.by_rows(), w8.by_columns(), ops::Fp8Sums::fp32, nullptr,
+                     accumulate ? dx : nullptr, M, K, N);
+}
+template <class T, class G>
+template <class E>
+void Model<T, G>::linear_wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
+                               bool accumulate) {
+  if (!dy8) return ops::matmul_wgrad<T, E>(dev_.compute(), dw, dy, x, M, N, K, accumulate);
+  const Fp8Copy x8 = to_fp8(x, M, K, Dtype::e4m3, Sides::columns);
+  ops::matmul_fp8<E>(dev_.compute(), dw, dy8.by_columns(), x8.by_columns(), ops::Fp8Sums::fp32, nullptr,
+                     accumulate ? dw : nullptr, N, K, M);
+}
+template <class T, class G>
+void Model<T, G>::linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N,
+                               int64_t K, bool accumulate) {
+  if (!p.frozen) linear_wgrad(grad(p), dy, dy8, x, M, N, K, accumulate);
 }
 
 // `copied` tells the host when it may fill in the next micro-batch; it does not wait for it here.
@@ -735,7 +795,7 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
-  ops::matmul<T>(s, v->qkv, n, weight(at.qkv), nullptr, nullptr, M, QKV, C);
+  linear(v->qkv, n, at.qkv, weight_to_fp8(at.qkv, QKV, C, Sides::rows), nullptr, nullptr, M, QKV, C);
   n.reset();
   if (rope_table_) {
     dev_.mark("positions");
@@ -807,8 +867,9 @@ template <class T, class G>
 void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
   v->x2 = dev_.mem.take<T>(M_ * c_.dim, "middle of the block", life);
   dev_.mark("projections");
-  ops::matmul<T>(dev_.compute(), v->x2, o, weight(params_[size_t(block)].o), nullptr, nullptr, M_, c_.dim,
-                 c_.heads * c_.head_dim());
+  const ParamRef& w = params_[size_t(block)].o;
+  const int64_t C = c_.dim, K = c_.heads * c_.head_dim();
+  linear(v->x2, o, w, weight_to_fp8(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K);
 }
 
 // x2 = x + Wo o, and its norm in the same pass, which is returned.
@@ -947,10 +1008,12 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
     dev_.mark("projections, backward");
-    ops::matmul_dgrad<T>(s, d_o, dx, weight(at.o), M, C, H * D, false);
+    Fp8Copy dx8 = gradient_to_fp8(dx, M, C);
+    linear_dgrad(d_o, dx, dx8, at.o, weight_to_fp8(at.o, C, H * D, Sides::columns), M, C, H * D, false);
     if (!v->o) recompute_gated_sum(block, v);
     dev_.mark("projections, backward");
-    wgrad(at.o, dx, v->o, M, C, H * D, false);
+    linear_wgrad(at.o, dx, dx8, v->o, M, C, H * D, false);
+    dx8 = Fp8Copy();
     if (c_.sparse) v->o.reset();
     dqkv = queries_backward(block, v, d_o);
     v->o.reset(), v->lse.reset(), v->qkv.reset(), v->gate_h.reset();
@@ -963,8 +1026,11 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
   ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
   dev_.mark("projections, backward");
-  wgrad(at.qkv, dqkv, n, M, QKV, C, false);
-  ops::matmul_dgrad<T>(s, n, dqkv, weight(at.qkv), M, QKV, C, false);
+  {
+    const Fp8Copy dqkv8 = gradient_to_fp8(dqkv, M, QKV);
+    linear_wgrad(at.qkv, dqkv, dqkv8, n, M, QKV, C, false);
+    linear_dgrad(n, dqkv, dqkv8, at.qkv, weight_to_fp8(at.qkv, QKV, C, Sides::columns), M, QKV, C, false);
+  }
   dqkv.reset();
   dev_.mark("norms, backward");
   norm_backward(dx, grad(at.norm1), grad_if_any(at.norm1_bias), n, v->x, v->stats1, weight(at.norm1), M,
@@ -1012,6 +1078,7 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
   Buffer<T> out = mem.take<T>(M_ * C, "block input", Purpose::activations);
   const bool keeps = keep && c_.keeps_mlp();
   if (keeps) v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
+  const Fp8Copy up8 = weight_to_fp8(at.up, UP, C, Sides::rows), down8 = weight_to_fp8(at.down, C, F, Sides::rows);
   for (int64_t i = 0, rows; i < M_; i += rows) {
     rows = forward_piece(i);
     Buffer<T> here;
@@ -1019,14 +1086,17 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
     T* h = keeps ? v->h + i * UP : here.get();
     Buffer<T> g = mem.take<T>(rows * F, "activated");
     if (c_.arch == Arch::llama) {
-      ops::matmul<T>(s, h, in + i * C, weight(at.up), nullptr, nullptr, rows, UP, C);
+      linear(h, in + i * C, at.up, up8, nullptr, nullptr, rows, UP, C);
       ops::swiglu_forward<T>(s, g, h, rows, F);
+    } else if (up8) {
+      linear(h, in + i * C, at.up, up8, weight_if_any(at.up_bias), nullptr, rows, F, C);
+      ops::gelu_forward<T>(s, g, h, rows * F);
     } else {
       ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight_if_any(at.up_bias), rows, F, C);
     }
     here.reset();
     // The residual is the product's epilogue: no kernel of its own reads and writes (M, C) once more.
-    ops::matmul<T>(s, out + i * C, g, weight(at.down), weight_if_any(at.down_bias), residual + i * C, rows, C, F);
+    linear(out + i * C, g, at.down, down8, weight_if_any(at.down_bias), residual + i * C, rows, C, F);
   }
   n.reset();
   if (!keep || !c_.keeps_middle()) v->x2.reset();
@@ -1051,15 +1121,16 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   const Turn& t = take_turn(Turn::gradient, c_.mlp_module(block));
   gather(t), use(t);
   gradient(t);
-  MlpSums sums;
+  MlpBackward all;
   const bool several = !std::is_same_v<G, A> && rows_ < M_;
-  if (several && !at.down.frozen) sums.down = mem.take<A>(C * F, "gradient of the MLP");
-  auto take_up_sums = [&] {
+  if (several && !at.down.frozen) all.down = mem.take<A>(C * F, "gradient of the MLP");
+  auto take_up = [&] {
+    all.up8 = weight_to_fp8(at.up, UP, C, Sides::columns);
     if (!several) return;
-    if (!at.up.frozen) sums.up = mem.take<A>(UP * C, "gradient of the MLP");
-    if (at.up_bias.exists()) sums.up_bias = mem.take<A>(F, "gradient of the MLP's bias");
-    if (at.norm2.exists()) sums.norm = mem.take<A>(C, "gradient of the MLP's norm");
-    if (at.norm2_bias.exists()) sums.norm_bias = mem.take<A>(C, "gradient of the MLP's norm");
+    if (!at.up.frozen) all.up = mem.take<A>(UP * C, "gradient of the MLP");
+    if (at.up_bias.exists()) all.up_bias = mem.take<A>(F, "gradient of the MLP's bias");
+    if (at.norm2.exists()) all.norm = mem.take<A>(C, "gradient of the MLP's norm");
+    if (at.norm2_bias.exists()) all.norm_bias = mem.take<A>(C, "gradient of the MLP's norm");
   };
   auto round = [&](const ParamRef& p, Buffer<A>* sum, int64_t n) {
     if constexpr (!std::is_same_v<G, A>)
@@ -1072,6 +1143,7 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M_, C), "partial sums");
     ops::bias_grad<T, G>(s, grad(at.down_bias), dx, partials, M_, C, C);
   }
+  all.down8 = weight_to_fp8(at.down, C, F, Sides::columns);
   // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
   // each other, and their sums need not live together.
   for (int64_t i = 0; i < M_; i += rows_) {
@@ -1079,20 +1151,21 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
     Buffer<T> recomputed;
     if (!c_.keeps_mlp()) recomputed = recompute_hidden(block, v, i, rows);
     T* h = c_.keeps_mlp() ? v->h + i * UP : recomputed.get();
-    activation_backward(block, dx + i * C, h, i, rows, sums);
+    activation_backward(block, dx + i * C, h, i, rows, all);
     if (c_.keeps_mlp()) continue;
-    if (i == 0) take_up_sums();
-    up_backward(block, v, dx + i * C, h, i, rows, sums);
+    if (i == 0) take_up();
+    up_backward(block, v, dx + i * C, h, i, rows, all);
   }
-  round(at.down, &sums.down, C * F);
+  all.down8 = Fp8Copy();
+  round(at.down, &all.down, C * F);
   if (c_.keeps_mlp()) {
-    take_up_sums();
+    take_up();
     for (int64_t i = 0; i < M_; i += rows_)
-      up_backward(block, v, dx + i * C, v->h + i * UP, i, std::min(rows_, M_ - i), sums);
+      up_backward(block, v, dx + i * C, v->h + i * UP, i, std::min(rows_, M_ - i), all);
   }
-  v->h.reset();
-  round(at.up, &sums.up, UP * C), round(at.up_bias, &sums.up_bias, F);
-  round(at.norm2, &sums.norm, C), round(at.norm2_bias, &sums.norm_bias, C);
+  v->h.reset(), all.up8 = Fp8Copy();
+  round(at.up, &all.up, UP * C), round(at.up_bias, &all.up_bias, F);
+  round(at.norm2, &all.norm, C), round(at.norm2_bias, &all.norm_bias, C);
   release(t);
   reduce(t);
 }
@@ -1100,24 +1173,26 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
 // Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
 // becomes its own gradient. Adds to W2's.
 template <class T, class G>
-void Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpSums& sums) {
+void Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows,
+                                      const MlpBackward& all) {
   Stream& s = dev_.compute();
   const BlockParams& at = params_[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden;
   dev_.mark("MLP, backward");
   Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
-  ops::matmul_dgrad<T>(s, g, dx, weight(at.down), rows, C, F, false);
+  const Fp8Copy dx8 = gradient_to_fp8(dx, rows, C);
+  linear_dgrad(g, dx, dx8, at.down, all.down8, rows, C, F, false);
   if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
   else ops::gelu_backward<T>(s, g, h, rows * F);
-  if (sums.down) ops::matmul_wgrad<T, A>(s, sums.down, dx, g, rows, C, F, i > 0);
-  else wgrad(at.down, dx, g, rows, C, F, i > 0);
+  if (all.down) linear_wgrad(all.down.get(), dx, dx8, g, rows, C, F, i > 0);
+  else linear_wgrad(at.down, dx, dx8, g, rows, C, F, i > 0);
 }
 
 // Rows [i, i + rows): dh (rows, F or 2F) through W1 and the norm. dx (rows, C) arrives as the gradient of the MLP's
 // output and leaves as that of its input, which has come past the MLP too. Adds to the gradients of W1 and the norm.
 template <class T, class G>
 void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows,
-                              const MlpSums& sums) {
+                              const MlpBackward& all) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const BlockParams& at = params_[size_t(block)];
@@ -1130,23 +1205,24 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64
     dev_.mark("MLP, backward");
   }
   const T* in = normed ? n.get() : v->x + i * C;
-  if (sums.up) ops::matmul_wgrad<T, A>(s, sums.up, dh, in, rows, UP, C, more);
-  else wgrad(at.up, dh, in, rows, UP, C, more);
+  const Fp8Copy dh8 = gradient_to_fp8(dh, rows, UP);
+  if (all.up) linear_wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more);
+  else linear_wgrad(at.up, dh, dh8, in, rows, UP, C, more);
   if (at.up_bias.exists()) {
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, F), "partial sums");
-    if (sums.up_bias) ops::bias_grad<T, A>(s, sums.up_bias, dh, partials, rows, F, F, more);
+    if (all.up_bias) ops::bias_grad<T, A>(s, all.up_bias, dh, partials, rows, F, F, more);
     else ops::bias_grad<T, G>(s, grad(at.up_bias), dh, partials, rows, F, F, more);
   }
   // What came down the residual stream, past the MLP, stands in dx: the product adds to it, or a kernel of its own.
   if (!normed && !dev_.fuse) n = mem.take<T>(rows * C, "gradient of the MLP's input");
   T* dn = n ? n.get() : dx;
-  ops::matmul_dgrad<T>(s, dn, dh, weight(at.up), rows, UP, C, dn == dx);
+  linear_dgrad(dn, dh, dh8, at.up, all.up8, rows, UP, C, dn == dx);
   if (!normed) return n ? ops::add<T>(s, dx, dx, n, rows * C) : void();
   dev_.mark("norms, backward");
   auto through_norm = [&](auto* dgamma, auto* dbeta) {
     norm_backward(dx, dgamma, dbeta, n, v->x2 + i * C, v->stats2 + 2 * i, weight(at.norm2), rows, more);
   };
-  if (sums.norm) through_norm(sums.norm.get(), sums.norm_bias.get());
+  if (all.norm) through_norm(all.norm.get(), all.norm_bias.get());
   else through_norm(grad(at.norm2), grad_if_any(at.norm2_bias));
 }
 
@@ -1187,10 +1263,10 @@ Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int6
   dev_.mark("MLP");
   Buffer<T> h = dev_.mem.take<T>(rows * UP, "MLP hidden");
   const T* in = n ? n.get() : v->x + i * C;
+  const Fp8Copy up8 = weight_to_fp8(at.up, UP, C, Sides::rows);
   for (int64_t j = 0, some; j < rows; j += some) {
     some = forward_piece(i + j);
-    ops::matmul<T>(dev_.compute(), h + j * UP, in + j * C, weight(at.up), weight_if_any(at.up_bias), nullptr, some, UP,
-                   C);
+    linear(h + j * UP, in + j * C, at.up, up8, weight_if_any(at.up_bias), nullptr, some, UP, C);
   }
   return h;
 }

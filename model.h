@@ -66,6 +66,7 @@ struct ModelConfig {
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
   bool keep_attention = false;                // with attn, both, block: only q, k and v are recomputed
+  bool fp8 = false;                           // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
   bool diagnostics = false;                   // count what every block's gates and selection do; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_
@@ -220,6 +221,31 @@ class Model {
   G* grad(const ParamRef& p) const;  // of a unit whose gradient is being written
   G* grad_if_any(const ParamRef& p) const { return p.exists() ? grad(p) : nullptr; }
   bool trained(int u) const { return fsdp.units()[size_t(u)].trained(); }
+  // A matrix in fp8, as it lies and transposed, as far as its products want it. Empty without ModelConfig::fp8: they
+  // take the matrix itself.
+  struct Fp8Copy {
+    Dtype format = Dtype::e4m3;
+    Buffer<uint8_t> rows, columns;
+    Buffer<float> unscale;
+    explicit operator bool() const { return unscale.get() != nullptr; }
+    ops::Fp8Factor by_rows() const { return {format, rows, unscale}; }
+    ops::Fp8Factor by_columns() const { return {format, columns, unscale}; }
+  };
+  enum class Sides { rows, columns, both };
+  Fp8Copy to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
+  Fp8Copy weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
+  Fp8Copy gradient_to_fp8(const T* dy, int64_t M, int64_t N);
+  // Products with a block's weight w (N,K), as ops::matmul, matmul_dgrad and matmul_wgrad. In fp8 the forward pass
+  // reads the rows of w8; dgrad its columns and the rows of dy8; wgrad the columns of dy8.
+  void linear(T* y, const T* x, const ParamRef& w, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
+              int64_t N, int64_t K);
+  void linear_dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const ParamRef& w, const Fp8Copy& w8, int64_t M, int64_t N,
+                    int64_t K, bool accumulate);
+  template <class E>
+  void linear_wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
+                    bool accumulate);
+  void linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
+                    bool accumulate);
   void wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
   PhiWeights<const T> phi_weights(const BlockParams& at) const;
   PhiWeights<G> phi_grads(const BlockParams& at) const;
@@ -267,12 +293,14 @@ class Model {
   Buffer<T> recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows);
   void attention_backward_turn(int64_t block, Saved* v, T* dx);
   Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
-  struct MlpSums {  // fp32, over pieces; empty: the gradient is made in one piece, or not wanted
+  struct MlpBackward {  // what the pieces of rows share
+    // fp32, over pieces; empty: the gradient is made in one piece, or not wanted.
     Buffer<A> up, down, up_bias, norm, norm_bias;
+    Fp8Copy up8, down8;  // the weights' columns
   };
   void mlp_backward_turn(int64_t block, Saved* v, T* dx);
-  void activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpSums& sums);
-  void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpSums& sums);
+  void activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpBackward& all);
+  void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpBackward& all);
   Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
   template <class E>

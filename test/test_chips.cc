@@ -80,6 +80,11 @@ TEST_CASE("a chip is not taken for its sister", "[chips]") {
   CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 3090 Ti") == 80);
 }
 
+TEST_CASE("fp8 came with Ada and Hopper", "[chips]") {
+  for (const char* chip : {"h200", "h100-pcie", "l40s", "rtx4090"}) CHECK(chip_named(chip)->fp8);
+  for (const char* chip : {"a100", "a100-40gb", "a100-pcie"}) CHECK(!chip_named(chip)->fp8);
+}
+
 TEST_CASE("every word of --gpu names one chip, whose figures are all there", "[chips]") {
   std::set<const Chip*> chips;
   for (const char* word : chip_words()) {

@@ -1206,6 +1206,44 @@ TEST_CASE("in bf16, and with gradients reduced in either dtype", "[fsdp]") {
   CHECK(narrow.norms != wide.norms);
 }
 
+// Every rank scales what it has by its own largest numbers, so W ranks differ by fp8's rounding.
+TEST_CASE("in fp8 W ranks train as one rank does, and as in bf16", "[fsdp][fp8]") {
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    INFO(name);
+    Setup s;
+    s.model = model;
+    const Outcome wide = train<bf16, float>(s, test_world());
+    s.model.fp8 = true;
+    const Outcome sharded = train<bf16, float>(s, test_world()), again = train<bf16, float>(s, test_world());
+    CHECK(same(sharded, again));
+    CHECK(sharded.losses != wide.losses);
+    CHECK(furthest(sharded.losses, wide.losses) < 2e-2);
+    CHECK(furthest(sharded.norms, wide.norms) < 0.1);
+    if (test_world().rank != 0) continue;
+    const Outcome one = train<bf16, float>(s, World());
+    CHECK(furthest(sharded.losses, one.losses) < 2e-2);
+    CHECK(furthest(sharded.norms, one.norms) < 0.1);
+  }
+}
+
+TEST_CASE("in fp8 recomputation changes no bit either, and nothing is read that was not written", "[fsdp][fp8]") {
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    INFO(name);
+    Setup s;
+    s.model = model, s.model.fp8 = true, s.steps = 2, s.poison = true, s.model.hidden_bytes = 4096;
+    const Outcome all = train<bf16, float>(s, test_world());
+    for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::both, Recompute::block}) {
+      if (!model.attends() && mode != Recompute::mlp) continue;
+      for (bool keep : {false, true}) {
+        if (keep && mode == Recompute::mlp) continue;
+        INFO("mode " << int(mode) << (keep ? ", attention kept" : ""));
+        s.model.recompute = mode, s.model.keep_attention = keep;
+        CHECK(same(train<bf16, float>(s, test_world()), all));
+      }
+    }
+  }
+}
+
 TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
   for (Arch arch : {Arch::rope, Arch::mlp}) {
     Setup s;
@@ -1769,7 +1807,103 @@ TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {
   }
 }
 
+// By parameter, of one step of one rank: where AdamW leaves it, with beta1 = 0.
+template <class T, class G>
+Weights gradients(const ModelConfig& c) {
+  const int64_t batch = 4, M = batch * c.seq;
+  Device dev(Backend::cpu, 0);
+  HostBuffer<ops::AdamW> adamw(dev, 1);
+  adamw[0] = ops::AdamW(0.0f, 0.0f, 0.0f, 1e-8f, 0.0f, 1);
+  FsdpOptions options;
+  options.reduce_dtype = dtype_of<G>;
+  Event copied(dev);
+  auto step = [&](Model<T, G>& m, const int32_t* host) {
+    dev.mem.begin("step");
+    m.begin_step(adamw.get(), 0);
+    m.forward_backward(host, 1.0 / double(M), true, true, copied);
+    m.end_step();
+    dev.mem.end();
+  };
+  {
+    Model<T, G> m(dev, World(), Transport::none, c, batch, options, Links::planned);
+    step(m, nullptr);
+  }
+  dev.mem.commit(), dev.mem.rewind();
+  dev.mode = Mode::run;
+  Model<T, G> model(dev, World(), Transport::none, c, batch, options, Links::open);
+  model.init_weights();
+  HostBuffer<int32_t> host(dev, batch_ints(c, batch));
+  for (int64_t i = 0; i < M; ++i) {
+    host[i] = token_at(1, i / c.seq, i % c.seq, c.vocab);
+    micro_batch_at(host.get(), M).targets[i] = token_at(1, i / c.seq, i % c.seq + 1, c.vocab);
+  }
+  index_batch(c, batch, host.get());
+  step(model, host.get());
+  dev.compute().synchronize();
+  Weights all;
+  for (size_t u = 0; u < model.fsdp.units().size(); ++u)
+    for (const Param& p : model.fsdp.units()[u].params) {
+      const float* g = static_cast<const float*>(model.fsdp.first_moment(int(u))) + p.offset;
+      all[p.name].assign(g, g + p.numel);
+    }
+  return all;
+}
+
+// e4m3 rounds a factor by up to 2^-4 of itself, e5m2 by 2^-3, which is 5 % on average, and bf16 by 2^-9. A gradient has
+// come through up to nine such products here.
+TEST_CASE("gradients in fp8 are those of fp32, a rounding of their factors apart", "[fsdp][fp8]") {
+  if (test_world().size != 1) SKIP_TEST("is about one rank");
+  for (Arch arch : all_archs) {
+    ModelConfig c = small(arch, 37);
+    c.dim = 64, c.hidden = 128, c.seq = 32;
+    const Weights exact = gradients<float, float>(c), narrow = gradients<bf16, float>(c);
+    c.fp8 = true;
+    const Weights fp8 = gradients<bf16, float>(c);
+    auto error = [&](const std::string& name, const Weights& of) {
+      double apart = 0, size = 0;
+      for (size_t i = 0; i < exact.at(name).size(); ++i) {
+        const double x = double(exact.at(name)[i]), d = double(of.at(name)[i]) - x;
+        apart += d * d, size += x * x;
+      }
+      return std::sqrt(apart / size);
+    };
+    for (const auto& [name, unused] : exact) {
+      INFO(name_of(arch) << ", " << name << ": " << error(name, narrow) << " in bf16");
+      CHECK(error(name, narrow) < 0.02);
+      CHECK(error(name, fp8) < 0.25);
+      CHECK(error(name, fp8) > error(name, narrow));
+    }
+  }
+}
+
 // --------------------------------------------------------------------------------------------------------------- GPU
+
+TEST_CASE("GPU: in fp8 trains as the CPU does, and alike recomputed and as a graph", "[fsdp][fp8][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (test_device(Backend::gpu).compute_capability < 89) SKIP_TEST("no GPU with fp8");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  for (Arch arch : all_archs) {
+    INFO(name_of(arch));
+    Setup s;
+    s.model = small_on_gpu(arch), s.model.fp8 = true, s.lr = 1e-3, s.steps = 5;
+    s.model.seq = 64;  // in sixteens, whatever the batch
+    s.backend = Backend::gpu;
+    const Outcome on_gpu = train<bf16, float>(s, test_world());
+    CHECK(same(train<bf16, float>(s, test_world()), on_gpu));
+    s.graph = true;
+    CHECK(same(train<bf16, float>(s, test_world()), on_gpu));
+    s.graph = false, s.model.hidden_bytes = 50000;  // pieces: other scales
+    const Outcome pieces = train<bf16, float>(s, test_world());
+    CHECK(furthest(pieces.losses, on_gpu.losses) < 1e-2);
+    for (Recompute mode : {Recompute::mlp, Recompute::both, Recompute::block}) {
+      if (arch == Arch::mlp && mode != Recompute::mlp) continue;
+      s.model.recompute = mode;
+      CHECK(same(train<bf16, float>(s, test_world()), pieces));
+    }
+    s.model.recompute = Recompute::none, s.backend = Backend::cpu;
+    CHECK(furthest(train<bf16, float>(s, test_world()).losses, pieces.losses) < 1e-2);
+  }
+}
 
 TEST_CASE("GPU: trains as the CPU does", "[fsdp][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");

@@ -369,6 +369,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "--hardware",
                             "--tensorboard",
                             "events",
+                            "--matmul-dtype",
+                            "fp8",
                             "--list-presets",
                             "--completion",
                             "bash",

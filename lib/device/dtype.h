@@ -58,10 +58,17 @@ struct bf16 {
 };
 static_assert(sizeof(bf16) == 2, "bf16 is two bytes");
 
-enum class Dtype : int { f32, bf16, f64 };
+enum class Dtype : int { f32, bf16, f64, e4m3, e5m2 };  // the last two: lib/device/fp8.h
 
-inline int64_t size_of(Dtype t) { return t == Dtype::bf16 ? 2 : t == Dtype::f32 ? 4 : 8; }
-inline const char* name_of(Dtype t) { return t == Dtype::bf16 ? "bf16" : t == Dtype::f32 ? "fp32" : "fp64"; }
+inline int64_t size_of(Dtype t) {
+  constexpr int64_t sizes[] = {4, 2, 8, 1, 1};
+  return sizes[int(t)];
+}
+inline const char* name_of(Dtype t) {
+  constexpr const char* names[] = {"fp32", "bf16", "fp64", "e4m3", "e5m2"};
+  return names[int(t)];
+}
+inline bool is_fp8(Dtype t) { return t == Dtype::e4m3 || t == Dtype::e5m2; }
 
 template <class T>
 constexpr Dtype dtype_of = std::is_same_v<T, bf16>     ? Dtype::bf16

@@ -308,8 +308,9 @@ void sum_by_blocks(cudaStream_t stream, A* out, F f, A* partials, int64_t n, boo
   CUDA_CHECK_LAUNCH();
 }
 
+template <class T>
 struct Read {
-  const float* x;
+  const T* x;
   template <int N>
   __device__ void get(float (&v)[N], int64_t i) const {
     load(v, x + i);
@@ -317,7 +318,7 @@ struct Read {
 };
 template <class A>
 void sum(cudaStream_t stream, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
-  sum_by_blocks<Term::itself, 4>(stream, out, Read{x}, partials, n, aligned(x), accumulate);
+  sum_by_blocks<Term::itself, 4>(stream, out, Read<A>{x}, partials, n, aligned(x), accumulate);
 }
 
 // -------------------------------------------------------------------------------------------- shards of a gradient

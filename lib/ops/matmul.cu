@@ -3,12 +3,14 @@
 // cuBLASLt thinks in column-major matrices. A row-major (r, c) matrix is, byte for byte, a column-major (c, r) one, so
 // the row-major Z = X Y is computed as the column-major Z^T = Y^T X^T: operands change places and keep their bytes. A
 // bias along the columns of Z lies along the rows of Z^T, which is what cuBLASLt's bias epilogue adds.
+#include "cpu/fp8.h"
 #include "cpu/ops.h"
 #include "lib/device/device.h"
 #include "lib/ops/ops.h"
 
 #if FSDP_CUDA
 #include <cublasLt.h>
+#include <cuda_fp8.h>
 
 #include <array>
 #include <map>
@@ -56,12 +58,15 @@ namespace {
 struct Call {
   int64_t m, n, k;
   bool transpose_a = false, transpose_b = false;
-  Dtype in, out;  // of A and B; of C, D, bias and aux
+  Dtype in_a, in_b, out;  // out: of C, D, bias and aux
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   const void *a, *b, *c = nullptr;  // c null: not added
   void* d;
   const void* bias = nullptr;
   void* aux = nullptr;
+  // Of fp8: what A and B are multiplied by, one number each; and whether sums may have fewer bits than fp32's.
+  const float *unscale_a = nullptr, *unscale_b = nullptr;
+  bool fast_sums = false;
 };
 
 // What an algorithm is chosen for. Addresses count by their alignment alone.
@@ -72,8 +77,9 @@ int alignment(const void* p) {
 }
 using Key = std::array<int64_t, 9>;
 Key key_of(const Device& dev, const Call& c) {
-  const int64_t types = int64_t(c.in) * 8 + int64_t(c.out), how_c = !c.c ? 0 : c.c == c.d ? 1 : 2;
-  const int64_t flags = c.transpose_a + 2 * c.transpose_b + 4 * dev.tf32 + 8 * how_c;
+  const int64_t types = (int64_t(c.in_a) * 8 + int64_t(c.in_b)) * 8 + int64_t(c.out);
+  const int64_t how_c = !c.c ? 0 : c.c == c.d ? 1 : 2;
+  const int64_t flags = c.transpose_a + 2 * c.transpose_b + 4 * dev.tf32 + 8 * c.fast_sums + 16 * how_c;
   int64_t places = 0;
   for (const void* p : {c.a, c.b, c.c, static_cast<const void*>(c.d), c.bias}) places = places * 512 + alignment(p);
   return {c.m, c.n, c.k, types, flags, c.epilogue, places, dev.blas_workspace_bytes, dev.ordinal};
@@ -103,6 +109,8 @@ void set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t name, V value
 void set_pointers(const Call& c, const Plan& p) {
   if (c.bias) set(p.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, c.bias);
   if (c.aux) set(p.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, c.aux);
+  if (c.unscale_a) set(p.desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, c.unscale_a);
+  if (c.unscale_b) set(p.desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, c.unscale_b);
 }
 
 // cuBLASLt's own ranking, best first.
@@ -134,24 +142,39 @@ std::map<Key, Plan>& plans() {
   return all;
 }
 
+cudaDataType_t type_of(Dtype t) {
+  switch (t) {
+    case Dtype::bf16:
+      return CUDA_R_16BF;
+    case Dtype::e4m3:
+      return CUDA_R_8F_E4M3;
+    case Dtype::e5m2:
+      return CUDA_R_8F_E5M2;
+    case Dtype::f64:
+      return CUDA_R_64F;
+    default:
+      return CUDA_R_32F;
+  }
+}
+
 // Descriptors and the library's first choice, made at the first call with this key.
 Plan& plan_of(const Device& dev, const Call& c) {
   const auto [at, fresh] = plans().try_emplace(key_of(dev, c));
   Plan& p = at->second;
   if (!fresh) return p;
-  const auto type = [](Dtype t) { return t == Dtype::bf16 ? CUDA_R_16BF : CUDA_R_32F; };
-  const auto compute = dev.tf32 && c.in == Dtype::f32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  const auto compute = dev.tf32 && c.in_a == Dtype::f32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
   CUBLAS_CHECK(cublasLtMatmulDescCreate(&p.desc, compute, CUDA_R_32F));
   set(p.desc, CUBLASLT_MATMUL_DESC_TRANSA, c.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(p.desc, CUBLASLT_MATMUL_DESC_TRANSB, c.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(p.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, c.epilogue);
   if (c.aux) set(p.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, c.m);
+  if (is_fp8(c.in_a)) set(p.desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(c.fast_sums));
   set_pointers(c, p);  // their alignment counts too
   const auto layout = [&](cublasLtMatrixLayout_t* l, Dtype t, int64_t rows, int64_t columns) {
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, type(t), uint64_t(rows), uint64_t(columns), rows));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, type_of(t), uint64_t(rows), uint64_t(columns), rows));
   };
-  layout(&p.a, c.in, c.transpose_a ? c.k : c.m, c.transpose_a ? c.m : c.k);
-  layout(&p.b, c.in, c.transpose_b ? c.n : c.k, c.transpose_b ? c.k : c.n);
+  layout(&p.a, c.in_a, c.transpose_a ? c.k : c.m, c.transpose_a ? c.m : c.k);
+  layout(&p.b, c.in_b, c.transpose_b ? c.n : c.k, c.transpose_b ? c.k : c.n);
   layout(&p.d, c.out, c.m, c.n);
   const auto algos = candidates(dev, c, p, 1);
   p.possible = !algos.empty();
@@ -163,8 +186,8 @@ void check_possible(const Call& c, const Plan& p) {
   if (!p.possible)
     throw CublasError(
         strf("cuBLASLt knows no algorithm for %ld x %ld x %ld in %s on rank %d; bf16 wants dimensions that "
-             "are multiples of 8 and 16-byte aligned pointers",
-             long(c.n), long(c.m), long(c.k), name_of(c.in), this_rank()));
+             "are multiples of 8, fp8 of 16 and a GPU that has it, and 16-byte aligned pointers",
+             long(c.n), long(c.m), long(c.k), name_of(c.in_a), this_rank()));
 }
 
 cublasStatus_t try_launch(Stream& s, const Call& c, const Plan& p, const cublasLtMatmulAlgo_t& algo) {
@@ -213,9 +236,21 @@ __global__ void wrong_gelus_kernel(unsigned long long* out, const bf16* g, const
 void fill(Stream& s, const void* p, Dtype t, int64_t n, uint64_t seed, float scale) {
   if (!p) return;
   void* to = const_cast<void*>(p);  // while tuning, nothing in the arena is worth keeping
-  if (t == Dtype::bf16) fill_kernel<<<1024, 256, 0, s.cuda()>>>(static_cast<bf16*>(to), n, seed << 40, scale);
-  else fill_kernel<<<1024, 256, 0, s.cuda()>>>(static_cast<float*>(to), n, seed << 40, scale);
-  CUDA_CHECK_LAUNCH();
+  const auto with = [&](auto* numbers) {
+    fill_kernel<<<1024, 256, 0, s.cuda()>>>(numbers, n, seed << 40, scale);
+    CUDA_CHECK_LAUNCH();
+  };
+  if (t == Dtype::bf16) with(static_cast<bf16*>(to));
+  else if (t == Dtype::e4m3) with(static_cast<__nv_fp8_e4m3*>(to));
+  else if (t == Dtype::e5m2) with(static_cast<__nv_fp8_e5m2*>(to));
+  else with(static_cast<float*>(to));
+}
+// A matrix of numbers up to `largest`; of fp8, whose small numbers are coarse, it is the scale that makes them so.
+void fill_matrix(Stream& s, const void* p, Dtype t, int64_t n, uint64_t seed, float largest, const float* unscale) {
+  fill(s, p, t, n, seed, is_fp8(t) ? fp8::format(t).largest : largest);
+  if (!unscale) return;
+  const float scale = largest / fp8::format(t).largest;
+  CUDA_CHECK(cudaMemcpyAsync(const_cast<float*>(unscale), &scale, sizeof scale, cudaMemcpyDefault, s.cuda()));
 }
 // Runs a kernel that adds to one number, which lies in the workspace, and reads it.
 template <class F>
@@ -274,8 +309,8 @@ bool splits_k(const cublasLtMatmulAlgo_t& algo) {
 }
 
 void fill_inputs(Stream& s, const Call& c) {
-  fill(s, c.a, c.in, c.m * c.k, 1, 3 / std::sqrt(float(c.k)));  // results of about 1
-  fill(s, c.b, c.in, c.k * c.n, 2, 1);
+  fill_matrix(s, c.a, c.in_a, c.m * c.k, 1, 3 / std::sqrt(float(c.k)), c.unscale_a);  // results of about 1
+  fill_matrix(s, c.b, c.in_b, c.k * c.n, 2, 1, c.unscale_b);
   fill(s, c.bias, c.out, c.m, 3, 1);
   if (c.c != c.d) fill(s, c.c, c.out, c.m * c.n, 4, 1);
 }
@@ -322,7 +357,7 @@ void multiply(Stream& s, const Call& c) {
 template <class T>
 Call forward_call(T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K) {
   Call c;  // y (N,M) = w (K,N)^T x (K,M)
-  c.m = N, c.n = M, c.k = K, c.in = c.out = dtype_of<T>;
+  c.m = N, c.n = M, c.k = K, c.in_a = c.in_b = c.out = dtype_of<T>;
   c.a = w, c.transpose_a = true, c.b = x, c.c = residual, c.d = y;
   if (bias) c.bias = bias, c.epilogue = CUBLASLT_EPILOGUE_BIAS;
   return c;
@@ -330,15 +365,26 @@ Call forward_call(T* y, const T* x, const T* w, const T* bias, const T* residual
 template <class T>
 Call dgrad_call(T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate) {
   Call c;  // dx (K,M) = w (K,N) dy (N,M)
-  c.m = K, c.n = M, c.k = N, c.in = c.out = dtype_of<T>;
+  c.m = K, c.n = M, c.k = N, c.in_a = c.in_b = c.out = dtype_of<T>;
   c.a = w, c.b = dy, c.c = accumulate ? dx : nullptr, c.d = dx;
   return c;
 }
 template <class T, class G>
 Call wgrad_call(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
   Call c;  // dw (K,N) = x (K,M) dy (N,M)^T
-  c.m = K, c.n = N, c.k = M, c.in = dtype_of<T>, c.out = dtype_of<G>;
+  c.m = K, c.n = N, c.k = M, c.in_a = c.in_b = dtype_of<T>, c.out = dtype_of<G>;
   c.a = x, c.b = dy, c.transpose_b = true, c.c = accumulate ? dw : nullptr, c.d = dw;
+  return c;
+}
+
+template <class T>
+Call fp8_call(T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual, int64_t M,
+              int64_t N, int64_t K) {
+  Call c;  // z (N,M) = b (K,N)^T a (K,M): the forward product, and the only layout that fp8 has
+  c.m = N, c.n = M, c.k = K, c.in_a = b.format, c.in_b = a.format, c.out = dtype_of<T>;
+  c.a = b.data, c.transpose_a = true, c.b = a.data, c.c = residual, c.d = z;
+  c.unscale_a = b.unscale, c.unscale_b = a.unscale, c.fast_sums = sums == Fp8Sums::fast;
+  if (bias) c.bias = bias, c.epilogue = CUBLASLT_EPILOGUE_BIAS;
   return c;
 }
 
@@ -461,11 +507,41 @@ void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t 
   s.enqueue([=] { cpu::matmul_wgrad(dw, dy, x, M, N, K, accumulate); });
 }
 
-#define FOR(T)                                                                                          \
-  template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t); \
-  template void matmul_gelu(Stream&, T*, T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);  \
-  template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);         \
-  template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);
+// Twice bf16's peak on every chip that has it; the share is a reader's guess from products by themselves, until a step
+// is measured.
+template <class T>
+void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual,
+                int64_t M, int64_t N, int64_t K) {
+  const T* const none = nullptr;
+  const bool accumulates = residual == z;
+  if (!s.device().fuse && (bias || (residual && !accumulates))) {
+    matmul_fp8<T>(s, z, a, b, sums, none, accumulates ? residual : none, M, N, K);
+    if (bias) add_bias(s, z, bias, M, N, N);
+    return residual && !accumulates ? add<T>(s, z, z, residual, M * N) : void();
+  }
+  if (s.device().mode == Mode::plan) {
+    Cost c{Work::matmul};
+    c.flops = 2.0 * double(M) * double(N) * double(K), c.share = 0.65, c.dtype = a.format;
+    c.bytes = double(M * K + K * N) + double(M * N) * (residual ? 2 : 1) * sizeof(T);
+    return s.spend(c);
+  }
+#if FSDP_CUDA
+  if (s.on_gpu()) {
+    ASSERT(M % 16 == 0 && N % 16 == 0 && K % 16 == 0);
+    if constexpr (std::is_same_v<T, double>) refuse_double("matmul_fp8");
+    else return multiply(s, fp8_call(z, a, b, sums, bias, residual, M, N, K));
+  }
+#endif
+  s.enqueue([=] { cpu::matmul_fp8(z, a, b, bias, residual, M, N, K); });
+}
+
+#define FOR(T)                                                                                                    \
+  template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);           \
+  template void matmul_gelu(Stream&, T*, T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);            \
+  template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                   \
+  template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                   \
+  template void matmul_fp8(Stream&, T*, const Fp8Factor&, const Fp8Factor&, Fp8Sums, const T*, const T*, int64_t, \
+                           int64_t, int64_t);
 FOR(float)
 FOR(bf16)
 FOR(double)

@@ -1,10 +1,12 @@
 // Dispatch: an operation runs as a CUDA kernel (gpu::) or as its twin (cpu::), or not at all while planning.
 #include "lib/ops/ops.h"
 
+#include "cpu/fp8.h"
 #include "cpu/ops.h"
 #include "lib/device/device.h"
 #if FSDP_CUDA
 #include "lib/ops/kernels_elementwise.cuh"
+#include "lib/ops/kernels_fp8.cuh"
 #include "lib/ops/kernels_norm.cuh"
 #include "lib/ops/kernels_sums.cuh"
 #endif
@@ -12,28 +14,30 @@
 namespace ops {
 
 #if FSDP_CUDA
-[[noreturn]] static void refuse_double(const char* name) {
-  throw Error(strf("%s: fp64 runs on the CPU backend only", name));
+[[noreturn]] static void refuse_dtype(const char* name) {
+  throw Error(strf("%s: this dtype runs on the CPU backend only", name));
 }
-#define RUN_ON_GPU(is_double, name, ...)           \
-  if (s.on_gpu()) {                                \
-    if constexpr (is_double) refuse_double(#name); \
-    else gpu::name(s.cuda(), __VA_ARGS__);         \
-    return;                                        \
+#define RUN_ON_GPU(cpu_alone, name, ...)          \
+  if (s.on_gpu()) {                               \
+    if constexpr (cpu_alone) refuse_dtype(#name); \
+    else gpu::name(s.cuda(), __VA_ARGS__);        \
+    return;                                       \
   }
 #else
-#define RUN_ON_GPU(is_double, name, ...)
+#define RUN_ON_GPU(cpu_alone, name, ...)
 #endif
 // bytes: read and written, for the estimate of a dry run.
-#define RUN(is_double, bytes, name, ...)        \
+#define RUN(cpu_alone, bytes, name, ...)        \
   do {                                          \
     if (s.off()) return s.spend(bytes);         \
-    RUN_ON_GPU(is_double, name, __VA_ARGS__)    \
+    RUN_ON_GPU(cpu_alone, name, __VA_ARGS__)    \
     s.enqueue([=] { cpu::name(__VA_ARGS__); }); \
   } while (0)
 
 template <class T>
 constexpr bool is_double = std::is_same_v<T, double>;
+template <class T>
+constexpr bool is_bf16 = std::is_same_v<T, bf16>;
 
 // ------------------------------------------------------------------------------------------- workspaces and indices
 
@@ -175,6 +179,18 @@ void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate)
   RUN(is_double<A>, moves<A>(n, 2), sum, out, x, partials, n, accumulate);
 }
 
+// Kernels cast bf16 alone.
+template <class T>
+void amax(Stream& s, float* out, const T* x, float* partials, int64_t n) {
+  RUN(!is_bf16<T>, moves<T>(n, 2), amax, out, x, partials, n);
+}
+template <class T>
+void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
+  ASSERT(!s.on_gpu() || (R % 16 == 0 && C % 16 == 0));
+  const int64_t copies = (to.rows != nullptr) + (to.columns != nullptr);
+  RUN(!is_bf16<T>, moves<char>(R * C * (int64_t(sizeof(T)) + copies)), to_fp8, to, x, amax, R, C);
+}
+
 template <class T>
 void flag_not_finite(Stream& s, int32_t* flag, const T* x, int64_t n) {
   RUN(is_double<T>, moves<T>(n), flag_not_finite, flag, x, n);
@@ -241,6 +257,8 @@ void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, 
   template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
   template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                          \
+  template void amax(Stream&, float*, const T*, float*, int64_t);                                               \
+  template void to_fp8(Stream&, const Fp8Matrix&, const T*, const float*, int64_t, int64_t);                    \
   template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \
   template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool, PowerSum);
 FOR(float)

@@ -38,6 +38,37 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 // dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
+// ---- fp8 (lib/device/fp8.h). Current scaling: a matrix is cast with a scale of its own, from its own largest number.
+// On a GPU (compute capability 8.9 and later) matrices are bf16, and M, N, K, R and C multiples of 16.
+// out (1) = the largest |x| of x (n); of a NaN infinity. partials: sum_partials() numbers.
+template <class T>
+void amax(Stream& s, float* out, const T* x, float* partials, int64_t n);
+// A matrix (R,C) in fp8, e4m3 or e5m2: times *unscale it is what was cast. rows: (R,C); columns: its transpose (C,R);
+// either may be null.
+struct Fp8Matrix {
+  Dtype format = Dtype::e4m3;
+  uint8_t *rows = nullptr, *columns = nullptr;
+  float* unscale = nullptr;
+};
+// Casts x (R,C) so that amax (1), the largest of it, becomes the format's largest. Rounded to nearest even. Where x is
+// not finite, neither is a product of `to`.
+template <class T>
+void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C);
+// A factor of a product: rows of K numbers, along which it is summed. Tensor cores take fp8 in this layout alone, so a
+// product that sums along columns reads the transposes.
+struct Fp8Factor {
+  Dtype format = Dtype::e4m3;
+  const uint8_t* data = nullptr;
+  const float* unscale = nullptr;
+};
+// How tensor cores add up: fast, in fewer bits than fp32 has, which the forward pass may; or with sums in fp32.
+enum class Fp8Sums { fast, fp32 };
+// z (M,N) = a (M,K) b (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal z). One factor at most is
+// e5m2.
+template <class T>
+void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual,
+                int64_t M, int64_t N, int64_t K);
+
 // db (N) = column sums of dy (M,N), rows of ld numbers; added to db if accumulate. partials: bias_grad_partials(M, N)
 // numbers of workspace.
 int64_t bias_grad_partials(int64_t M, int64_t N);

@@ -34,6 +34,10 @@ const char* const collectives[] = {"all_gather", "reduce_scatter", "all_reduce",
 const char* const works[] = {"matmul", "attention", "memory-bound kernel", "optimizer"};
 constexpr double never_ends = std::numeric_limits<double>::infinity();
 
+double peak_of(const Chip& chip, Dtype t) {
+  return is_fp8(t) ? 2 * chip.bf16 : t == Dtype::bf16 ? chip.bf16 : chip.fp32;
+}
+
 double link_rate(const Chip& chip, int ranks, Via via) {
   return chip.link * (via == Via::copy_engines ? engine_of_link : ranks == 2 ? pair_of_link : ring_of_link);
 }
@@ -43,7 +47,7 @@ double link_rate(const Chip& chip, int ranks, Via via) {
 double Estimate::launched() const { return graph_ ? node : launch; }
 
 double Estimate::seconds(const Cost& c) const {
-  const double peak = c.dtype == Dtype::bf16 ? chip_.bf16 : chip_.fp32, places = chip_.multiprocessors;
+  const double peak = peak_of(chip_, c.dtype), places = chip_.multiprocessors;
   const double waves = c.tasks > 0 ? std::ceil(c.tasks / places) * places / c.tasks : 1;
   return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_bandwidth)) +
          c.launches * launched();
@@ -76,8 +80,8 @@ double Estimate::end_of(double start, double seconds, double takes, const Spans&
 
 // A product by TF32 is told as one of bf16, whose peak is twice as high.
 double Estimate::least(const Cost& c) const {
-  const double peak = c.dtype == Dtype::bf16 ? chip_.bf16 * (tf32_ && c.kind == Work::matmul ? 0.5 : 1) : chip_.fp32;
-  return std::max(c.flops / peak, c.bytes / chip_.bandwidth);
+  const bool by_tf32 = tf32_ && c.kind == Work::matmul && c.dtype == Dtype::bf16;
+  return std::max(c.flops / (peak_of(chip_, c.dtype) * (by_tf32 ? 0.5 : 1)), c.bytes / chip_.bandwidth);
 }
 
 void Estimate::operation(int stream, const Cost& c) {

@@ -88,6 +88,7 @@ struct DryStep {
       : r(run),
         tokens(double(run.tokens_per_step()) / world.size),
         estimate(chip, run.o.graph == 1, run.o.tf32 && run.dtype == Dtype::f32) {
+    check_fp8(r.model, chip.fp8, chip.name);
     plan_step(r, world, &dev, &estimate);
   }
   DryStep(Run run, int ranks, const Chip& chip) : DryStep(run, elsewhere(&run, ranks, chip.copy_engines).world, chip) {}
@@ -123,6 +124,7 @@ Trace planned_trace(Run r, int ranks, const Chip& chip) {
                "--trace: a step of %lld micro-batches is too long to look at; use --grad-accum %lld or less",
                ll(r.grad_accum), ll(most));
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;
+  check_fp8(r.model, chip.fp8, chip.name);
   Estimate estimate(chip, r.o.graph == 1);
   estimate.keep_spans();
   Device dev(Backend::gpu, Device::plan_only);
@@ -297,9 +299,9 @@ std::string plan_text(Run r, int ranks) {
   // Estimate and advice are a few times that.
   if (std::chrono::steady_clock::now() - begun > std::chrono::milliseconds(500))
     terminal::say(strf("note: planning %lld blocks takes some seconds", ll(r.model.depth)));
-  std::string text = strf("%s%s: %s parameters, %s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
+  std::string text = strf("%s%s: %s parameters, %s%s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                           r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
-                          name_of(r.dtype), ll(r.batch), ll(r.model.seq));
+                          name_of(r.dtype), r.model.fp8 ? ", matmuls in fp8" : "", ll(r.batch), ll(r.model.seq));
   if (r.o.plan) text += units_text(r, ranks) + memory_table(dev.mem.report(), ranks);
   if (r.o.plan && r.backend == Backend::gpu) text += estimate_text(r, ranks);
   if (r.o.show_schedule) text += choices_text(r, there.transport) + schedule_text(issued, r.model, ranks);

@@ -43,7 +43,29 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   if (c.sparse) check_nsa(c.nsa_shape(batch));
 }
 
+void check_fp8(const ModelConfig& c, bool has_fp8, const std::string& gpu) {
+  REQUIRE_USER(!c.fp8 || has_fp8,
+               "--matmul-dtype fp8: %s has no fp8, which came with compute capability 8.9; drop the option",
+               gpu.c_str());
+}
+
 namespace {
+
+// Tensor cores take fp8 in rows of 16 bytes, and so do the transposes that the gradients need.
+void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
+  REQUIRE_USER(dtype == Dtype::bf16,
+               "--matmul-dtype fp8: on a GPU it multiplies what bf16 holds; drop --param-dtype %s", name_of(dtype));
+  const auto check = [](int64_t size, const char* what) {
+    REQUIRE_USER(size % 16 == 0, "--matmul-dtype fp8: %s, %lld, is not a multiple of 16, which fp8 on a GPU needs",
+                 what, ll(size));
+  };
+  check(c.dim, "--dim"), check(c.hidden, "--hidden");
+  check(batch * c.seq, "the number of tokens of a micro-batch, --batch x --seq");
+  if (!c.attends()) return;
+  check(c.heads * c.head_dim(), "the width of all heads");
+  check(c.row(), c.sparse ? "the width of q, k, v and NSA's gates (another --nsa-gate or --heads makes another)"
+                          : "the width of q, k and v");
+}
 
 // A number of decimal digits, below 10^digits; 0: it is none.
 int small_number(const std::string& text, size_t digits) {
@@ -251,7 +273,9 @@ Run resolve(const Options& o, int world_size, int gpus) {
   shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
   resolve_batch(o, p, world_size, &r);
   r.nan_skips = nan_skips(o);
+  r.model.fp8 = o.matmul_dtype == "fp8";
   check_config(r.model, r.batch, r.backend, r.dtype);
+  if (r.model.fp8 && gpu) check_fp8_sizes(r.model, r.batch, r.dtype);
   REQUIRE_USER(double(r.global_batch) * double(r.model.seq) < 9e15,
                "%d ranks x --batch %lld x --grad-accum %lld x --seq %lld are more than 9e15 tokens a step", world_size,
                ll(r.batch), ll(r.grad_accum), ll(r.model.seq));

@@ -116,6 +116,7 @@ void open_device(Job* job) {
   try {
     job->dev =
         std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, job->transport));
+    check_fp8(r.model, !gpu || job->dev->compute_capability >= 89, job->dev->name);
     engines_pay = copy_engines_pay(*job->dev, world);
     plan(*job->dev, world, job->transport, r);
   } catch (const Error& e) { error = e.what(); }

@@ -1,0 +1,66 @@
+// The twins of what lib/ops/ops.h has of fp8: the same scales and the same rounding, so the same bytes as the kernels';
+// products of them are exact in fp32, and differ from a GPU's by the order of a sum.
+#pragma once
+
+#include <array>
+
+#include "cpu/ops.h"
+#include "lib/device/fp8.h"
+
+namespace cpu {
+
+template <class T>
+void amax(float* out, const T* x, float* /*partials*/, int64_t n) {
+  float largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float a = std::fabs(float(x[i]));
+    largest = std::max(largest, a == a ? a : std::numeric_limits<float>::infinity());
+  }
+  *out = largest;
+}
+
+template <class T>
+void to_fp8(const ops::Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
+  const fp8::Format& format = fp8::format(to.format);
+  const float scale = fp8::scale_for(*amax, format.largest);
+  *to.unscale = 1 / scale;
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t c = 0; c < C; ++c) {
+      const uint8_t code = fp8::encode(float(x[r * C + c]) * scale, format);
+      if (to.rows) to.rows[r * C + c] = code;
+      if (to.columns) to.columns[c * R + r] = code;
+    }
+}
+
+// Of all 256 codes.
+inline const std::array<float, 256>& decoded(Dtype t) {
+  const auto all = [](const fp8::Format& f) {
+    std::array<float, 256> numbers;
+    for (int code = 0; code < 256; ++code) numbers[size_t(code)] = fp8::decode(uint8_t(code), f);
+    return numbers;
+  };
+  static const std::array<float, 256> e4m3 = all(fp8::e4m3), e5m2 = all(fp8::e5m2);
+  return t == Dtype::e5m2 ? e5m2 : e4m3;
+}
+
+template <class T>
+void matmul_fp8(T* z, const ops::Fp8Factor& a, const ops::Fp8Factor& b, const T* bias, const T* residual, int64_t M,
+                int64_t N, int64_t K) {
+  std::vector<float> factors[2], sum(size_t(M * N));
+  const ops::Fp8Factor* const of[] = {&a, &b};
+  const int64_t rows[] = {M, N};
+  for (int i = 0; i < 2; ++i) {
+    const std::array<float, 256>& number = decoded(of[i]->format);
+    factors[i].resize(size_t(rows[i] * K));
+    for (size_t j = 0; j < factors[i].size(); ++j) factors[i][j] = number[of[i]->data[j]];
+  }
+  gemm(false, true, M, N, K, factors[0].data(), factors[1].data(), 0, sum.data());
+  const float unscale = *a.unscale * *b.unscale;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t i = m * N + n;
+      z[i] = T(sum[size_t(i)] * unscale + (bias ? float(bias[n]) : 0) + (residual ? float(residual[i]) : 0));
+    }
+}
+
+}  // namespace cpu

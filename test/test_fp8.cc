@@ -1,0 +1,282 @@
+// lib/device/fp8.h and what lib/ops/ops.h makes of it: the formats against their definition, the twins against
+// products in fp64, and every kernel against its twin.
+#include <cmath>
+#include <limits>
+
+#include "cpu/fp8.h"
+#include "lib/ops/ops.h"
+#include "lib/ops/philox.h"
+#include "test/arrays.h"
+
+namespace {
+
+using ops::Fp8Sums;
+constexpr Dtype formats[] = {Dtype::e4m3, Dtype::e5m2};
+const float inf = std::numeric_limits<float>::infinity(), not_a_number = std::numeric_limits<float>::quiet_NaN();
+
+template <class T>
+std::vector<T> normals(int64_t n, uint64_t seed, double scale = 1) {
+  std::vector<T> v(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) v[size_t(i)] = T(float(scale * double(philox_normals(seed, 5, uint64_t(i)).x[0])));
+  return v;
+}
+
+// x (R,C) cast on the stream's device.
+struct Cast {
+  std::vector<uint8_t> rows, columns;
+  float amax = -1, unscale = -1;
+};
+template <class T>
+Cast cast(Stream& s, Dtype format, std::vector<T> x, int64_t R, int64_t C, bool rows = true, bool columns = true) {
+  Arrays a(s);
+  std::vector<uint8_t> by_rows(size_t(R * C), 0x55), by_columns(size_t(R * C), 0x55);
+  std::vector<float> amax(1), unscale(1);
+  float *largest = a.up(amax), *undo = a.up(unscale);
+  const T* numbers = a.up(x);
+  ops::amax<T>(s, largest, numbers, a.scratch<float>(ops::sum_partials()), R * C);
+  ops::to_fp8<T>(s, {format, rows ? a.up(by_rows) : nullptr, columns ? a.up(by_columns) : nullptr, undo}, numbers,
+                 largest, R, C);
+  a.down();
+  s.synchronize();
+  return {by_rows, by_columns, amax[0], unscale[0]};
+}
+
+// z (M,N) on the stream's device, of x (M,K) in format_x and w (N,K) in e4m3.
+struct Problem {
+  int64_t M, N, K;
+  Dtype format_x = Dtype::e4m3;
+  Fp8Sums sums = Fp8Sums::fp32;
+  bool bias = false, residual = false, accumulate = false;
+};
+template <class T>
+std::vector<T> product(Stream& s, const Problem& p) {
+  auto x = normals<bf16>(p.M * p.K, 1, 3), w = normals<bf16>(p.N * p.K, 2, 0.1);
+  auto z = normals<T>(p.M * p.N, 3), bias = normals<T>(p.N, 4), residual = normals<T>(p.M * p.N, 5);
+  Stream& host = test_device(Backend::cpu).compute();
+  Cast x8 = cast(host, p.format_x, x, p.M, p.K), w8 = cast(host, Dtype::e4m3, w, p.N, p.K);
+  std::vector<float> unscales[] = {{x8.unscale}, {w8.unscale}};
+  Arrays a(s);
+  T* out = a.up(z);
+  ops::matmul_fp8<T>(s, out, {p.format_x, a.up(x8.rows), a.up(unscales[0])},
+                     {Dtype::e4m3, a.up(w8.rows), a.up(unscales[1])}, p.sums, p.bias ? a.up(bias) : nullptr,
+                     p.accumulate ? out
+                     : p.residual ? a.up(residual)
+                                  : nullptr,
+                     p.M, p.N, p.K);
+  a.down();
+  s.synchronize();
+  return z;
+}
+
+}  // namespace
+
+TEST_CASE("fp8: every number is its own nearest, and what lies between goes to the nearer, or to the even", "[fp8]") {
+  for (const fp8::Format* f : {&fp8::e4m3, &fp8::e5m2}) {
+    INFO("mantissa of " << f->mantissa_bits);
+    for (int code = 0; code <= f->largest_code; ++code) {
+      const float x = fp8::decode(uint8_t(code), *f);
+      CHECK(int(fp8::encode(x, *f)) == code);
+      CHECK(int(fp8::encode(-x, *f)) == (code | 0x80));
+      CHECK(fp8::decode(uint8_t(code | 0x80), *f) == -x);
+      if (code == f->largest_code) continue;
+      const float next = fp8::decode(uint8_t(code + 1), *f), middle = (x + next) / 2;
+      REQUIRE(next > x);
+      CHECK(int(fp8::encode(middle, *f)) == code + code % 2);
+      CHECK(int(fp8::encode(std::nextafter(middle, 0.0f), *f)) == code);
+      CHECK(int(fp8::encode(std::nextafter(middle, inf), *f)) == code + 1);
+    }
+    for (float x : {f->largest * 1.5f, 1e30f, inf}) {
+      CHECK(int(fp8::encode(x, *f)) == f->largest_code);
+      CHECK(int(fp8::encode(-x, *f)) == (f->largest_code | 0x80));
+    }
+    CHECK(std::isnan(fp8::decode(fp8::encode(not_a_number, *f), *f)));
+    CHECK(int(fp8::encode(1e-30f, *f)) == 0);
+  }
+  // The paper's table 1.
+  CHECK(fp8::decode(0x7e, fp8::e4m3) == 448);
+  CHECK(fp8::decode(0x08, fp8::e4m3) == 0x1p-6f);
+  CHECK(fp8::decode(0x01, fp8::e4m3) == 0x1p-9f);
+  CHECK(fp8::decode(0x7b, fp8::e5m2) == 57344);
+  CHECK(fp8::decode(0x04, fp8::e5m2) == 0x1p-14f);
+  CHECK(fp8::decode(0x01, fp8::e5m2) == 0x1p-16f);
+  CHECK(fp8::decode(0x7c, fp8::e5m2) == inf);
+}
+
+TEST_CASE("fp8: a matrix's largest number becomes the format's, and the transpose has the same bytes", "[fp8]") {
+  Stream& s = test_device(Backend::cpu).compute();
+  for (Dtype format : formats) {
+    const fp8::Format& f = fp8::format(format);
+    const int64_t R = 24, C = 37;
+    for (double size : {1e-30, 1e-3, 1.0, 1e20}) {
+      const auto x = normals<float>(R * C, 9, size);
+      const Cast c = cast(s, format, x, R, C);
+      float largest = 0, furthest = 0;
+      int most = 0, turned = 0;
+      for (int64_t i = 0; i < R * C; ++i) {
+        const uint8_t code = c.rows[size_t(i)];
+        largest = std::max(largest, std::fabs(x[size_t(i)])), most = std::max(most, code & 0x7f);
+        turned += c.columns[size_t(i % C * R + i / C)] != code;
+        // Half a step of what is rounded; below the smallest normal number steps are of one size.
+        const float back = fp8::decode(code, f) * c.unscale, a = std::fabs(x[size_t(i)]);
+        const float step = std::max(a, std::ldexp(c.unscale, f.exponent)) * std::ldexp(1.0f, -f.mantissa_bits - 1);
+        furthest = std::max(furthest, std::fabs(back - x[size_t(i)]) / step);
+      }
+      CHECK(c.amax == largest);
+      CHECK(most == f.largest_code);
+      CHECK(c.unscale == Approx(largest / f.largest));
+      CHECK(furthest <= 1.001f);
+      CHECK(turned == 0);
+    }
+    const Cast rows = cast(s, format, normals<float>(R * C, 9), R, C, true, false);
+    CHECK(rows.columns == std::vector<uint8_t>(size_t(R * C), 0x55));
+  }
+}
+
+TEST_CASE("fp8: zeros, an outlier, the smallest numbers, and what is not finite", "[fp8]") {
+  Stream& s = test_device(Backend::cpu).compute();
+  const int64_t n = 64;
+  for (Dtype format : formats) {
+    const fp8::Format& f = fp8::format(format);
+    const Cast zeros = cast(s, format, std::vector<float>(n, 0.0f), 1, n);
+    CHECK(zeros.unscale == 1);
+    CHECK(zeros.rows == std::vector<uint8_t>(n, 0));
+
+    // What is 2^20 times smaller than an outlier is lost in e4m3, and kept in e5m2; the outlier is kept in both.
+    auto x = normals<float>(n, 3);
+    x[5] = 0x1p20f;
+    const Cast outlier = cast(s, format, x, 1, n);
+    CHECK(fp8::decode(outlier.rows[5], f) * outlier.unscale == Approx(x[5]));
+    const float beside = fp8::decode(outlier.rows[6], f) * outlier.unscale;
+    if (format == Dtype::e4m3) CHECK(beside == 0);
+    else CHECK(beside == Approx(x[6]).epsilon(0.125));
+
+    // Scales stay normal numbers.
+    const Cast tiny = cast(s, format, std::vector<float>(n, 1e-44f), 1, n);
+    CHECK(std::isnormal(tiny.unscale));
+    CHECK(std::isfinite(fp8::decode(tiny.rows[0], f) * tiny.unscale));
+
+    for (float bad : {inf, -inf, not_a_number}) {
+      x[5] = bad;
+      Cast c = cast(s, format, x, 1, n), ones = cast(s, Dtype::e4m3, std::vector<float>(n, 1.0f), 1, n);
+      CHECK(c.amax == inf);
+      float z = 0;
+      const float* const none = nullptr;
+      ops::matmul_fp8<float>(s, &z, {format, c.rows.data(), &c.unscale}, {Dtype::e4m3, ones.rows.data(), &ones.unscale},
+                             Fp8Sums::fp32, none, none, 1, 1, n);
+      s.synchronize();
+      CHECK(!std::isfinite(z));
+    }
+  }
+}
+
+TEST_CASE("fp8: a product is that of what its factors stand for", "[fp8]") {
+  Stream& s = test_device(Backend::cpu).compute();
+  for (Dtype format : formats) {
+    const int64_t M = 5, N = 12, K = 40;
+    const auto x = normals<bf16>(M * K, 1, 3), w = normals<bf16>(N * K, 2, 0.1);
+    const auto bias = normals<float>(N, 4), residual = normals<float>(M * N, 5), before = normals<float>(M * N, 3);
+    const Cast x8 = cast(s, format, x, M, K), w8 = cast(s, Dtype::e4m3, w, N, K);
+    for (int way = 0; way < 4; ++way) {
+      Problem p{M, N, K, format};
+      p.bias = way == 1, p.residual = way == 2, p.accumulate = way == 3;
+      const auto z = product<float>(s, p);
+      double apart = 0;
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t n = 0; n < N; ++n) {
+          double sum = 0;
+          for (int64_t k = 0; k < K; ++k)
+            sum += double(fp8::decode(x8.rows[size_t(m * K + k)], fp8::format(format))) *
+                   double(fp8::decode(w8.rows[size_t(n * K + k)], fp8::e4m3));
+          sum *= double(x8.unscale) * double(w8.unscale);
+          const size_t i = size_t(m * N + n);
+          if (p.bias) sum += double(bias[size_t(n)]);
+          if (p.residual) sum += double(residual[i]);
+          if (p.accumulate) sum += double(before[i]);
+          apart = std::max(apart, std::fabs(sum - double(z[i])));
+        }
+      CHECK(apart < 1e-5);
+    }
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------- GPU
+
+namespace {
+
+bool has_fp8() { return have_gpu() && test_device(Backend::gpu).compute_capability >= 89; }
+
+void compare_casts(int64_t R, int64_t C, double scale) {
+  Stream &gpu = test_device(Backend::gpu).compute(), &cpu = test_device(Backend::cpu).compute();
+  const auto x = normals<bf16>(R * C, uint64_t(R + C), scale);
+  for (Dtype format : formats)
+    for (int sides = 1; sides < 4; ++sides) {
+      INFO(R << " x " << C << " in " << name_of(format) << ", sides " << sides);
+      const Cast here = cast(cpu, format, x, R, C, sides & 1, sides & 2);
+      const Cast there = cast(gpu, format, x, R, C, sides & 1, sides & 2);
+      CHECK(there.amax == here.amax);
+      CHECK(there.unscale == here.unscale);
+      CHECK(there.rows == here.rows);
+      CHECK(there.columns == here.columns);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("GPU: casts to fp8", "[fp8][gpu][small]") {
+  if (!has_fp8()) SKIP_TEST("no GPU with fp8");
+  for (int64_t R : {16, 128, 272})
+    for (int64_t C : {16, 144, 256}) compare_casts(R, C, 1);
+  compare_casts(48, 1600, 1e-6);
+  compare_casts(1040, 48, 1e30);
+  Stream& gpu = test_device(Backend::gpu).compute();
+  const Cast zeros = cast(gpu, Dtype::e4m3, std::vector<bf16>(16 * 16, bf16(0.0f)), 16, 16);
+  CHECK(zeros.unscale == 1);
+  CHECK(zeros.rows == std::vector<uint8_t>(256, 0));
+  for (float bad : {inf, not_a_number}) {
+    auto x = normals<bf16>(32 * 32, 8);
+    x[77] = bf16(bad);
+    const Cast c = cast(gpu, Dtype::e5m2, x, 32, 32);
+    CHECK(c.amax == inf);
+    CHECK(std::isnan(fp8::decode(c.rows[77], fp8::e5m2)));
+  }
+}
+
+TEST_CASE("GPU: products in fp8", "[fp8][gpu]") {
+  if (!has_fp8()) SKIP_TEST("no GPU with fp8");
+  Stream &gpu = test_device(Backend::gpu).compute(), &cpu = test_device(Backend::cpu).compute();
+  const auto compare = [&](const Problem& p, auto type) {
+    using T = decltype(type);
+    const auto there = product<T>(gpu, p), here = product<T>(cpu, p);
+    double furthest = 0, size = 0;
+    for (size_t i = 0; i < here.size(); ++i) {
+      furthest = std::max(furthest, std::fabs(double(float(there[i])) - double(float(here[i]))));
+      size = std::max(size, std::fabs(double(float(here[i]))));
+    }
+    // Fast sums keep about 13 bits of the largest term; bf16 has 8 bits.
+    CHECK(furthest < size * (std::is_same_v<T, bf16> ? 0x1p-7 : p.sums == Fp8Sums::fast ? 0x1p-8 : 0x1p-12));
+    CHECK(std::memcmp(there.data(), product<T>(gpu, p).data(), there.size() * sizeof(T)) == 0);
+  };
+  for (int64_t M : {16, 144})
+    for (int64_t N : {32, 272})
+      for (int64_t K : {16, 512})
+        for (Dtype format : formats)
+          for (Fp8Sums sums : {Fp8Sums::fast, Fp8Sums::fp32}) {
+            INFO(M << " x " << N << " x " << K << " in " << name_of(format) << ", sums " << int(sums));
+            Problem p{M, N, K, format, sums};
+            compare(p, float());
+            compare(p, bf16(0.0f));
+            p.accumulate = true;
+            compare(p, float());
+            compare(p, bf16(0.0f));
+            p.accumulate = false, p.bias = p.residual = true;
+            compare(p, bf16(0.0f));
+          }
+}
+
+TEST_CASE("GPU: fp8 of other types than bf16 is refused", "[fp8][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  Stream& s = test_device(Backend::gpu).compute();
+  float x = 0;
+  CHECK_THROWS_AS(ops::amax<float>(s, &x, &x, &x, 1), Error);
+  CHECK_THROWS_AS(ops::to_fp8<float>(s, {Dtype::e4m3, nullptr, nullptr, &x}, &x, &x, 16, 16), Error);
+}
