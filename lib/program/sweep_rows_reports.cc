@@ -176,17 +176,19 @@ Rows precision(const SweepMachine& m) {
                                {"autocast", "--param-dtype fp32 --autocast bf16"},
                                {"bf16", "--param-dtype bf16"}};
   Rows rows;
+  const auto add = [&](const Of& a, const char* attn) {
+    SweepRow r{std::string(a.name) + ", " + attn,
+               {{"precision", a.name}, {"attention", attn}},
+               shape(m, "m7c", std::string(a.options) + (m.gpu ? " --batch 4" : ""), Tokens::built_in)};
+    set_options({"--attn", attn}, &r.options);
+    r.steps = r.last = m.gpu ? 200 : 8, r.first = 5;
+    if (*attn == 'd') r.peers = {{"", {}}};
+    else r.no_peer = "PyTorch has no NSA";
+    rows.push_back(std::move(r));
+  };
   for (const char* attn : {"dense", "nsa"})
-    for (const Of& a : all) {
-      SweepRow r{std::string(a.name) + ", " + attn,
-                 {{"precision", a.name}, {"attention", attn}},
-                 shape(m, "m7c", std::string(a.options) + (m.gpu ? " --batch 4" : ""), Tokens::built_in)};
-      set_options({"--attn", attn}, &r.options);
-      r.steps = r.last = m.gpu ? 200 : 8, r.first = 5;
-      if (*attn == 'd') r.peers = {{"", {}}};
-      else r.no_peer = "PyTorch has no NSA";
-      rows.push_back(std::move(r));
-    }
+    for (const Of& a : all) add(a, attn);
+  add({"fp8", "--param-dtype bf16 --matmul-dtype fp8"}, "dense");
   return rows;
 }
 

@@ -49,6 +49,8 @@ std::vector<Task> tasks_of(const SweepRun& run) {
       try {
         t.plan = planned(t.row.options, t.ranks, run.machine.gpu ? run.machine.chip : "");
       } catch (const UsageError& e) { t.refused = e.what(); }
+      if (t.plan.config.value("matmul_dtype", "") == "fp8" && !t.row.peers.empty())
+        t.row.peers.clear(), t.row.no_peer = "PyTorch's fp8 is torchao's, which is not beside it here";
     }
     t.only_planned = run.machine.gpu && t.ranks > run.machine.gpus;
     choose_steps(run, &t);

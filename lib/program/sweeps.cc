@@ -25,7 +25,7 @@ const std::vector<Sweep>& sweeps() {
       // name, the report's table, what varies, kind, rows, the report's machine, what else is measured
       {"comm", "the comm sweep (47 B)", "wrapping, buckets, resharding, the limit of all-gathers, who gathers", K::training, comm, "8 x B200 (not run)", {"--comm-timing", "--profile"}},
       {"nsa-fsdp", "the NSA report, phases 1 to 4", "FSDP's configuration under NSA", K::training, nsa_fsdp, "2 x A100 PCIe"},
-      {"precision", "the patch notes", "fp32, tf32, autocast, bf16, and the loss after 200 steps", K::training, precision},
+      {"precision", "the patch notes", "fp32, tf32, autocast, bf16, fp8, and the loss after 200 steps", K::training, precision},
       {"class", "the class plan", "DDP, FSDP, checkpointing, the limit of all-gathers, over two epochs", K::training, class_rows},
       {"mlp-1024", "simple_pytorch, the first MLP table", "one change after another", K::training, mlp_1024, "their first machine"},
       {"mlp-4096", "simple_pytorch, the second MLP table", "one change after another", K::training, mlp_4096, "4 x A100 SXM"},
