@@ -1232,14 +1232,12 @@ TEST_CASE("in fp8 recomputation changes no bit either, and nothing is read that 
     Setup s;
     s.model = model, s.model.fp8 = true, s.steps = 2, s.poison = true, s.model.hidden_bytes = 4096;
     const Outcome all = train<bf16, float>(s, test_world());
-    for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::both, Recompute::block}) {
+    // Between them these make again whatever is cast.
+    for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::block}) {
       if (!model.attends() && mode != Recompute::mlp) continue;
-      for (bool keep : {false, true}) {
-        if (keep && mode == Recompute::mlp) continue;
-        INFO("mode " << int(mode) << (keep ? ", attention kept" : ""));
-        s.model.recompute = mode, s.model.keep_attention = keep;
-        CHECK(same(train<bf16, float>(s, test_world()), all));
-      }
+      INFO("mode " << int(mode));
+      s.model.recompute = mode;
+      CHECK(same(train<bf16, float>(s, test_world()), all));
     }
   }
 }
