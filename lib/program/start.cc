@@ -93,7 +93,7 @@ void open_device(Job* job) {
   Run& r = job->r;
   const bool gpu = r.backend == Backend::gpu;
   // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
-  std::string sharing, error;
+  std::string sharing, refused, error;
   const DeviceAssignment taken = assign_device(r.backend, world);
   if (world.size > 1 && gpu && taken.host_cards < world.local_size)
     sharing = strf("%d ranks on %s share %d GPU%s", world.local_size, job->ranks[size_t(world.rank)].host.c_str(),
@@ -116,10 +116,13 @@ void open_device(Job* job) {
   try {
     job->dev =
         std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, job->transport));
-    check_fp8(r.model, !gpu || job->dev->compute_capability >= 89, job->dev->name);
     engines_pay = copy_engines_pay(*job->dev, world);
+    check_fp8(r.model, !gpu || job->dev->compute_capability >= 89, job->dev->name);
     plan(*job->dev, world, job->transport, r);
-  } catch (const Error& e) { error = e.what(); }
+  } catch (const UsageError& e) { refused = e.what(); } catch (const Error& e) {
+    error = e.what();
+  }
+  throw_agreed<UsageError>(refused);
   throw_agreed<Error>(error);
   RankFacts here = job->ranks[size_t(world.rank)];
   here.device = gpu ? strf("GPU %d, ", taken.ordinal) + job->dev->name : job->dev->name;
