@@ -11,12 +11,7 @@ namespace cpu {
 
 template <class T>
 void amax(float* out, const T* x, float* /*partials*/, int64_t n) {
-  float largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const float a = std::fabs(float(x[i]));
-    largest = std::max(largest, a == a ? a : std::numeric_limits<float>::infinity());
-  }
-  *out = largest;
+  *out = float(power_sum(GradNorm::inf, x, n));
 }
 
 template <class T>

@@ -18,9 +18,10 @@ namespace fp8 {
 struct Format {
   int mantissa_bits, exponent;
   float largest;
-  uint8_t largest_code, nan_code;
+  uint8_t largest_code;  // behind it: infinity in e5m2, and not a number
 };
-constexpr Format e4m3 = {3, -6, 448.0f, 0x7e, 0x7f}, e5m2 = {2, -14, 57344.0f, 0x7b, 0x7f};
+inline constexpr Format e4m3 = {3, -6, 448.0f, 0x7e}, e5m2 = {2, -14, 57344.0f, 0x7b};
+constexpr uint8_t infinity = 0x7c, not_a_number = 0x7f;  // e4m3 has no infinity: there 0x7c is a number
 constexpr const Format& format(Dtype t) { return t == Dtype::e5m2 ? e5m2 : e4m3; }
 
 // The nearest, of two equally near the even one; beyond the largest, the largest. Not a number stays none.
@@ -29,7 +30,7 @@ inline uint8_t encode(float x, const Format& f) {
   std::memcpy(&bits, &x, 4);
   const uint8_t sign = uint8_t(bits >> 24 & 0x80);
   const float a = std::fabs(x);
-  if (a != a) return sign | f.nan_code;
+  if (a != a) return sign | not_a_number;
   if (a >= f.largest) return sign | f.largest_code;
   // A code counts on from one exponent to the next: so many steps of 2^(exponent - mantissa_bits). What is added and
   // taken off leaves a float no bits behind the point.
@@ -44,8 +45,8 @@ inline uint8_t encode(float x, const Format& f) {
 inline float decode(uint8_t code, const Format& f) {
   const int magnitude = code & 0x7f, field = magnitude >> f.mantissa_bits, one = 1 << f.mantissa_bits;
   if (magnitude > f.largest_code) {
-    const bool infinite = &f == &e5m2 && magnitude == 0x7c;
-    const float x = infinite ? std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
+    const float x =
+        magnitude == infinity ? std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
     return code & 0x80 ? -x : x;
   }
   const int steps = field == 0 ? magnitude : one + (magnitude & (one - 1));

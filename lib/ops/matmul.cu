@@ -150,8 +150,6 @@ cudaDataType_t type_of(Dtype t) {
       return CUDA_R_8F_E4M3;
     case Dtype::e5m2:
       return CUDA_R_8F_E5M2;
-    case Dtype::f64:
-      return CUDA_R_64F;
     default:
       return CUDA_R_32F;
   }
@@ -380,11 +378,11 @@ Call wgrad_call(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K,
 template <class T>
 Call fp8_call(T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual, int64_t M,
               int64_t N, int64_t K) {
-  Call c;  // z (N,M) = b (K,N)^T a (K,M): the forward product, and the only layout that fp8 has
-  c.m = N, c.n = M, c.k = K, c.in_a = b.format, c.in_b = a.format, c.out = dtype_of<T>;
-  c.a = b.data, c.transpose_a = true, c.b = a.data, c.c = residual, c.d = z;
-  c.unscale_a = b.unscale, c.unscale_b = a.unscale, c.fast_sums = sums == Fp8Sums::fast;
-  if (bias) c.bias = bias, c.epilogue = CUBLASLT_EPILOGUE_BIAS;
+  const T* const none = nullptr;
+  Call c = forward_call<T>(z, none, none, bias, residual, M, N, K);  // the only layout that fp8 has
+  c.a = b.data, c.in_a = b.format, c.unscale_a = b.unscale;
+  c.b = a.data, c.in_b = a.format, c.unscale_b = a.unscale;
+  c.fast_sums = sums == Fp8Sums::fast;
   return c;
 }
 
@@ -441,16 +439,23 @@ static Cost product(const Device& dev, int64_t M, int64_t N, int64_t K, int othe
   return c;
 }
 
+// Not fused, y's bias and residual are kernels of their own behind the product, which is given no bias, and what it
+// accumulates to: y itself or nothing. False: the product takes both.
+template <class T, class F>
+static bool apart(Stream& s, T* y, const T* bias, const T* residual, int64_t M, int64_t N, F product) {
+  const bool accumulates = residual == y;
+  if (s.device().fuse || (!bias && (!residual || accumulates))) return false;
+  product(nullptr, accumulates ? residual : nullptr);
+  if (bias) add_bias(s, y, bias, M, N, N);
+  if (residual && !accumulates) add<T>(s, y, y, residual, M * N);
+  return true;
+}
+
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N,
             int64_t K) {
-  const T* const none = nullptr;
-  const bool accumulates = residual == y;  // the product's own, whatever is fused
-  if (!s.device().fuse && (bias || (residual && !accumulates))) {
-    matmul(s, y, x, w, none, accumulates ? residual : none, M, N, K);
-    if (bias) add_bias(s, y, bias, M, N, N);
-    return residual && !accumulates ? add<T>(s, y, y, residual, M * N) : void();
-  }
+  if (apart(s, y, bias, residual, M, N, [&](const T* none, const T* own) { matmul(s, y, x, w, none, own, M, N, K); }))
+    return;
   if (s.device().mode == Mode::plan) return s.spend(product<T, T>(s.device(), M, N, K, residual != nullptr));
 #if FSDP_CUDA
   if (s.on_gpu()) {
@@ -507,22 +512,15 @@ void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t 
   s.enqueue([=] { cpu::matmul_wgrad(dw, dy, x, M, N, K, accumulate); });
 }
 
-// Twice bf16's peak on every chip that has it; the share is a reader's guess from products by themselves, until a step
-// is measured.
+// The share of the peak is assumed: no step in fp8 is measured yet.
 template <class T>
 void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual,
                 int64_t M, int64_t N, int64_t K) {
-  const T* const none = nullptr;
-  const bool accumulates = residual == z;
-  if (!s.device().fuse && (bias || (residual && !accumulates))) {
-    matmul_fp8<T>(s, z, a, b, sums, none, accumulates ? residual : none, M, N, K);
-    if (bias) add_bias(s, z, bias, M, N, N);
-    return residual && !accumulates ? add<T>(s, z, z, residual, M * N) : void();
-  }
+  const auto product_alone = [&](const T* none, const T* own) { matmul_fp8<T>(s, z, a, b, sums, none, own, M, N, K); };
+  if (apart(s, z, bias, residual, M, N, product_alone)) return;
   if (s.device().mode == Mode::plan) {
-    Cost c{Work::matmul};
-    c.flops = 2.0 * double(M) * double(N) * double(K), c.share = 0.65, c.dtype = a.format;
-    c.bytes = double(M * K + K * N) + double(M * N) * (residual ? 2 : 1) * sizeof(T);
+    Cost c = product<uint8_t, T>(s.device(), M, N, K, residual != nullptr);
+    c.share = 0.65, c.dtype = a.format;
     return s.spend(c);
   }
 #if FSDP_CUDA
