@@ -56,11 +56,11 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
   REQUIRE_USER(dtype == Dtype::bf16,
                "--matmul-dtype fp8: on a GPU it multiplies what bf16 holds; drop --param-dtype %s", name_of(dtype));
   const auto check = [](int64_t size, const char* what) {
-    REQUIRE_USER(size % 16 == 0, "--matmul-dtype fp8: %s, %lld, is not a multiple of 16, which fp8 on a GPU needs",
+    REQUIRE_USER(size % 16 == 0, "--matmul-dtype fp8: %s = %lld is not a multiple of 16, which fp8 on a GPU needs",
                  what, ll(size));
   };
   check(c.dim, "--dim"), check(c.hidden, "--hidden");
-  check(batch * c.seq, "the number of tokens of a micro-batch, --batch x --seq");
+  check(batch * c.seq, "--batch x --seq");
   if (!c.attends()) return;
   check(c.heads * c.head_dim(), "the width of all heads");
   check(c.row(), c.sparse ? "the width of q, k, v and NSA's gates (another --nsa-gate or --heads makes another)"

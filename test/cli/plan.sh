@@ -23,7 +23,7 @@ good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync e
 good "products in fp8" "rope with NSA: 1.0 G parameters, bf16, matmuls in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 on a GPU without it" "--matmul-dtype fp8: A100 has no fp8" --preset rope --gpu a100 --matmul-dtype fp8
 judge_plan "fp8 of an odd width" "the width of q, k, v and NSA's gates" --preset m7c --gpu h200 --matmul-dtype fp8
-judge_plan "fp8 of an odd number of tokens" "--batch x --seq, 1000, is not a multiple of 16" --preset rope --batch 1 --seq 1000 --gpu h200 --matmul-dtype fp8
+judge_plan "fp8 of an odd number of tokens" "--batch x --seq = 1000 is not a multiple of 16" --preset rope --batch 1 --seq 1000 --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of fp32 on a GPU" "drop --param-dtype fp32" --preset rope --gpu h200 --matmul-dtype fp8 --param-dtype fp32
 good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
