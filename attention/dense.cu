@@ -168,8 +168,11 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
   } else {
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);
     with_mask(shape, [&](const auto& mask) {
-      a.D > 64 ? fp32::backward<128>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask)
-               : fp32::backward<64>(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
+      using Mask = std::decay_t<decltype(mask)>;
+      const auto run = a.D <= 64                      ? fp32::backward<64, 32, Mask>
+                       : fp32::has_small_memory(arch) ? fp32::backward<128, 16, Mask>
+                                                      : fp32::backward<128, 32, Mask>;
+      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
     });
   }
   return launched(arch, std::is_same_v<T, bf16>);
@@ -191,8 +194,8 @@ template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const
 
 // For the estimate. Tiles of 128 queries walk tiles of 128 keys, and spend about as long on what stands around the walk
 // as on some more of those. The shares of the peak are between the wgmma kernels' short runs and their long ones, which
-// lower the clock (results/kernels-1gpu.jsonl), and 0.7 of them for float (results/precision-2gpu.jsonl, row `fp32,
-// dense`).
+// lower the clock (results/kernels-1gpu.jsonl). Float's products are three of TF32, which take twice as long as bf16's,
+// and reach three quarters of those shares (results/precision-2gpu.jsonl, row `fp32, dense`).
 template <class T>
 static Cost cost(const AttentionShape& a, bool backward) {
   const double around = a.D > 64 && a.sees != Sees::causal ? (backward ? 1.75 : 1) : 2.5;
@@ -204,7 +207,7 @@ static Cost cost(const AttentionShape& a, bool backward) {
   Cost c = moves<T>((backward ? 4 : 2) * a.B * a.T * (a.H + a.HKV) * a.D, backward ? 3 : 1, Work::attention);
   c.flops = (backward ? 2.5 : 1) * 4 * double(a.B * a.H * a.D) * tiles * 128 * 128;
   c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545), c.dtype = dtype_of<T>;
-  if (c.dtype == Dtype::f32) c.share *= 0.7;
+  if (c.dtype == Dtype::f32) c.dtype = Dtype::bf16, c.flops *= 6, c.share *= 0.75;
   c.tasks = double(a.B * a.H * ((a.T + 127) / 128));
   return c;
 }
