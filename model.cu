@@ -58,6 +58,11 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
                        {at("attention.phi_k.position"), at("attention.phi_k.w1"), at("attention.phi_k.w2"),
                         at("attention.phi_v.position"), at("attention.phi_v.w1"), at("attention.phi_v.w2")}});
   }
+  for (size_t i = 0; i < params_.size(); i++) {
+    BlockParams& at = params_[i];
+    int64_t place = 4 * int64_t(i);
+    for (ParamRef* p : {&at.qkv, &at.o, &at.up, &at.down}) p->amax = place++;
+  }
   embedding_ = find("embedding.weight");
   head_ = c_.tied ? embedding_ : find("head.weight");
   head_norm_ = find("head.norm"), head_norm_bias_ = find("head.norm.bias");
@@ -76,6 +81,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 
   batch_ = micro_batch_at(dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace), M_);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
+  if (c_.fp8) weight_amaxes_ = dev.mem.keep<float>(4 * c_.depth, "largest numbers of weights", Purpose::workspace);
   bad_outputs_ = dev.mem.keep<int32_t>(c_.modules(), "outputs that are not finite", Purpose::workspace);
   if (c_.sparse && c_.diagnostics) {
     nsa_partials_ =
@@ -136,26 +142,39 @@ void Model<T, G>::wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, i
 
 // Every matrix is scaled by its own largest number as it is now, so nothing is kept from step to step.
 template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides) {
+typename Model<T, G>::Fp8Copy Model<T, G>::fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides) {
   Fp8Copy copy;
-  if (!c_.fp8) return copy;
-  Stream& s = dev_.compute();
-  Memory& mem = dev_.mem;
   copy.format = format;
-  if (sides != Sides::columns) copy.rows = mem.take<uint8_t>(R * C, "fp8");
-  if (sides != Sides::rows) copy.columns = mem.take<uint8_t>(R * C, "fp8, transposed");
-  copy.unscale = mem.take<float>(1, "fp8, scale");
-  Buffer<float> amax = mem.take<float>(1, "fp8, largest number");
-  {
-    Buffer<float> partials = mem.take<float>(ops::sum_partials(), "partial sums");
-    ops::amax<T>(s, amax, x, partials, R * C);
-  }
-  ops::to_fp8<T>(s, {format, copy.rows, copy.columns, copy.unscale}, x, amax, R, C);
+  if (sides != Sides::columns) copy.rows = dev_.mem.take<uint8_t>(R * C, "fp8");
+  if (sides != Sides::rows) copy.columns = dev_.mem.take<uint8_t>(R * C, "fp8, transposed");
+  copy.unscale = dev_.mem.take<float>(1, "fp8, scale");
   return copy;
 }
 template <class T, class G>
+typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides) {
+  if (!c_.fp8) return Fp8Copy();
+  Fp8Copy copy = fp8_copy(R, C, format, sides);
+  Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
+  {
+    Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
+    ops::amax<T>(dev_.compute(), amax, x, partials, R * C);
+  }
+  ops::to_fp8<T>(dev_.compute(), copy.matrix(), x, amax, R, C);
+  return copy;
+}
+// The forward pass, which reads rows, finds a weight's largest number; the backward of the same micro-batch finds it
+// there.
+template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
-  return to_fp8(weight(p), N, K, Dtype::e4m3, sides);
+  if (!c_.fp8) return Fp8Copy();
+  Fp8Copy copy = fp8_copy(N, K, Dtype::e4m3, sides);
+  float* amax = weight_amaxes_ + p.amax;
+  if (sides == Sides::rows) {
+    Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
+    ops::amax<T>(dev_.compute(), amax, weight(p), partials, N * K);
+  }
+  ops::to_fp8<T>(dev_.compute(), copy.matrix(), weight(p), amax, N, K);
+  return copy;
 }
 // Gradients spread over more powers of two than weights and activations do.
 template <class T, class G>
@@ -163,11 +182,36 @@ typename Model<T, G>::Fp8Copy Model<T, G>::gradient_to_fp8(const T* dy, int64_t 
   return to_fp8(dy, M, N, Dtype::e5m2, Sides::both);
 }
 
+// The activated hidden layer, which exists in fp8 alone.
+template <class T, class G>
+typename Model<T, G>::Fp8Copy Model<T, G>::activation_to_fp8(const T* h, int64_t rows) {
+  Fp8Copy g = fp8_copy(rows, c_.hidden, Dtype::e4m3, Sides::rows);
+  Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
+  Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
+  ops::activation_to_fp8<T>(dev_.compute(), activation(), g.matrix(), h, amax, partials, rows, c_.hidden);
+  return g;
+}
+template <class T, class G>
+typename Model<T, G>::ActivationGradients8 Model<T, G>::activation_backward_to_fp8(const T* dg, const T* h,
+                                                                                   int64_t rows) {
+  ActivationGradients8 of = {fp8_copy(rows, hidden_row(), Dtype::e5m2, Sides::both),
+                             fp8_copy(rows, c_.hidden, Dtype::e4m3, Sides::columns)};
+  Buffer<float> amax = dev_.mem.take<float>(2, "fp8, largest number");
+  Buffer<float> partials = dev_.mem.take<float>(2 * ops::sum_partials(), "partial sums");
+  ops::activation_backward_to_fp8<T>(dev_.compute(), activation(), of.dh.matrix(), of.g.matrix(), dg, h, amax, partials,
+                                     rows, c_.hidden);
+  return of;
+}
+
 template <class T, class G>
 void Model<T, G>::linear(T* y, const T* x, const ParamRef& w, const Fp8Copy& w8, const T* bias, const T* residual,
                          int64_t M, int64_t N, int64_t K) {
   if (!w8) return ops::matmul<T>(dev_.compute(), y, x, weight(w), bias, residual, M, N, K);
-  const Fp8Copy x8 = to_fp8(x, M, K, Dtype::e4m3, Sides::rows);
+  linear_fp8(y, to_fp8(x, M, K, Dtype::e4m3, Sides::rows), w8, bias, residual, M, N, K);
+}
+template <class T, class G>
+void Model<T, G>::linear_fp8(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
+                             int64_t N, int64_t K) {
   ops::matmul_fp8<T>(dev_.compute(), y, x8.by_rows(), w8.by_rows(), ops::Fp8Sums::fast, bias, residual, M, N, K);
 }
 template <class T, class G>
@@ -182,7 +226,12 @@ template <class E>
 void Model<T, G>::linear_wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
                                bool accumulate) {
   if (!dy8) return ops::matmul_wgrad<T, E>(dev_.compute(), dw, dy, x, M, N, K, accumulate);
-  const Fp8Copy x8 = to_fp8(x, M, K, Dtype::e4m3, Sides::columns);
+  linear_wgrad_fp8(dw, dy8, to_fp8(x, M, K, Dtype::e4m3, Sides::columns), M, N, K, accumulate);
+}
+template <class T, class G>
+template <class E>
+void Model<T, G>::linear_wgrad_fp8(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, int64_t N, int64_t K,
+                                   bool accumulate) {
   ops::matmul_fp8<E>(dev_.compute(), dw, dy8.by_columns(), x8.by_columns(), ops::Fp8Sums::fp32, nullptr,
                      accumulate ? dw : nullptr, N, K, M);
 }
@@ -760,19 +809,23 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
     Buffer<T> here;
     if (!keeps) here = mem.take<T>(rows * UP, "MLP hidden");
     T* h = keeps ? v->h + i * UP : here.get();
+    // The residual is the last product's epilogue: no kernel of its own reads and writes (M, C) once more.
+    if (c_.fp8) {
+      linear(h, in + i * C, at.up, up8, weight_if_any(at.up_bias), nullptr, rows, UP, C);
+      const Fp8Copy g8 = activation_to_fp8(h, rows);
+      here.reset();
+      linear_fp8(out + i * C, g8, down8, weight_if_any(at.down_bias), residual + i * C, rows, C, F);
+      continue;
+    }
     Buffer<T> g = mem.take<T>(rows * F, "activated");
     if (c_.arch == Arch::llama) {
-      linear(h, in + i * C, at.up, up8, nullptr, nullptr, rows, UP, C);
+      ops::matmul<T>(s, h, in + i * C, weight(at.up), nullptr, nullptr, rows, UP, C);
       ops::swiglu_forward<T>(s, g, h, rows, F);
-    } else if (up8) {
-      linear(h, in + i * C, at.up, up8, weight_if_any(at.up_bias), nullptr, rows, F, C);
-      ops::gelu_forward<T>(s, g, h, rows * F);
     } else {
       ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight_if_any(at.up_bias), rows, F, C);
     }
     here.reset();
-    // The residual is the product's epilogue: no kernel of its own reads and writes (M, C) once more.
-    linear(out + i * C, g, at.down, down8, weight_if_any(at.down_bias), residual + i * C, rows, C, F);
+    ops::matmul<T>(s, out + i * C, g, weight(at.down), weight_if_any(at.down_bias), residual + i * C, rows, C, F);
   }
   n.reset();
   if (!keep || !c_.keeps_middle()) v->x2.reset();
@@ -821,23 +874,24 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   }
   all.down8 = weight_to_fp8(at.down, C, F, Sides::columns);
   // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
-  // each other, and their sums need not live together.
+  // each other, and their sums need not live together. In fp8 the gradient has a place of its own.
+  const bool apart = c_.keeps_mlp() && !casts_activation(at);
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);
     Buffer<T> recomputed;
     if (!c_.keeps_mlp()) recomputed = recompute_hidden(block, v, i, rows);
     T* h = c_.keeps_mlp() ? v->h + i * UP : recomputed.get();
-    activation_backward(block, dx + i * C, h, i, rows, all);
-    if (c_.keeps_mlp()) continue;
+    Fp8Copy dh8 = activation_backward(block, dx + i * C, h, i, rows, all);
+    if (apart) continue;
     if (i == 0) take_up();
-    up_backward(block, v, dx + i * C, h, i, rows, all);
+    up_backward(block, v, dx + i * C, h, std::move(dh8), i, rows, all);
   }
   all.down8 = Fp8Copy();
   round(at.down, &all.down, C * F);
-  if (c_.keeps_mlp()) {
+  if (apart) {
     take_up();
     for (int64_t i = 0; i < M_; i += rows_)
-      up_backward(block, v, dx + i * C, v->h + i * UP, i, std::min(rows_, M_ - i), all);
+      up_backward(block, v, dx + i * C, v->h + i * UP, Fp8Copy(), i, std::min(rows_, M_ - i), all);
   }
   v->h.reset(), all.up8 = Fp8Copy();
   round(at.up, &all.up, UP * C), round(at.up_bias, &all.up_bias, F);
@@ -847,10 +901,10 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
 }
 
 // Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
-// becomes its own gradient. Adds to W2's.
+// becomes its own gradient, or that is returned in fp8. Adds to W2's.
 template <class T, class G>
-void Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows,
-                                      const MlpBackward& all) {
+typename Model<T, G>::Fp8Copy Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i,
+                                                               int64_t rows, const MlpBackward& all) {
   Stream& s = dev_.compute();
   const BlockParams& at = params_[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden;
@@ -858,16 +912,25 @@ void Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t 
   Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
   const Fp8Copy dx8 = gradient_to_fp8(dx, rows, C);
   linear_dgrad(g, dx, dx8, at.down, all.down8, rows, C, F, false);
+  if (casts_activation(at)) {
+    ActivationGradients8 of = activation_backward_to_fp8(g, h, rows);
+    g.reset();
+    if (all.down) linear_wgrad_fp8(all.down.get(), dx8, of.g, rows, C, F, i > 0);
+    else if (!at.down.frozen) linear_wgrad_fp8(grad(at.down), dx8, of.g, rows, C, F, i > 0);
+    return std::move(of.dh);
+  }
   if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
   else ops::gelu_backward<T>(s, g, h, rows * F);
   if (all.down) linear_wgrad(all.down.get(), dx, dx8, g, rows, C, F, i > 0);
   else linear_wgrad(at.down, dx, dx8, g, rows, C, F, i > 0);
+  return Fp8Copy();
 }
 
 // Rows [i, i + rows): dh (rows, F or 2F) through W1 and the norm. dx (rows, C) arrives as the gradient of the MLP's
 // output and leaves as that of its input, which has come past the MLP too. Adds to the gradients of W1 and the norm.
+// dh8: dh in fp8, if that is all there is of it.
 template <class T, class G>
-void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows,
+void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, Fp8Copy dh8, int64_t i, int64_t rows,
                               const MlpBackward& all) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
@@ -881,7 +944,7 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64
     dev_.mark("MLP, backward");
   }
   const T* in = normed ? n.get() : v->x + i * C;
-  const Fp8Copy dh8 = gradient_to_fp8(dh, rows, UP);
+  if (!dh8) dh8 = gradient_to_fp8(dh, rows, UP);
   if (all.up) linear_wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more);
   else linear_wgrad(at.up, dh, dh8, in, rows, UP, C, more);
   if (at.up_bias.exists()) {

@@ -70,6 +70,7 @@ class Model {
     int unit = -1;  // -1: the architecture has no such parameter
     int64_t offset = 0;
     bool frozen = false;  // has no gradient
+    int64_t amax = 0;     // its place in weight_amaxes_
     bool exists() const { return unit >= 0; }
   };
   struct BlockParams {
@@ -97,20 +98,31 @@ class Model {
     explicit operator bool() const { return unscale.get() != nullptr; }
     ops::Fp8Factor by_rows() const { return {format, rows, unscale}; }
     ops::Fp8Factor by_columns() const { return {format, columns, unscale}; }
+    ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale}; }
   };
   enum class Sides { rows, columns, both };
+  Fp8Copy fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
   Fp8Copy gradient_to_fp8(const T* dy, int64_t M, int64_t N);
+  Fp8Copy activation_to_fp8(const T* h, int64_t rows);
+  struct ActivationGradients8 {
+    Fp8Copy dh, g;  // both sides of dh, and the columns of g
+  };
+  ActivationGradients8 activation_backward_to_fp8(const T* dg, const T* h, int64_t rows);
   // Products with a block's weight w (N,K), as ops::matmul, matmul_dgrad and matmul_wgrad. In fp8 the forward pass
-  // reads the rows of w8; dgrad its columns and the rows of dy8; wgrad the columns of dy8.
+  // reads the rows of w8; dgrad its columns and the rows of dy8; wgrad the columns of dy8 and of x8.
   void linear(T* y, const T* x, const ParamRef& w, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
               int64_t N, int64_t K);
+  void linear_fp8(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M, int64_t N,
+                  int64_t K);
   void linear_dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const ParamRef& w, const Fp8Copy& w8, int64_t M, int64_t N,
                     int64_t K, bool accumulate);
   template <class E>
   void linear_wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
                     bool accumulate);
+  template <class E>
+  void linear_wgrad_fp8(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, int64_t N, int64_t K, bool accumulate);
   void linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
                     bool accumulate);
   void wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
@@ -160,20 +172,26 @@ class Model {
   Buffer<T> recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows);
   void attention_backward_turn(int64_t block, Saved* v, T* dx);
   Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
+  // Does what the activation makes, and its gradients, exist in fp8 alone? A bias wants its layer's gradient itself.
+  bool casts_activation(const BlockParams& at) const { return c_.fp8 && !at.up_bias.exists(); }
   struct MlpBackward {  // what the pieces of rows share
     // fp32, over pieces; empty: the gradient is made in one piece, or not wanted.
     Buffer<A> up, down, up_bias, norm, norm_bias;
     Fp8Copy up8, down8;  // the weights' columns
   };
   void mlp_backward_turn(int64_t block, Saved* v, T* dx);
-  void activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpBackward& all);
-  void up_backward(int64_t block, Saved* v, T* dx, const T* dh, int64_t i, int64_t rows, const MlpBackward& all);
+  Fp8Copy activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const MlpBackward& all);
+  void up_backward(int64_t block, Saved* v, T* dx, const T* dh, Fp8Copy dh8, int64_t i, int64_t rows,
+                   const MlpBackward& all);
   Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
   template <class E>
   void norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma, int64_t rows,
                      bool accumulate);
   void embed_backward(Buffer<T> dx);
+  ops::Activation activation() const {
+    return c_.arch == Arch::llama ? ops::Activation::swiglu : ops::Activation::gelu;
+  }
   int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }
   AttentionShape attention_shape() const;
@@ -195,6 +213,7 @@ class Model {
   bool last_ = true;                          // the step's last micro-batch
   std::vector<const T*> weights_;             // by unit; null: not in use
   std::vector<G*> grads_;                     // by unit; null: not being written
+  float* weight_amaxes_ = nullptr;  // (depth, 4) the largest numbers of the weights that are multiplied in fp8
   G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything
   MicroBatch batch_;        // the device's
   A* rope_table_;           // (T, D), cos and sin

@@ -27,6 +27,30 @@ void to_fp8(const ops::Fp8Matrix& to, const T* x, const float* amax, int64_t R, 
     }
 }
 
+template <class T>
+void cast_to_fp8(const ops::Fp8Matrix& to, const T* x, float* amax, int64_t R, int64_t C) {
+  cpu::amax(amax, x, nullptr, R * C);
+  to_fp8(to, x, amax, R, C);
+}
+template <class T>
+void activation_to_fp8(ops::Activation kind, const ops::Fp8Matrix& to, const T* h, float* amax, float* /*partials*/,
+                       int64_t R, int64_t F) {
+  std::vector<T> g(size_t(R * F));
+  if (kind == ops::Activation::gelu) gelu_forward(g.data(), h, R * F);
+  else swiglu_forward(g.data(), h, R, F);
+  cast_to_fp8(to, g.data(), amax, R, F);
+}
+template <class T>
+void activation_backward_to_fp8(ops::Activation kind, const ops::Fp8Matrix& to_dh, const ops::Fp8Matrix& to_g,
+                                const T* dg, const T* h, float* amax, float* /*partials*/, int64_t R, int64_t F) {
+  const int64_t row = kind == ops::Activation::swiglu ? 2 * F : F;
+  std::vector<T> g(dg, dg + R * F), dh(h, h + R * row);
+  if (kind == ops::Activation::gelu) gelu_backward(g.data(), dh.data(), R * F);
+  else swiglu_backward(g.data(), dh.data(), R, F);
+  cast_to_fp8(to_dh, dh.data(), amax, R, row);
+  cast_to_fp8(to_g, g.data(), amax + 1, R, F);
+}
+
 // Of all 256 codes.
 inline const std::array<float, 256>& decoded(Dtype t) {
   const auto all = [](const fp8::Format& f) {

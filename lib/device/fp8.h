@@ -20,9 +20,12 @@ struct Format {
   float largest;
   uint8_t largest_code;  // behind it: infinity in e5m2, and not a number
 };
-inline constexpr Format e4m3 = {3, -6, 448.0f, 0x7e}, e5m2 = {2, -14, 57344.0f, 0x7b};
+// Kernels have this function; the table below is the host's.
+HD constexpr float largest_number(Dtype t) { return t == Dtype::e5m2 ? 57344.0f : 448.0f; }
+inline constexpr Format e4m3 = {3, -6, largest_number(Dtype::e4m3), 0x7e};
+inline constexpr Format e5m2 = {2, -14, largest_number(Dtype::e5m2), 0x7b};
 constexpr uint8_t infinity = 0x7c, not_a_number = 0x7f;  // e4m3 has no infinity: there 0x7c is a number
-constexpr const Format& format(Dtype t) { return t == Dtype::e5m2 ? e5m2 : e4m3; }
+inline const Format& format(Dtype t) { return t == Dtype::e5m2 ? e5m2 : e4m3; }
 
 // The nearest, of two equally near the even one; beyond the largest, the largest. Not a number stays none.
 inline uint8_t encode(float x, const Format& f) {

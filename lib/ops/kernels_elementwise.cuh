@@ -103,6 +103,19 @@ void gelu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t n) {
   each<width<T>>(stream, GeluBackward<T>{dg_g, h_dh}, n, aligned(dg_g, h_dh));
 }
 
+template <class T>
+__device__ __forceinline__ float swiglu(float gate, float up) {
+  return gate * sigmoid<T>(gate) * up;
+}
+struct SwigluGradient {
+  float gate, up;  // their gradients, from that of g
+  float g;
+};
+template <class T>
+__device__ __forceinline__ SwigluGradient swiglu_gradient(float gate, float up, float dg) {
+  const float s = sigmoid<T>(gate), silu = gate * s;
+  return {dg * up * (s + silu * (1.0f - s)), dg * silu, silu * up};
+}
 // g or dg_g (M,F), h or h_dh (M,2F). A thread owns one vector of g and the two of h that it belongs to.
 template <class T, int N>
 __global__ void __launch_bounds__(256) swiglu_forward_kernel(T* g, const T* h, int64_t M, int64_t F) {
@@ -112,7 +125,7 @@ __global__ void __launch_bounds__(256) swiglu_forward_kernel(T* g, const T* h, i
   float a[N], b[N];
   load(a, h + 2 * m * F + f), load(b, h + 2 * m * F + F + f);
 #pragma unroll
-  for (int j = 0; j < N; ++j) a[j] = a[j] * sigmoid<T>(a[j]) * b[j];
+  for (int j = 0; j < N; ++j) a[j] = swiglu<T>(a[j], b[j]);
   store(g + m * F + f, a);
 }
 template <class T, int N>
@@ -125,8 +138,8 @@ __global__ void __launch_bounds__(256) swiglu_backward_kernel(T* dg_g, T* h_dh, 
   load(a, gate), load(b, up), load(d, dg);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const float s = sigmoid<T>(a[j]), silu = a[j] * s, db = d[j] * silu;
-    a[j] = d[j] * b[j] * (s + silu * (1.0f - s)), d[j] = silu * b[j], b[j] = db;
+    const SwigluGradient of = swiglu_gradient<T>(a[j], b[j], d[j]);
+    a[j] = of.gate, b[j] = of.up, d[j] = of.g;
   }
   store(gate, a), store(up, b), store(dg, d);
 }

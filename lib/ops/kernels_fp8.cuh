@@ -1,10 +1,12 @@
-// Casts to fp8. Bytes: 2 read a number, and 1 written for each copy, as it lies and transposed.
+// Casts to fp8. Bytes: 2 read a number, and 1 written for each copy, as it lies and transposed. Where an activation
+// makes the numbers its layer is read instead, once for the largest and once for the cast.
 #pragma once
 
 #include <cuda_fp8.h>
 
 #include "lib/device/fp8.h"
 #include "lib/ops/kernels.cuh"
+#include "lib/ops/kernels_elementwise.cuh"
 #include "lib/ops/kernels_sums.cuh"
 #include "lib/ops/ops.h"
 
@@ -15,11 +17,13 @@ void amax(cudaStream_t stream, float* out, const T* x, float* partials, int64_t 
   sum_by_blocks<Term::largest, width<T>>(stream, out, Read<T>{x}, partials, n, aligned(x), /*accumulate=*/false);
 }
 
-// Two numbers in two bytes, the first in the lower; rounded to nearest even, beyond the largest number to that.
-template <Dtype format>
-__device__ __forceinline__ uint32_t two_fp8(float low, float high) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
-                                  format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
+// Four numbers in a word, the first lowest; rounded to nearest even, beyond the largest number to that.
+__device__ __forceinline__ uint32_t four_fp8(Dtype format, float a, float b, float c, float d) {
+  const auto two = [=](float low, float high) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
+                                    format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
+  };
+  return two(a, b) | two(c, d) << 16;
 }
 // Byte `n` of each of four words, the first word's lowest.
 __device__ __forceinline__ uint32_t column_of(const uint32_t (&rows)[4], int n) {
@@ -27,58 +31,251 @@ __device__ __forceinline__ uint32_t column_of(const uint32_t (&rows)[4], int n) 
   return __byte_perm(__byte_perm(rows[0], rows[1], pick), __byte_perm(rows[2], rows[3], pick), 0x5410);
 }
 
-// A block casts 128 x 128 numbers. A thread takes 4 rows of 8 of them at a time and turns them in registers: a word of
-// shared memory is 4 rows of a column. A warp takes 32 rows of 32 numbers: a sector and more of each in memory, and 32
-// banks for each of its stores. R and C are multiples of 16, so that every vector is whole.
-constexpr int fp8_tile = 128, fp8_threads = 256;
+// ------------------------------------------------------------------------------------------------------ what is cast
+
+// One matrix, or several that are made from the same numbers: at() gives 8 numbers in a row of each. Numbers that an
+// activation makes are rounded to T, as if they had been written and read.
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  return float(T(x));
+}
 template <class T, Dtype format>
-__global__ void __launch_bounds__(fp8_threads) to_fp8_kernel(uint8_t* rows, uint8_t* columns, float* unscale,
-                                                             const T* x, const float* amax, int64_t R, int64_t C) {
-  __shared__ uint32_t tile[fp8_tile][fp8_tile / 4 + 1];  // [column][four rows]
-  const float scale = fp8::scale_for(*amax, fp8::format(format).largest);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *unscale = 1 / scale;
+struct Matrix {
+  static constexpr int matrices = 1;
+  static constexpr Dtype format_of(int) { return format; }
+  const T* x;  // (R,C)
+  int64_t C;
+  __device__ void at(float (&v)[1][8], int64_t r, int64_t c) const { load(v[0], x + r * C + c); }
+};
+template <class T>
+struct Gelu {  // g
+  static constexpr int matrices = 1, amaxes = 1;
+  static constexpr Dtype format_of(int) { return Dtype::e4m3; }
+  static constexpr int amax_of(int) { return 0; }
+  const T* h;  // (R,F)
+  int64_t F;
+  __device__ void at(float (&v)[1][8], int64_t r, int64_t c) const {
+    load(v[0], h + r * F + c);
+#pragma unroll
+    for (float& x : v[0]) x = rounded<T>(gelu<T>(x).x);
+  }
+};
+template <class T>
+struct GeluGradients {  // dh, g
+  static constexpr int matrices = 2, amaxes = 2;
+  static constexpr Dtype format_of(int k) { return k == 0 ? Dtype::e5m2 : Dtype::e4m3; }
+  static constexpr int amax_of(int k) { return k; }
+  const T *dg, *h;  // (R,F)
+  int64_t F;
+  __device__ void at(float (&v)[2][8], int64_t r, int64_t c) const {
+    load(v[0], dg + r * F + c), load(v[1], h + r * F + c);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 of = gelu<T>(v[1][i]);
+      v[0][i] = rounded<T>(v[0][i] * of.y), v[1][i] = rounded<T>(of.x);
+    }
+  }
+};
+template <class T>
+struct Swiglu {  // g
+  static constexpr int matrices = 1, amaxes = 1;
+  static constexpr Dtype format_of(int) { return Dtype::e4m3; }
+  static constexpr int amax_of(int) { return 0; }
+  const T* h;  // (R,2F)
+  int64_t F;
+  __device__ void at(float (&v)[1][8], int64_t r, int64_t c) const {
+    float up[8];
+    load(v[0], h + 2 * r * F + c), load(up, h + 2 * r * F + F + c);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[0][i] = rounded<T>(swiglu<T>(v[0][i], up[i]));
+  }
+};
+template <class T>
+struct SwigluGradients {  // the two halves of dh, which have one scale, and g
+  static constexpr int matrices = 3, amaxes = 2;
+  static constexpr Dtype format_of(int k) { return k < 2 ? Dtype::e5m2 : Dtype::e4m3; }
+  static constexpr int amax_of(int k) { return k / 2; }
+  const T *dg, *h;  // (R,F), (R,2F)
+  int64_t F;
+  __device__ void at(float (&v)[3][8], int64_t r, int64_t c) const {
+    load(v[0], h + 2 * r * F + c), load(v[1], h + 2 * r * F + F + c), load(v[2], dg + r * F + c);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SwigluGradient of = swiglu_gradient<T>(v[0][i], v[1][i], v[2][i]);
+      v[0][i] = rounded<T>(of.gate), v[1][i] = rounded<T>(of.up), v[2][i] = rounded<T>(of.g);
+    }
+  }
+};
+
+// partials (amaxes,gridDim.x). `across` threads, whole warps of them, stand along a row, the others of a block on the
+// rows behind it.
+template <class F>
+__global__ void __launch_bounds__(sum_threads) amax_kernel(float* partials, F f, int64_t R, int64_t C, int across) {
+  const int64_t below = blockDim.x / across, column = threadIdx.x % across * 8;
+  float most[F::amaxes] = {};
+  for (int64_t r = int64_t(blockIdx.x) * below + threadIdx.x / across; r < R; r += gridDim.x * below) {
+#pragma unroll 2
+    for (int64_t c = column; c < C; c += across * 8) {
+      float v[F::matrices][8];
+      f.at(v, r, c);
+#pragma unroll
+      for (int k = 0; k < F::matrices; ++k)
+#pragma unroll
+        for (float x : v[k]) most[F::amax_of(k)] = both<Term::largest>(most[F::amax_of(k)], term_of<Term::largest>(x));
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < F::amaxes; ++k) {
+    const float all = block_total<Term::largest>(most[k]);
+    if (threadIdx.x == 0) partials[k * gridDim.x + blockIdx.x] = all;
+    __syncthreads();
+  }
+}
+// out (amaxes); partials: amaxes * sum_partials() numbers.
+template <class F>
+void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R, int64_t C) {
+  const int across = int(std::min<int64_t>(sum_threads, round_up_to_warp(C / 8))), below = sum_threads / across;
+  const int blocks = int(std::min(ops::sum_partials(), ceil_div(R, below)));
+  amax_kernel<<<blocks, across * below, 0, stream>>>(partials, f, R, C, across);
+  CUDA_CHECK_LAUNCH();
+  for (int k = 0; k < F::amaxes; ++k) {
+    sum_finish_kernel<float, Term::largest>
+        <<<1, sum_threads, 0, stream>>>(out + k, partials + k * blocks, blocks, false);
+    CUDA_CHECK_LAUNCH();
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- casts
+
+// Where a matrix goes; its rows are parts of rows of ld numbers.
+struct Fp8Target {
+  uint8_t *rows, *columns;
+  float* unscale;
+  const float* amax;
+  int64_t ld;
+};
+template <int n>
+struct Fp8Targets {
+  Fp8Target of[n];
+};
+
+// A block casts 128 x 128 numbers of each matrix. A thread takes 4 rows of 8 of them at a time and turns them in
+// registers: a word of shared memory is 4 rows of a column. A warp takes 32 rows of 32 numbers: a sector and more of
+// each in memory, and 32 banks for each of its stores. R and C are multiples of 16, so that every vector is whole.
+constexpr int fp8_tile = 128, fp8_threads = 256;
+template <class F>
+__global__ void __launch_bounds__(fp8_threads)
+    to_fp8_kernel(F f, Fp8Targets<F::matrices> targets, int64_t R, int64_t C) {
+  constexpr int n = F::matrices, turns = 16 * warp / fp8_threads;  // 4 x 4 parts of 32 x 32
+  __shared__ uint32_t tile[fp8_tile][fp8_tile / 4 + 1];            // [column][four rows]
+  float scale[n];
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    scale[k] = fp8::scale_for(*targets.of[k].amax, fp8::largest_number(F::format_of(k)));
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *targets.of[k].unscale = 1 / scale[k];
+  }
   const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
   const int wide = threadIdx.x % 4, high = threadIdx.x / 4 % 8, at = threadIdx.x / warp;
+  const auto four_of = [&](int turn) { return (at + turn * (fp8_threads / warp)) / 4 * 8 + high; };
+  const auto column_of_turn = [&](int turn) { return (at + turn * (fp8_threads / warp)) % 4 * 32 + wide * 8; };
+  uint32_t low[turns][n][4], next[turns][n][4];  // columns 0 to 3 and 4 to 7 of each row
 #pragma unroll
-  for (int part = at; part < 16; part += fp8_threads / warp) {  // 4 x 4 parts of 32 x 32
-    const int four = part / 4 * 8 + high, c = part % 4 * 32 + wide * 8;
-    const int64_t row = r0 + 4 * four, column = c0 + c;
+  for (int turn = 0; turn < turns; ++turn) {
+    const int64_t row = r0 + 4 * four_of(turn), column = c0 + column_of_turn(turn);
     if (row >= R || column >= C) continue;
-    float v[4][8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load(v[i], x + (row + i) * C + column);
-    uint32_t low[4], next[4];  // columns 0 to 3 and 4 to 7 of each row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      float v[n][8];
+      f.at(v, row + i, column);
 #pragma unroll
-      for (float& a : v[i]) a *= scale;
-      low[i] = two_fp8<format>(v[i][0], v[i][1]) | two_fp8<format>(v[i][2], v[i][3]) << 16;
-      next[i] = two_fp8<format>(v[i][4], v[i][5]) | two_fp8<format>(v[i][6], v[i][7]) << 16;
-      if (rows) *reinterpret_cast<uint2*>(rows + (row + i) * C + column) = make_uint2(low[i], next[i]);
+      for (int k = 0; k < n; ++k) {
+#pragma unroll
+        for (float& a : v[k]) a *= scale[k];
+        low[turn][k][i] = four_fp8(F::format_of(k), v[k][0], v[k][1], v[k][2], v[k][3]);
+        next[turn][k][i] = four_fp8(F::format_of(k), v[k][4], v[k][5], v[k][6], v[k][7]);
+        const Fp8Target& to = targets.of[k];
+        if (to.rows)
+          *reinterpret_cast<uint2*>(to.rows + (row + i) * to.ld + column) =
+              make_uint2(low[turn][k][i], next[turn][k][i]);
+      }
     }
+  }
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    uint8_t* const columns = targets.of[k].columns;
     if (!columns) continue;
+    if (k > 0) __syncthreads();
 #pragma unroll
-    for (int n = 0; n < 4; ++n) tile[c + n][four] = column_of(low, n), tile[c + 4 + n][four] = column_of(next, n);
-  }
-  if (!columns) return;
-  __syncthreads();
+    for (int turn = 0; turn < turns; ++turn) {
+      const int four = four_of(turn), c = column_of_turn(turn);
+      if (r0 + 4 * four >= R || c0 + c >= C) continue;
 #pragma unroll
-  for (int i = threadIdx.x; i < fp8_tile * fp8_tile / 16; i += fp8_threads) {
-    const int c = i / 8, four = i % 8 * 4;
-    const int64_t row = r0 + 4 * four, column = c0 + c;
-    if (row >= R || column >= C) continue;
-    const uint32_t(&w)[fp8_tile / 4 + 1] = tile[c];
-    *reinterpret_cast<uint4*>(columns + column * R + row) = make_uint4(w[four], w[four + 1], w[four + 2], w[four + 3]);
+      for (int m = 0; m < 4; ++m)
+        tile[c + m][four] = column_of(low[turn][k], m), tile[c + 4 + m][four] = column_of(next[turn][k], m);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = threadIdx.x; i < fp8_tile * fp8_tile / 16; i += fp8_threads) {
+      const int c = i / 8, four = i % 8 * 4;
+      const int64_t row = r0 + 4 * four, column = c0 + c;
+      if (row >= R || column >= C) continue;
+      const uint32_t(&w)[fp8_tile / 4 + 1] = tile[c];
+      *reinterpret_cast<uint4*>(columns + column * R + row) =
+          make_uint4(w[four], w[four + 1], w[four + 2], w[four + 3]);
+    }
   }
+}
+template <class F>
+void cast_to_fp8(cudaStream_t stream, F f, const Fp8Targets<F::matrices>& targets, int64_t R, int64_t C) {
+  const dim3 blocks(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));
+  to_fp8_kernel<<<blocks, fp8_threads, 0, stream>>>(f, targets, R, C);
+  CUDA_CHECK_LAUNCH();
+}
+inline Fp8Target target(const ops::Fp8Matrix& to, const float* amax, int64_t ld) {
+  return {to.rows, to.columns, to.unscale, amax, ld};
+}
+// Columns [from, ...) of the matrix, which has R rows.
+inline Fp8Target part_of(Fp8Target to, int64_t from, int64_t R) {
+  if (to.rows) to.rows += from;
+  if (to.columns) to.columns += from * R;
+  return to;
 }
 
 template <class T>
 void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
   if (R == 0 || C == 0) return;
-  const dim3 blocks(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));
-  const auto kernel = to.format == Dtype::e5m2 ? to_fp8_kernel<T, Dtype::e5m2> : to_fp8_kernel<T, Dtype::e4m3>;
-  kernel<<<blocks, fp8_threads, 0, stream>>>(to.rows, to.columns, to.unscale, x, amax, R, C);
-  CUDA_CHECK_LAUNCH();
+  const auto cast = [&](auto matrix) { cast_to_fp8(stream, matrix, {{target(to, amax, C)}}, R, C); };
+  if (to.format == Dtype::e5m2) cast(Matrix<T, Dtype::e5m2>{x, C});
+  else cast(Matrix<T, Dtype::e4m3>{x, C});
+}
+
+template <class T>
+void activation_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& g, const T* h, float* amax,
+                       float* partials, int64_t R, int64_t F) {
+  if (R == 0 || F == 0) return;
+  const auto cast = [&](auto activated) {
+    largest_of(stream, amax, activated, partials, R, F);
+    cast_to_fp8(stream, activated, {{target(g, amax, F)}}, R, F);
+  };
+  if (kind == ops::Activation::gelu) cast(Gelu<T>{h, F});
+  else cast(Swiglu<T>{h, F});
+}
+template <class T>
+void activation_backward_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& dh,
+                                const ops::Fp8Matrix& g, const T* dg, const T* h, float* amax, float* partials,
+                                int64_t R, int64_t F) {
+  if (R == 0 || F == 0) return;
+  const Fp8Target to_g = target(g, amax + 1, F);
+  if (kind == ops::Activation::gelu) {
+    const GeluGradients<T> all{dg, h, F};
+    largest_of(stream, amax, all, partials, R, F);
+    cast_to_fp8(stream, all, {{target(dh, amax, F), to_g}}, R, F);
+  } else {
+    const SwigluGradients<T> all{dg, h, F};
+    const Fp8Target to_dh = target(dh, amax, 2 * F);
+    largest_of(stream, amax, all, partials, R, F);
+    cast_to_fp8(stream, all, {{to_dh, part_of(to_dh, F, R), to_g}}, R, F);
+  }
 }
 
 }  // namespace gpu

@@ -180,6 +180,7 @@ void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate)
 }
 
 // Kernels cast bf16 alone.
+static int64_t copies_of(const Fp8Matrix& m) { return (m.rows != nullptr) + (m.columns != nullptr); }
 template <class T>
 void amax(Stream& s, float* out, const T* x, float* partials, int64_t n) {
   RUN(!is_bf16<T>, moves<T>(n, 2), amax, out, x, partials, n);
@@ -187,8 +188,25 @@ void amax(Stream& s, float* out, const T* x, float* partials, int64_t n) {
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
   ASSERT(!s.on_gpu() || (R % 16 == 0 && C % 16 == 0));
-  const int64_t copies = (to.rows != nullptr) + (to.columns != nullptr);
-  RUN(!is_bf16<T>, moves<char>(R * C * (int64_t(sizeof(T)) + copies)), to_fp8, to, x, amax, R, C);
+  RUN(!is_bf16<T>, moves<char>(R * C * (int64_t(sizeof(T)) + copies_of(to))), to_fp8, to, x, amax, R, C);
+}
+
+template <class T>
+void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* h, float* amax, float* partials,
+                       int64_t R, int64_t F) {
+  ASSERT(!s.on_gpu() || (R % 16 == 0 && F % 16 == 0));
+  const int64_t read = (kind == Activation::swiglu ? 2 : 1) * int64_t(sizeof(T));
+  RUN(!is_bf16<T>, moves<char>(R * F * (2 * read + copies_of(g)), 3), activation_to_fp8, kind, g, h, amax, partials, R,
+      F);
+}
+template <class T>
+void activation_backward_to_fp8(Stream& s, Activation kind, const Fp8Matrix& dh, const Fp8Matrix& g, const T* dg,
+                                const T* h, float* amax, float* partials, int64_t R, int64_t F) {
+  ASSERT(!s.on_gpu() || (R % 16 == 0 && F % 16 == 0));
+  ASSERT(dh.format == Dtype::e5m2 && g.format == Dtype::e4m3);
+  const int64_t row = kind == Activation::swiglu ? 2 : 1, read = (row + 1) * int64_t(sizeof(T));
+  RUN(!is_bf16<T>, moves<char>(R * F * (2 * read + row * copies_of(dh) + copies_of(g)), 4), activation_backward_to_fp8,
+      kind, dh, g, dg, h, amax, partials, R, F);
 }
 
 template <class T>
@@ -240,26 +258,29 @@ void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, 
 
 // ------------------------------------------------------------------------------------------------------ instantiation
 
-#define FOR(T)                                                                                                  \
-  template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t, \
-                             int64_t, double);                                                                  \
-  template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t); \
-  template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                     \
-  template void add(Stream&, T*, const T*, const T*, int64_t);                                                  \
-  template void gelu_forward(Stream&, T*, const T*, int64_t);                                                   \
-  template void gelu_backward(Stream&, T*, T*, int64_t);                                                        \
-  template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                        \
-  template void swiglu_backward(Stream&, T*, T*, int64_t, int64_t);                                             \
-  template void silu_forward(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                   \
-  template void silu_backward(Stream&, T*, T*, const T*, int64_t, int64_t, int64_t);                            \
-  template void copy_columns(Stream&, T*, const T*, int64_t, int64_t, int64_t, int64_t);                        \
-  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, const Rope&);                               \
-  template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);          \
-  template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);      \
-  template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                          \
-  template void amax(Stream&, float*, const T*, float*, int64_t);                                               \
-  template void to_fp8(Stream&, const Fp8Matrix&, const T*, const float*, int64_t, int64_t);                    \
-  template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);        \
+#define FOR(T)                                                                                                        \
+  template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t,       \
+                             int64_t, double);                                                                        \
+  template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t);       \
+  template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                           \
+  template void add(Stream&, T*, const T*, const T*, int64_t);                                                        \
+  template void gelu_forward(Stream&, T*, const T*, int64_t);                                                         \
+  template void gelu_backward(Stream&, T*, T*, int64_t);                                                              \
+  template void swiglu_forward(Stream&, T*, const T*, int64_t, int64_t);                                              \
+  template void swiglu_backward(Stream&, T*, T*, int64_t, int64_t);                                                   \
+  template void silu_forward(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                         \
+  template void silu_backward(Stream&, T*, T*, const T*, int64_t, int64_t, int64_t);                                  \
+  template void copy_columns(Stream&, T*, const T*, int64_t, int64_t, int64_t, int64_t);                              \
+  template void rope_table<T>(Stream&, acc_t<T>*, int64_t, int64_t, const Rope&);                                     \
+  template void rope(Stream&, T*, const acc_t<T>*, int64_t, int64_t, int64_t, int64_t, int64_t, bool);                \
+  template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);            \
+  template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                                \
+  template void amax(Stream&, float*, const T*, float*, int64_t);                                                     \
+  template void to_fp8(Stream&, const Fp8Matrix&, const T*, const float*, int64_t, int64_t);                          \
+  template void activation_to_fp8(Stream&, Activation, const Fp8Matrix&, const T*, float*, float*, int64_t, int64_t); \
+  template void activation_backward_to_fp8(Stream&, Activation, const Fp8Matrix&, const Fp8Matrix&, const T*,         \
+                                           const T*, float*, float*, int64_t, int64_t);                               \
+  template void cross_entropy(Stream&, T*, acc_t<T>*, const int32_t*, acc_t<T>, bool, int64_t, int64_t);              \
   template void accumulate_gradient(Stream&, float*, const T*, int64_t, bool, PowerSum);
 FOR(float)
 FOR(bf16)

@@ -54,6 +54,19 @@ struct Fp8Matrix {
 // not finite, neither is a product of `to`.
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C);
+// What an activation makes, cast without being written: the same bytes as amax and to_fp8 make of what gelu_forward or
+// swiglu_forward has written, with less of memory's time.
+enum class Activation { gelu, swiglu };
+// g (R,F) of h (R,F), or of SwiGLU (R,2F). amax (1) is written. partials: sum_partials() numbers.
+template <class T>
+void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* h, float* amax, float* partials,
+                       int64_t R, int64_t F);
+// dh, of h's shape and e5m2, and g (R,F) in e4m3, from dg (R,F) and h. amax (2), of dh and of g, is written. partials:
+// 2
+// * sum_partials() numbers.
+template <class T>
+void activation_backward_to_fp8(Stream& s, Activation kind, const Fp8Matrix& dh, const Fp8Matrix& g, const T* dg,
+                                const T* h, float* amax, float* partials, int64_t R, int64_t F);
 // A factor of a product: rows of K numbers, along which it is summed. Tensor cores take fp8 in this layout alone, so a
 // product that sums along columns reads the transposes.
 struct Fp8Factor {
