@@ -1,6 +1,7 @@
 // Rows of results: read, told apart, and rounds of one run made one row.
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -22,6 +23,13 @@ json figures_of(const json& row) {
   json result = row.contains("result") && row["result"].is_object() ? row["result"] : json::object();
   const json validated = row.value("val_losses", json::array());  // [step, loss]
   if (!validated.empty()) result["val_loss"] = validated.back().at(1);
+  const json losses = row.value("losses", json::array());
+  if (const size_t n = losses.size() / 10; n > 0 && losses.back().is_number()) {
+    double sum = 0;
+    for (size_t i = losses.size() - n; i < losses.size(); ++i)
+      sum += losses[i].is_number() ? losses[i].get<double>() : NAN;
+    result["tail_loss"] = sum / double(n);
+  }
   if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
     result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
   if (has_number(result, "tokens_per_sec") && row.value("ranks", 0) > 0)
