@@ -17,14 +17,6 @@ void amax(cudaStream_t stream, float* out, const T* x, float* partials, int64_t 
   sum_by_blocks<Term::largest, width<T>>(stream, out, Read<T>{x}, partials, n, aligned(x), /*accumulate=*/false);
 }
 
-// Four numbers in a word, the first lowest; rounded to nearest even, beyond the largest number to that.
-__device__ __forceinline__ uint32_t four_fp8(Dtype format, float a, float b, float c, float d) {
-  const auto two = [=](float low, float high) -> uint32_t {
-    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
-                                    format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
-  };
-  return two(a, b) | two(c, d) << 16;
-}
 // Byte `n` of each of four words, the first word's lowest.
 __device__ __forceinline__ uint32_t column_of(const uint32_t (&rows)[4], int n) {
   const uint32_t pick = n | (n + 4) << 4;
@@ -33,100 +25,109 @@ __device__ __forceinline__ uint32_t column_of(const uint32_t (&rows)[4], int n) 
 
 // ------------------------------------------------------------------------------------------------------ what is cast
 
-// One matrix, or several that are made from the same numbers: at() gives 8 numbers in a row of each. Numbers that an
-// activation makes are rounded to T, as if they had been written and read.
-template <class T>
-__device__ __forceinline__ float rounded(float x) {
-  return float(T(x));
+// One matrix of bf16, or several that are made from the same numbers: at() gives 8 numbers in a row of each, two in a
+// word. Numbers that an activation makes are rounded, as if they had been written and read.
+using Eight = uint32_t[4];
+__device__ __forceinline__ void load(Eight& w, const bf16* x) {
+  const uint4 v = *reinterpret_cast<const uint4*>(x);
+  w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
 }
-template <class T, Dtype format>
+__device__ __forceinline__ float low(uint32_t w) { return __uint_as_float(w << 16); }
+__device__ __forceinline__ float high(uint32_t w) { return __uint_as_float(w & 0xffff0000); }
+
+template <Dtype format>
 struct Matrix {
   static constexpr int matrices = 1;
   static constexpr Dtype format_of(int) { return format; }
-  const T* x;  // (R,C)
+  const bf16* x;  // (R,C)
   int64_t C;
-  __device__ void at(float (&v)[1][8], int64_t r, int64_t c) const { load(v[0], x + r * C + c); }
+  __device__ void at(Eight (&w)[1], int64_t r, int64_t c) const { load(w[0], x + r * C + c); }
 };
-template <class T>
 struct Gelu {  // g
   static constexpr int matrices = 1, amaxes = 1;
   static constexpr Dtype format_of(int) { return Dtype::e4m3; }
   static constexpr int amax_of(int) { return 0; }
-  const T* h;  // (R,F)
+  const bf16* h;  // (R,F)
   int64_t F;
-  __device__ void at(float (&v)[1][8], int64_t r, int64_t c) const {
-    load(v[0], h + r * F + c);
+  __device__ void at(Eight (&w)[1], int64_t r, int64_t c) const {
+    load(w[0], h + r * F + c);
 #pragma unroll
-    for (float& x : v[0]) x = rounded<T>(gelu<T>(x).x);
+    for (uint32_t& x : w[0]) x = two_bf16(gelu<bf16>(low(x)).x, gelu<bf16>(high(x)).x);
   }
 };
-template <class T>
 struct GeluGradients {  // dh, g
   static constexpr int matrices = 2, amaxes = 2;
   static constexpr Dtype format_of(int k) { return k == 0 ? Dtype::e5m2 : Dtype::e4m3; }
   static constexpr int amax_of(int k) { return k; }
-  const T *dg, *h;  // (R,F)
+  const bf16 *dg, *h;  // (R,F)
   int64_t F;
-  __device__ void at(float (&v)[2][8], int64_t r, int64_t c) const {
-    load(v[0], dg + r * F + c), load(v[1], h + r * F + c);
+  __device__ void at(Eight (&w)[2], int64_t r, int64_t c) const {
+    load(w[0], dg + r * F + c), load(w[1], h + r * F + c);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 of = gelu<T>(v[1][i]);
-      v[0][i] = rounded<T>(v[0][i] * of.y), v[1][i] = rounded<T>(of.x);
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = gelu<bf16>(low(w[1][i])), b = gelu<bf16>(high(w[1][i]));
+      w[0][i] = two_bf16(low(w[0][i]) * a.y, high(w[0][i]) * b.y), w[1][i] = two_bf16(a.x, b.x);
     }
   }
 };
-template <class T>
 struct Swiglu {  // g
   static constexpr int matrices = 1, amaxes = 1;
   static constexpr Dtype format_of(int) { return Dtype::e4m3; }
   static constexpr int amax_of(int) { return 0; }
-  const T* h;  // (R,2F)
+  const bf16* h;  // (R,2F)
   int64_t F;
-  __device__ void at(float (&v)[1][8], int64_t r, int64_t c) const {
-    float up[8];
-    load(v[0], h + 2 * r * F + c), load(up, h + 2 * r * F + F + c);
+  __device__ void at(Eight (&w)[1], int64_t r, int64_t c) const {
+    Eight up;
+    load(w[0], h + 2 * r * F + c), load(up, h + 2 * r * F + F + c);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[0][i] = rounded<T>(swiglu<T>(v[0][i], up[i]));
+    for (int i = 0; i < 4; ++i)
+      w[0][i] = two_bf16(swiglu<bf16>(low(w[0][i]), low(up[i])), swiglu<bf16>(high(w[0][i]), high(up[i])));
   }
 };
-template <class T>
 struct SwigluGradients {  // the two halves of dh, which have one scale, and g
   static constexpr int matrices = 3, amaxes = 2;
   static constexpr Dtype format_of(int k) { return k < 2 ? Dtype::e5m2 : Dtype::e4m3; }
   static constexpr int amax_of(int k) { return k / 2; }
-  const T *dg, *h;  // (R,F), (R,2F)
+  const bf16 *dg, *h;  // (R,F), (R,2F)
   int64_t F;
-  __device__ void at(float (&v)[3][8], int64_t r, int64_t c) const {
-    load(v[0], h + 2 * r * F + c), load(v[1], h + 2 * r * F + F + c), load(v[2], dg + r * F + c);
+  __device__ void at(Eight (&w)[3], int64_t r, int64_t c) const {
+    load(w[0], h + 2 * r * F + c), load(w[1], h + 2 * r * F + F + c), load(w[2], dg + r * F + c);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const SwigluGradient of = swiglu_gradient<T>(v[0][i], v[1][i], v[2][i]);
-      v[0][i] = rounded<T>(of.gate), v[1][i] = rounded<T>(of.up), v[2][i] = rounded<T>(of.g);
+    for (int i = 0; i < 4; ++i) {
+      const SwigluGradient a = swiglu_gradient<bf16>(low(w[0][i]), low(w[1][i]), low(w[2][i]));
+      const SwigluGradient b = swiglu_gradient<bf16>(high(w[0][i]), high(w[1][i]), high(w[2][i]));
+      w[0][i] = two_bf16(a.gate, b.gate), w[1][i] = two_bf16(a.up, b.up), w[2][i] = two_bf16(a.g, b.g);
     }
   }
 };
 
+// The larger of two, twice; NaN if either is.
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+  uint32_t c;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
 // partials (amaxes,gridDim.x). `across` threads, whole warps of them, stand along a row, the others of a block on the
 // rows behind it.
 template <class F>
 __global__ void __launch_bounds__(sum_threads) amax_kernel(float* partials, F f, int64_t R, int64_t C, int across) {
   const int64_t below = blockDim.x / across, column = threadIdx.x % across * 8;
-  float most[F::amaxes] = {};
+  uint32_t most[F::amaxes] = {};  // two in each
   for (int64_t r = int64_t(blockIdx.x) * below + threadIdx.x / across; r < R; r += gridDim.x * below) {
 #pragma unroll 2
     for (int64_t c = column; c < C; c += across * 8) {
-      float v[F::matrices][8];
-      f.at(v, r, c);
+      Eight w[F::matrices];
+      f.at(w, r, c);
 #pragma unroll
       for (int k = 0; k < F::matrices; ++k)
 #pragma unroll
-        for (float x : v[k]) most[F::amax_of(k)] = both<Term::largest>(most[F::amax_of(k)], term_of<Term::largest>(x));
+        for (uint32_t x : w[k]) most[F::amax_of(k)] = larger(most[F::amax_of(k)], x & 0x7fff7fff);
     }
   }
 #pragma unroll
   for (int k = 0; k < F::amaxes; ++k) {
-    const float all = block_total<Term::largest>(most[k]);
+    const float a = term_of<Term::largest>(low(most[k])), b = term_of<Term::largest>(high(most[k]));
+    const float all = block_total<Term::largest>(both<Term::largest>(a, b));
     if (threadIdx.x == 0) partials[k * gridDim.x + blockIdx.x] = all;
     __syncthreads();
   }
@@ -147,6 +148,15 @@ void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R
 
 // ------------------------------------------------------------------------------------------------------------- casts
 
+// Four numbers in a word, the first lowest, of two words of two; rounded to nearest even, beyond the largest number to
+// that.
+__device__ __forceinline__ uint32_t four_fp8(Dtype format, uint32_t a, uint32_t b, float scale) {
+  const auto two = [=](uint32_t w) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low(w) * scale, high(w) * scale), __NV_SATFINITE,
+                                    format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
+  };
+  return two(a) | two(b) << 16;
+}
 // Where a matrix goes; its rows are parts of rows of ld numbers.
 struct Fp8Target {
   uint8_t *rows, *columns;
@@ -178,25 +188,23 @@ __global__ void __launch_bounds__(fp8_threads)
   const int wide = threadIdx.x % 4, high = threadIdx.x / 4 % 8, at = threadIdx.x / warp;
   const auto four_of = [&](int turn) { return (at + turn * (fp8_threads / warp)) / 4 * 8 + high; };
   const auto column_of_turn = [&](int turn) { return (at + turn * (fp8_threads / warp)) % 4 * 32 + wide * 8; };
-  uint32_t low[turns][n][4], next[turns][n][4];  // columns 0 to 3 and 4 to 7 of each row
+  uint32_t left[turns][n][4], right[turns][n][4];  // columns 0 to 3 and 4 to 7 of each row
 #pragma unroll
   for (int turn = 0; turn < turns; ++turn) {
     const int64_t row = r0 + 4 * four_of(turn), column = c0 + column_of_turn(turn);
     if (row >= R || column >= C) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float v[n][8];
-      f.at(v, row + i, column);
+      Eight w[n];
+      f.at(w, row + i, column);
 #pragma unroll
       for (int k = 0; k < n; ++k) {
-#pragma unroll
-        for (float& a : v[k]) a *= scale[k];
-        low[turn][k][i] = four_fp8(F::format_of(k), v[k][0], v[k][1], v[k][2], v[k][3]);
-        next[turn][k][i] = four_fp8(F::format_of(k), v[k][4], v[k][5], v[k][6], v[k][7]);
+        left[turn][k][i] = four_fp8(F::format_of(k), w[k][0], w[k][1], scale[k]);
+        right[turn][k][i] = four_fp8(F::format_of(k), w[k][2], w[k][3], scale[k]);
         const Fp8Target& to = targets.of[k];
         if (to.rows)
           *reinterpret_cast<uint2*>(to.rows + (row + i) * to.ld + column) =
-              make_uint2(low[turn][k][i], next[turn][k][i]);
+              make_uint2(left[turn][k][i], right[turn][k][i]);
       }
     }
   }
@@ -211,7 +219,7 @@ __global__ void __launch_bounds__(fp8_threads)
       if (r0 + 4 * four >= R || c0 + c >= C) continue;
 #pragma unroll
       for (int m = 0; m < 4; ++m)
-        tile[c + m][four] = column_of(low[turn][k], m), tile[c + 4 + m][four] = column_of(next[turn][k], m);
+        tile[c + m][four] = column_of(left[turn][k], m), tile[c + 4 + m][four] = column_of(right[turn][k], m);
     }
     __syncthreads();
 #pragma unroll
@@ -241,37 +249,35 @@ inline Fp8Target part_of(Fp8Target to, int64_t from, int64_t R) {
   return to;
 }
 
-template <class T>
-void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
+inline void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const bf16* x, const float* amax, int64_t R,
+                   int64_t C) {
   if (R == 0 || C == 0) return;
   const auto cast = [&](auto matrix) { cast_to_fp8(stream, matrix, {{target(to, amax, C)}}, R, C); };
-  if (to.format == Dtype::e5m2) cast(Matrix<T, Dtype::e5m2>{x, C});
-  else cast(Matrix<T, Dtype::e4m3>{x, C});
+  if (to.format == Dtype::e5m2) cast(Matrix<Dtype::e5m2>{x, C});
+  else cast(Matrix<Dtype::e4m3>{x, C});
 }
 
-template <class T>
-void activation_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& g, const T* h, float* amax,
-                       float* partials, int64_t R, int64_t F) {
+inline void activation_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& g, const bf16* h,
+                              float* amax, float* partials, int64_t R, int64_t F) {
   if (R == 0 || F == 0) return;
   const auto cast = [&](auto activated) {
     largest_of(stream, amax, activated, partials, R, F);
     cast_to_fp8(stream, activated, {{target(g, amax, F)}}, R, F);
   };
-  if (kind == ops::Activation::gelu) cast(Gelu<T>{h, F});
-  else cast(Swiglu<T>{h, F});
+  if (kind == ops::Activation::gelu) cast(Gelu{h, F});
+  else cast(Swiglu{h, F});
 }
-template <class T>
-void activation_backward_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& dh,
-                                const ops::Fp8Matrix& g, const T* dg, const T* h, float* amax, float* partials,
-                                int64_t R, int64_t F) {
+inline void activation_backward_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& dh,
+                                       const ops::Fp8Matrix& g, const bf16* dg, const bf16* h, float* amax,
+                                       float* partials, int64_t R, int64_t F) {
   if (R == 0 || F == 0) return;
   const Fp8Target to_g = target(g, amax + 1, F);
   if (kind == ops::Activation::gelu) {
-    const GeluGradients<T> all{dg, h, F};
+    const GeluGradients all{dg, h, F};
     largest_of(stream, amax, all, partials, R, F);
     cast_to_fp8(stream, all, {{target(dh, amax, F), to_g}}, R, F);
   } else {
-    const SwigluGradients<T> all{dg, h, F};
+    const SwigluGradients all{dg, h, F};
     const Fp8Target to_dh = target(dh, amax, 2 * F);
     largest_of(stream, amax, all, partials, R, F);
     cast_to_fp8(stream, all, {{to_dh, part_of(to_dh, F, R), to_g}}, R, F);
