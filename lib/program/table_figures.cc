@@ -65,6 +65,7 @@ const Figure figures[] = {
     {"kernels",             "kernels",                       whole},
     {"last_loss",           "last loss",                     four_digits},
     {"best_loss",           "best loss",                     four_digits},
+    {"mean_loss",           "mean loss",                     four_digits},
     {"tail_loss",           "mean loss of the last tenth",   four_digits},
     {"val_loss",            "validation loss",               four_digits},
 };

@@ -1,7 +1,6 @@
 // Rows of results: read, told apart, and rounds of one run made one row.
 #include <algorithm>
 #include <cctype>
-#include <cmath>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -19,17 +18,22 @@ bool has_number(const json& j, const char* key) { return j.is_object() && j.cont
 bool is_planned(const json& row) { return row.contains("planned") && row["planned"] == true; }
 bool is_training(const json& row) { return row.contains("row") && row["row"].is_string(); }
 
+static json mean_of_last(const json& losses, size_t n) {
+  double sum = 0;
+  for (size_t i = losses.size() - n; i < losses.size(); ++i) {
+    if (!losses[i].is_number()) return nullptr;
+    sum += losses[i].get<double>();
+  }
+  return sum / double(n);
+}
+
 json figures_of(const json& row) {
   json result = row.contains("result") && row["result"].is_object() ? row["result"] : json::object();
   const json validated = row.value("val_losses", json::array());  // [step, loss]
   if (!validated.empty()) result["val_loss"] = validated.back().at(1);
   const json losses = row.value("losses", json::array());
-  if (const size_t n = losses.size() / 10; n > 0 && losses.back().is_number()) {
-    double sum = 0;
-    for (size_t i = losses.size() - n; i < losses.size(); ++i)
-      sum += losses[i].is_number() ? losses[i].get<double>() : NAN;
-    result["tail_loss"] = sum / double(n);
-  }
+  if (!losses.empty()) result["mean_loss"] = mean_of_last(losses, losses.size());
+  if (losses.size() >= 10) result["tail_loss"] = mean_of_last(losses, losses.size() / 10);
   if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
     result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
   if (has_number(result, "tokens_per_sec") && row.value("ranks", 0) > 0)
