@@ -21,7 +21,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms) {
   // In whole tiles where pieces are large, all alike but the last.
   auto piece = [&](int64_t pieces) {
-    const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows >= 128 ? 128 : c_.fp8 ? 16 : 1;
+    const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows >= 128 ? 128 : c_.fp8 || c_.save_fp8 ? 16 : 1;
     return std::min(M_, (rows + tile - 1) / tile * tile);
   };
   const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
@@ -802,16 +802,22 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
   dev_.mark("MLP");
   Buffer<T> out = mem.take<T>(M_ * C, "block input", Purpose::activations);
   const bool keeps = keep && c_.keeps_mlp();
-  if (keeps) v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
+  if (keeps && c_.save_fp8) {
+    v->h8 = mem.take<uint8_t>(M_ * UP, "MLP hidden", Purpose::activations);
+    v->h8_unscales = mem.take<float>(forward_piece_number(M_ - 1) + 1, "MLP hidden, scales", Purpose::activations);
+  } else if (keeps) {
+    v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
+  }
   const Fp8Copy up8 = weight_to_fp8(at.up, UP, C, Sides::rows), down8 = weight_to_fp8(at.down, C, F, Sides::rows);
   for (int64_t i = 0, rows; i < M_; i += rows) {
     rows = forward_piece(i);
     Buffer<T> here;
-    if (!keeps) here = mem.take<T>(rows * UP, "MLP hidden");
-    T* h = keeps ? v->h + i * UP : here.get();
+    if (!v->h) here = mem.take<T>(rows * UP, "MLP hidden");
+    T* h = v->h ? v->h + i * UP : here.get();
     // The residual is the last product's epilogue: no kernel of its own reads and writes (M, C) once more.
     if (c_.fp8) {
       linear(h, in + i * C, at.up, up8, weight_if_any(at.up_bias), nullptr, rows, UP, C);
+      if (v->h8) save_hidden(v, h, i, rows);
       const Fp8Copy g8 = activation_to_fp8(h, rows);
       here.reset();
       linear_fp8(out + i * C, g8, down8, weight_if_any(at.down_bias), residual + i * C, rows, C, F);
@@ -824,6 +830,7 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
     } else {
       ops::matmul_gelu<T>(s, g, h, in + i * C, weight(at.up), weight_if_any(at.up_bias), rows, F, C);
     }
+    if (v->h8) save_hidden(v, h, i, rows);
     here.reset();
     ops::matmul<T>(s, out + i * C, g, weight(at.down), weight_if_any(at.down_bias), residual + i * C, rows, C, F);
   }
@@ -836,6 +843,10 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
 template <class T, class G>
 int64_t Model<T, G>::forward_piece(int64_t i) const {
   return std::min(forward_rows_, std::min(M_ - i, rows_ - i % rows_));
+}
+template <class T, class G>
+int64_t Model<T, G>::forward_piece_number(int64_t i) const {
+  return i / rows_ * ((rows_ + forward_rows_ - 1) / forward_rows_) + i % rows_ / forward_rows_;
 }
 
 // The gradient of the hidden layer exists for rows_ rows at a time, so the MLP's gradients are sums over such pieces.
@@ -875,12 +886,12 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   all.down8 = weight_to_fp8(at.down, C, F, Sides::columns);
   // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
   // each other, and their sums need not live together. In fp8 the gradient has a place of its own.
-  const bool apart = c_.keeps_mlp() && !casts_activation(at);
+  const bool apart = v->h && !casts_activation(at);
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);
     Buffer<T> recomputed;
-    if (!c_.keeps_mlp()) recomputed = recompute_hidden(block, v, i, rows);
-    T* h = c_.keeps_mlp() ? v->h + i * UP : recomputed.get();
+    if (!v->h) recomputed = v->h8 ? restore_hidden(*v, i, rows) : recompute_hidden(block, v, i, rows);
+    T* h = v->h ? v->h + i * UP : recomputed.get();
     Fp8Copy dh8 = activation_backward(block, dx + i * C, h, i, rows, all);
     if (apart) continue;
     if (i == 0) take_up();
@@ -893,7 +904,7 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
     for (int64_t i = 0; i < M_; i += rows_)
       up_backward(block, v, dx + i * C, v->h + i * UP, Fp8Copy(), i, std::min(rows_, M_ - i), all);
   }
-  v->h.reset(), all.up8 = Fp8Copy();
+  v->h.reset(), v->h8.reset(), v->h8_unscales.reset(), all.up8 = Fp8Copy();
   round(at.up, &all.up, UP * C), round(at.up_bias, &all.up_bias, F);
   round(at.norm2, &all.norm, C), round(at.norm2_bias, &all.norm_bias, C);
   release(t);
@@ -1006,6 +1017,29 @@ Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int6
   for (int64_t j = 0, some; j < rows; j += some) {
     some = forward_piece(i + j);
     linear(h + j * UP, in + j * C, at.up, up8, weight_if_any(at.up_bias), nullptr, some, UP, C);
+  }
+  return h;
+}
+
+// Rows [i, i + rows), a piece of the forward pass, in fp8 and back. The gradient is then of a layer that is rounded;
+// the forward pass goes on with the one that is not.
+template <class T, class G>
+void Model<T, G>::save_hidden(Saved* v, const T* h, int64_t i, int64_t rows) {
+  const int64_t UP = hidden_row();
+  Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
+  Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
+  ops::amax<T>(dev_.compute(), amax, h, partials, rows * UP);
+  float* const unscale = v->h8_unscales + forward_piece_number(i);
+  ops::to_fp8<T>(dev_.compute(), {Dtype::e4m3, v->h8 + i * UP, nullptr, unscale}, h, amax, rows, UP);
+}
+template <class T, class G>
+Buffer<T> Model<T, G>::restore_hidden(const Saved& v, int64_t i, int64_t rows) {
+  const int64_t UP = hidden_row();
+  Buffer<T> h = dev_.mem.take<T>(rows * UP, "MLP hidden");
+  for (int64_t j = 0, some; j < rows; j += some) {
+    some = forward_piece(i + j);
+    const float* const unscale = v.h8_unscales + forward_piece_number(i + j);
+    ops::from_fp8<T>(dev_.compute(), h + j * UP, {Dtype::e4m3, v.h8 + (i + j) * UP, unscale}, some * UP);
   }
   return h;
 }

@@ -65,6 +65,9 @@ class Model {
     Buffer<T> x2;      // (M, C) the MLP's input, x + Wo o
     Buffer<A> stats2;  // (M, 2) of its norm
     Buffer<T> h;       // (M, F), SwiGLU (M, 2F): the hidden layer before its activation
+    // Or the same in e4m3, with a scale for each piece that the forward pass made it in.
+    Buffer<uint8_t> h8;
+    Buffer<float> h8_unscales;
   };
   struct ParamRef {
     int unit = -1;  // -1: the architecture has no such parameter
@@ -170,6 +173,8 @@ class Model {
   void recompute_gated_sum(int64_t block, Saved* v);
   void recompute_middle(int64_t block, Saved* v);
   Buffer<T> recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows);
+  void save_hidden(Saved* v, const T* h, int64_t i, int64_t rows);
+  Buffer<T> restore_hidden(const Saved& v, int64_t i, int64_t rows);
   void attention_backward_turn(int64_t block, Saved* v, T* dx);
   Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
   // Does what the activation makes, and its gradients, exist in fp8 alone? A bias wants its layer's gradient itself.
@@ -185,6 +190,7 @@ class Model {
                    const MlpBackward& all);
   Buffer<T> mlp_input(int64_t block, Saved* v, int64_t i, int64_t rows, const char* name);
   int64_t forward_piece(int64_t i) const;
+  int64_t forward_piece_number(int64_t i) const;
   template <class E>
   void norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma, int64_t rows,
                      bool accumulate);

@@ -66,6 +66,7 @@ struct ModelConfig {
   Recompute recompute = Recompute::none;
   bool keep_attention = false;                // with attn, both, block: only q, k and v are recomputed
   bool fp8 = false;                           // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
+  bool save_fp8 = false;                      // the MLP's hidden layer, where it is kept, is kept in fp8
   bool diagnostics = false;                   // count what every block's gates and selection do; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
   int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_

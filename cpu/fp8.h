@@ -63,6 +63,12 @@ inline const std::array<float, 256>& decoded(Dtype t) {
 }
 
 template <class T>
+void from_fp8(T* x, const ops::Fp8Factor& from, int64_t n) {
+  const std::array<float, 256>& number = decoded(from.format);
+  for (int64_t i = 0; i < n; ++i) x[i] = T(number[from.data[i]] * *from.unscale);
+}
+
+template <class T>
 void matmul_fp8(T* z, const ops::Fp8Factor& a, const ops::Fp8Factor& b, const T* bias, const T* residual, int64_t M,
                 int64_t N, int64_t K) {
   std::vector<float> factors[2], sum(size_t(M * N));

@@ -314,6 +314,40 @@ TEST_CASE("GPU: what an activation makes is cast as if it had been written", "[f
   compare_activations<bf16>(test_device(Backend::gpu).compute(), 1040, 3072);
 }
 
+template <class T>
+std::vector<T> restored(Stream& s, Dtype format, std::vector<uint8_t> codes, float unscale) {
+  Arrays a(s);
+  std::vector<T> x(codes.size());
+  std::vector<float> undo = {unscale};
+  ops::from_fp8<T>(s, a.up(x), {format, a.up(codes), a.up(undo)}, int64_t(x.size()));
+  a.down();
+  s.synchronize();
+  return x;
+}
+TEST_CASE("fp8: what was cast comes back", "[fp8]") {
+  Stream& s = test_device(Backend::cpu).compute();
+  for (Dtype format : formats) {
+    const auto x = normals<float>(96, 11);
+    const Cast c = cast(s, format, x, 1, 96);
+    const auto back = restored<float>(s, format, c.rows, c.unscale);
+    for (size_t i = 0; i < x.size(); ++i) CHECK(back[i] == fp8::decode(c.rows[i], fp8::format(format)) * c.unscale);
+    CHECK(cast(s, format, back, 1, 96).rows == c.rows);
+  }
+}
+TEST_CASE("GPU: what was cast comes back", "[fp8][gpu][small]") {
+  if (!has_fp8()) SKIP_TEST("no GPU with fp8");
+  std::vector<uint8_t> all(16 * 300);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = uint8_t(i * 7);
+  for (Dtype format : formats) {
+    // Without what is not a number, which equals nothing.
+    for (uint8_t& code : all)
+      if ((code & 0x7f) > fp8::format(format).largest_code) code = 1;
+    Stream &gpu = test_device(Backend::gpu).compute(), &cpu = test_device(Backend::cpu).compute();
+    const auto here = restored<bf16>(cpu, format, all, 0.37f), there = restored<bf16>(gpu, format, all, 0.37f);
+    CHECK(std::memcmp(here.data(), there.data(), here.size() * sizeof(bf16)) == 0);
+  }
+}
+
 TEST_CASE("GPU: products in fp8", "[fp8][gpu]") {
   if (!has_fp8()) SKIP_TEST("no GPU with fp8");
   Stream &gpu = test_device(Backend::gpu).compute(), &cpu = test_device(Backend::cpu).compute();

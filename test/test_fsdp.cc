@@ -1242,6 +1242,24 @@ TEST_CASE("in fp8 recomputation changes no bit either, and nothing is read that 
   }
 }
 
+TEST_CASE("a hidden layer saved in fp8 changes gradients by its rounding, and the forward pass not", "[fsdp][fp8]") {
+  bool multiplied = false;
+  for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
+    multiplied = !multiplied;
+    INFO(name << (multiplied ? ", matmuls in fp8" : ""));
+    Setup s;
+    s.model = model, s.model.fp8 = multiplied, s.steps = 3, s.poison = true, s.model.hidden_bytes = 4096;
+    const Outcome wide = train<bf16, float>(s, test_world());
+    s.model.save_fp8 = true;
+    const Outcome narrow = train<bf16, float>(s, test_world());
+    CHECK(same(train<bf16, float>(s, test_world()), narrow));
+    CHECK(narrow.losses[0] == wide.losses[0]);
+    CHECK(narrow.norms[0] != wide.norms[0]);
+    CHECK(furthest(narrow.norms, wide.norms) < 0.05);
+    CHECK(furthest(narrow.losses, wide.losses) < 1e-2);
+  }
+}
+
 TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
   for (Arch arch : {Arch::rope, Arch::mlp}) {
     Setup s;
@@ -1833,6 +1851,25 @@ TEST_CASE("gradients in fp8 are those of fp32, a rounding of their factors apart
 }
 
 // --------------------------------------------------------------------------------------------------------------- GPU
+
+TEST_CASE("GPU: a hidden layer saved in fp8 is the CPU's", "[fsdp][fp8][gpu]") {
+  if (!have_gpu()) SKIP_TEST("no GPU");
+  if (test_device(Backend::gpu).compute_capability < 89) SKIP_TEST("no GPU with fp8");
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  for (Arch arch : all_archs) {
+    INFO(name_of(arch));
+    Setup s;
+    s.model = small_on_gpu(arch), s.model.save_fp8 = true, s.lr = 1e-3, s.steps = 5;
+    s.model.seq = 64;  // in sixteens, whatever the batch
+    s.backend = Backend::gpu;
+    const Outcome on_gpu = train<bf16, float>(s, test_world());
+    CHECK(same(train<bf16, float>(s, test_world()), on_gpu));
+    s.backend = Backend::cpu;
+    const Outcome on_cpu = train<bf16, float>(s, test_world());
+    CHECK(furthest(on_gpu.losses, on_cpu.losses) < 2e-2);
+    CHECK(furthest(on_gpu.norms, on_cpu.norms) < 0.1);
+  }
+}
 
 TEST_CASE("GPU: in fp8 trains as the CPU does, and alike recomputed and as a graph", "[fsdp][fp8][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");

@@ -371,6 +371,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "events",
                             "--matmul-dtype",
                             "fp8",
+                            "--save-dtype",
+                            "fp8",
                             "--list-presets",
                             "--completion",
                             "bash",

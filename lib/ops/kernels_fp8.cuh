@@ -257,6 +257,29 @@ inline void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const bf16* x,
   else cast(Matrix<Dtype::e4m3>{x, C});
 }
 
+// Back to bf16: two numbers from two bytes, the first in the lower. Both formats are parts of half's.
+__device__ __forceinline__ uint32_t two_from_fp8(uint16_t codes, Dtype format, float unscale) {
+  const __half2 x = __half2(__nv_cvt_fp8x2_to_halfraw2(codes, format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3));
+  return two_bf16(__low2float(x) * unscale, __high2float(x) * unscale);
+}
+// A thread takes 16 numbers.
+__global__ void __launch_bounds__(256) from_fp8_kernel(bf16* x, ops::Fp8Factor from, int64_t n) {
+  const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
+  if (i >= n) return;
+  const uint4 codes = *reinterpret_cast<const uint4*>(from.data + i);
+  const float unscale = *from.unscale;
+  const auto low = [&](uint32_t w) { return two_from_fp8(uint16_t(w), from.format, unscale); };
+  const auto high = [&](uint32_t w) { return two_from_fp8(uint16_t(w >> 16), from.format, unscale); };
+  uint4* const to = reinterpret_cast<uint4*>(x + i);
+  to[0] = make_uint4(low(codes.x), high(codes.x), low(codes.y), high(codes.y));
+  to[1] = make_uint4(low(codes.z), high(codes.z), low(codes.w), high(codes.w));
+}
+inline void from_fp8(cudaStream_t stream, bf16* x, const ops::Fp8Factor& from, int64_t n) {
+  if (n == 0) return;
+  from_fp8_kernel<<<unsigned(ceil_div(n, 16 * 256)), 256, 0, stream>>>(x, from, n);
+  CUDA_CHECK_LAUNCH();
+}
+
 inline void activation_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& g, const bf16* h,
                               float* amax, float* partials, int64_t R, int64_t F) {
   if (R == 0 || F == 0) return;

@@ -192,6 +192,11 @@ void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64
 }
 
 template <class T>
+void from_fp8(Stream& s, T* x, const Fp8Factor& from, int64_t n) {
+  ASSERT(!s.on_gpu() || n % 16 == 0);
+  RUN(!is_bf16<T>, moves<char>(n * (1 + int64_t(sizeof(T)))), from_fp8, x, from, n);
+}
+template <class T>
 void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* h, float* amax, float* partials,
                        int64_t R, int64_t F) {
   ASSERT(!s.on_gpu() || (R % 16 == 0 && F % 16 == 0));
@@ -277,6 +282,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, 
   template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                                \
   template void amax(Stream&, float*, const T*, float*, int64_t);                                                     \
   template void to_fp8(Stream&, const Fp8Matrix&, const T*, const float*, int64_t, int64_t);                          \
+  template void from_fp8(Stream&, T*, const Fp8Factor&, int64_t);                                                     \
   template void activation_to_fp8(Stream&, Activation, const Fp8Matrix&, const T*, float*, float*, int64_t, int64_t); \
   template void activation_backward_to_fp8(Stream&, Activation, const Fp8Matrix&, const Fp8Matrix&, const T*,         \
                                            const T*, float*, float*, int64_t, int64_t);                               \

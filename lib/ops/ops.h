@@ -50,10 +50,20 @@ struct Fp8Matrix {
   uint8_t *rows = nullptr, *columns = nullptr;
   float* unscale = nullptr;
 };
+// A factor of a product: rows of K numbers, along which it is summed. Tensor cores take fp8 in this layout alone, so a
+// product that sums along columns reads the transposes.
+struct Fp8Factor {
+  Dtype format = Dtype::e4m3;
+  const uint8_t* data = nullptr;
+  const float* unscale = nullptr;
+};
 // Casts x (R,C) so that amax (1), the largest of it, becomes the format's largest. Rounded to nearest even. Where x is
 // not finite, neither is a product of `to`.
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C);
+// x (n) = what the numbers of `from` (n) stand for. On a GPU n is a multiple of 16.
+template <class T>
+void from_fp8(Stream& s, T* x, const Fp8Factor& from, int64_t n);
 // What an activation makes, cast without being written: the same bytes as amax and to_fp8 make of what gelu_forward or
 // swiglu_forward has written, with less of memory's time.
 enum class Activation { gelu, swiglu };
@@ -67,13 +77,6 @@ void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* 
 template <class T>
 void activation_backward_to_fp8(Stream& s, Activation kind, const Fp8Matrix& dh, const Fp8Matrix& g, const T* dg,
                                 const T* h, float* amax, float* partials, int64_t R, int64_t F);
-// A factor of a product: rows of K numbers, along which it is summed. Tensor cores take fp8 in this layout alone, so a
-// product that sums along columns reads the transposes.
-struct Fp8Factor {
-  Dtype format = Dtype::e4m3;
-  const uint8_t* data = nullptr;
-  const float* unscale = nullptr;
-};
 // How tensor cores add up: fast, in fewer bits than fp32 has, which the forward pass may; or with sums in fp32.
 enum class Fp8Sums { fast, fp32 };
 // z (M,N) = a (M,K) b (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal z). One factor at most is

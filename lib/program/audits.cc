@@ -93,6 +93,7 @@ std::string dtypes_text(const Run& r) {
   use("gathered_parameters", r.fsdp.gather_wide ? Dtype::f32 : r.dtype);
   use("activations", r.dtype);
   if (r.model.fp8) use("block_matmuls", Dtype::e4m3), use("block_matmul_gradients", Dtype::e5m2);
+  if (r.model.save_fp8) use("saved_hidden_layers", Dtype::e4m3);
   with_types(r, [&](auto, auto g) { use("unsharded_gradients", dtype_of<decltype(g)>); });
   use("reduction", r.reduce_dtype);
   // What a step reduces once, in bf16, and an owner does not sum; but for a tied embedding's two reductions.

@@ -29,6 +29,8 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
                name_of(c.arch));
   REQUIRE_USER(!c.keep_attention || c.attends(), "--keep-attention 1: architecture %s has no attention",
                name_of(c.arch));
+  REQUIRE_USER(!c.save_fp8 || c.keeps_mlp(),
+               "--save-dtype fp8 is about the MLP's hidden layer, which --recompute none and attn keep; drop one");
   REQUIRE_USER(!c.keep_attention || !c.keeps_queries(), "--keep-attention 1 needs --recompute attn, both or block");
   if (!c.attends()) return;
   const int64_t D = c.head_dim();
@@ -43,9 +45,17 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   if (c.sparse) check_nsa(c.nsa_shape(batch));
 }
 
+static const char* fp8_option(const ModelConfig& c) { return c.fp8 ? "--matmul-dtype" : "--save-dtype"; }
+
+const char* fp8_text(const ModelConfig& c) {
+  return c.fp8 && c.save_fp8 ? ", matmuls and saved hidden layers in fp8"
+         : c.fp8             ? ", matmuls in fp8"
+         : c.save_fp8        ? ", saved hidden layers in fp8"
+                             : "";
+}
 void check_fp8(const ModelConfig& c, bool has_fp8, const std::string& gpu) {
-  REQUIRE_USER(!c.fp8 || has_fp8,
-               "--matmul-dtype fp8: %s has no fp8, which came with compute capability 8.9; drop the option",
+  REQUIRE_USER(!(c.fp8 || c.save_fp8) || has_fp8,
+               "%s fp8: %s has no fp8, which came with compute capability 8.9; drop the option", fp8_option(c),
                gpu.c_str());
 }
 
@@ -53,14 +63,15 @@ namespace {
 
 // Tensor cores take fp8 in rows of 16 bytes, and so do the transposes that the gradients need.
 void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
-  REQUIRE_USER(dtype == Dtype::bf16,
-               "--matmul-dtype fp8: on a GPU it multiplies what bf16 holds; drop --param-dtype %s", name_of(dtype));
-  const auto check = [](int64_t size, const char* what) {
-    REQUIRE_USER(size % 16 == 0, "--matmul-dtype fp8: %s = %lld is not a multiple of 16, which fp8 on a GPU needs",
+  REQUIRE_USER(dtype == Dtype::bf16, "%s fp8: on a GPU it takes what bf16 holds; drop --param-dtype %s", fp8_option(c),
+               name_of(dtype));
+  const auto check = [&](int64_t size, const char* what) {
+    REQUIRE_USER(size % 16 == 0, "%s fp8: %s = %lld is not a multiple of 16, which fp8 on a GPU needs", fp8_option(c),
                  what, ll(size));
   };
-  check(c.dim, "--dim"), check(c.hidden, "--hidden");
-  check(batch * c.seq, "--batch x --seq");
+  check(c.hidden, "--hidden"), check(batch * c.seq, "--batch x --seq");
+  if (!c.fp8) return;
+  check(c.dim, "--dim");
   if (!c.attends()) return;
   check(c.heads * c.head_dim(), "the width of all heads");
   check(c.row(), c.sparse ? "the width of q, k, v and NSA's gates (another --nsa-gate or --heads makes another)"
@@ -273,9 +284,9 @@ Run resolve(const Options& o, int world_size, int gpus) {
   shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
   resolve_batch(o, p, world_size, &r);
   r.nan_skips = nan_skips(o);
-  r.model.fp8 = o.matmul_dtype == "fp8";
+  r.model.fp8 = o.matmul_dtype == "fp8", r.model.save_fp8 = o.save_dtype == "fp8";
   check_config(r.model, r.batch, r.backend, r.dtype);
-  if (r.model.fp8 && gpu) check_fp8_sizes(r.model, r.batch, r.dtype);
+  if ((r.model.fp8 || r.model.save_fp8) && gpu) check_fp8_sizes(r.model, r.batch, r.dtype);
   REQUIRE_USER(double(r.global_batch) * double(r.model.seq) < 9e15,
                "%d ranks x --batch %lld x --grad-accum %lld x --seq %lld are more than 9e15 tokens a step", world_size,
                ll(r.batch), ll(r.grad_accum), ll(r.model.seq));

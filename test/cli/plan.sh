@@ -25,6 +25,9 @@ judge_plan "fp8 on a GPU without it" "--matmul-dtype fp8: A100 has no fp8" --pre
 judge_plan "fp8 of an odd width" "the width of q, k, v and NSA's gates" --preset m7c --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of an odd number of tokens" "--batch x --seq = 1000 is not a multiple of 16" --preset rope --batch 1 --seq 1000 --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of fp32 on a GPU" "drop --param-dtype fp32" --preset rope --gpu h200 --matmul-dtype fp8 --param-dtype fp32
+good "a hidden layer saved in fp8" "bf16, matmuls and saved hidden layers in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8 --save-dtype fp8
+judge_plan "fp8 saved on a GPU without it" "--save-dtype fp8: A100 has no fp8" --preset rope --gpu a100 --save-dtype fp8
+judge_plan "nothing there to save" "--recompute none and attn keep; drop one" --preset rope --gpu h200 --save-dtype fp8 --recompute both
 good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
 
@@ -74,6 +77,7 @@ knob 'compute recompute attention block' 2 0 --recompute attn
 knob 'compute recompute (MLP|attention) block' 4 0 --recompute both
 knob 'recompute attention block.1;compute recompute MLP' 1 0 --recompute block
 knob 'activations 0.0 0.0 1.5;' 1 0 --recompute attn --keep-attention 1
+knob 'activations 0.0 0.0 2.2;' 1 0 --save-dtype fp8
 knob 'reduce_scatter ' 8 4 --grad-accum 2
 knob 'reduce_scatter ' 4 4 --grad-accum 2 --accum-sync last
 knob 'reduce all_reduce replicated' 1 0 --replicate-below 65536
