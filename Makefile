@@ -297,10 +297,12 @@ build/fuzz/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $< with libFuzzer && $(fuzz_compile) -x c++ $<
 
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it. A file that
-# mentions neither is parsed, and not compiled: what is defined in it and not used, it does not use with CUDA either.
+# asks for neither is parsed, and not compiled: what is defined in it and not used, it does not use with CUDA either. One
+# without a word of GPUs is as it is with them: what headers have for them alone is named so.
 syntax: | build/version.h
 	@names='FSDP_(CUDA|NCCL|CUPTI)'; { grep -lE "$$names" $(sources) $(test_sources) | sed 's|^|-S -o /dev/null |'; \
-	  grep -LE "$$names" $(sources) $(test_sources) | sed 's|^|-fsyntax-only |'; } | xargs -P $(cores) -L 1 $(CXX) -std=c++17 -O0 \
+	  grep -LE "$$names" $(sources) $(test_sources) | xargs grep -liE 'gpu|cu(da|blas|pti)|nccl' | sed 's|^|-fsyntax-only |'; } | \
+	  xargs -P $(cores) -L 1 $(CXX) -std=c++17 -O0 \
 	  -Wall -Wextra -pthread -UFSDP_CUDA -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++
 
 # Both files change only when their content does, so that what hangs on them is rebuilt when it must be.

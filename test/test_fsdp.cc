@@ -1233,11 +1233,11 @@ TEST_CASE("in fp8 recomputation changes no bit either, and nothing is read that 
     s.model = model, s.model.fp8 = true, s.steps = 2, s.poison = true, s.model.hidden_bytes = 4096;
     const Outcome all = train<bf16, float>(s, test_world());
     // Between them these make again whatever is cast.
-    for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::block}) {
-      if (!model.attends() && mode != Recompute::mlp) continue;
+    for (Recompute mode : {Recompute::attn, Recompute::block}) {
       INFO("mode " << int(mode));
-      s.model.recompute = mode;
+      s.model.recompute = model.attends() ? mode : Recompute::mlp;
       CHECK(same(train<bf16, float>(s, test_world()), all));
+      if (!model.attends()) break;
     }
   }
 }
