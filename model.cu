@@ -140,6 +140,12 @@ void Model<T, G>::wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, i
 
 // ------------------------------------------------------------------------------------------------------------- fp8
 
+template <class T, class G>
+void Model<T, G>::find_amax(float* out, const T* x, int64_t n) {
+  Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
+  ops::amax<T>(dev_.compute(), out, x, partials, n);
+}
+
 // Every matrix is scaled by its own largest number as it is now, so nothing is kept from step to step.
 template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides) {
@@ -155,10 +161,7 @@ typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t
   if (!c_.fp8) return Fp8Copy();
   Fp8Copy copy = fp8_copy(R, C, format, sides);
   Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
-  {
-    Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
-    ops::amax<T>(dev_.compute(), amax, x, partials, R * C);
-  }
+  find_amax(amax, x, R * C);
   ops::to_fp8<T>(dev_.compute(), copy.matrix(), x, amax, R, C);
   return copy;
 }
@@ -169,10 +172,7 @@ typename Model<T, G>::Fp8Copy Model<T, G>::weight_to_fp8(const ParamRef& p, int6
   if (!c_.fp8) return Fp8Copy();
   Fp8Copy copy = fp8_copy(N, K, Dtype::e4m3, sides);
   float* amax = weight_amaxes_ + p.amax;
-  if (sides == Sides::rows) {
-    Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
-    ops::amax<T>(dev_.compute(), amax, weight(p), partials, N * K);
-  }
+  if (sides == Sides::rows) find_amax(amax, weight(p), N * K);
   ops::to_fp8<T>(dev_.compute(), copy.matrix(), weight(p), amax, N, K);
   return copy;
 }
@@ -1027,8 +1027,7 @@ template <class T, class G>
 void Model<T, G>::save_hidden(Saved* v, const T* h, int64_t i, int64_t rows) {
   const int64_t UP = hidden_row();
   Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
-  Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
-  ops::amax<T>(dev_.compute(), amax, h, partials, rows * UP);
+  find_amax(amax, h, rows * UP);
   float* const unscale = v->h8_unscales + forward_piece_number(i);
   ops::to_fp8<T>(dev_.compute(), {Dtype::e4m3, v->h8 + i * UP, nullptr, unscale}, h, amax, rows, UP);
 }

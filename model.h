@@ -104,6 +104,7 @@ class Model {
     ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale}; }
   };
   enum class Sides { rows, columns, both };
+  void find_amax(float* out, const T* x, int64_t n);
   Fp8Copy fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);

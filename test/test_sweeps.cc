@@ -42,8 +42,9 @@ TEST_CASE("every row of every sweep is a run that ./train accepts", "[sweeps]") 
         }
         const int64_t ranks = row.ranks ? row.ranks : m.ranks;
         const std::string chip = m.gpu ? m.chip : "";
-        if (seen.insert(join(row.options) + strf(" on %lld ", static_cast<long long>(ranks)) + chip).second)
-          CHECK_NOTHROW(planned(options_of(sweep, row), ranks, chip));
+        const Words options = options_of(sweep, row);
+        if (seen.insert(join(options) + strf(" on %lld ", static_cast<long long>(ranks)) + chip).second)
+          CHECK_NOTHROW(planned(options, ranks, chip));
       }
     }
 }
