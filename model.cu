@@ -81,7 +81,8 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 
   batch_ = micro_batch_at(dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace), M_);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
-  if (c_.fp8) weight_amaxes_ = dev.mem.keep<float>(4 * c_.depth, "largest numbers of weights", Purpose::workspace);
+  if (c_.fp8 && !scales_rows())
+    weight_amaxes_ = dev.mem.keep<float>(4 * c_.depth, "largest numbers of weights", Purpose::workspace);
   bad_outputs_ = dev.mem.keep<int32_t>(c_.modules(), "outputs that are not finite", Purpose::workspace);
   if (c_.sparse && c_.diagnostics) {
     nsa_partials_ =
@@ -146,22 +147,31 @@ void Model<T, G>::find_amax(float* out, const T* x, int64_t n) {
   ops::amax<T>(dev_.compute(), out, x, partials, n);
 }
 
+// Of x (R,C): one number, or those of its rows and, behind them, of its columns, as far as `sides` wants them.
+template <class T, class G>
+void Model<T, G>::find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides) {
+  if (!scales_rows()) return find_amax(out, x, R * C);
+  Buffer<float> partials = dev_.mem.take<float>(ops::vector_amax_partials(R, C), "partial maxima");
+  ops::vector_amax<T>(dev_.compute(), sides == Sides::columns ? nullptr : out, sides == Sides::rows ? nullptr : out + R,
+                      x, partials, R, C);
+}
+
 // Every matrix is scaled by its own largest number as it is now, so nothing is kept from step to step.
 template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides) {
   Fp8Copy copy;
-  copy.format = format;
+  copy.format = format, copy.scaling = c_.fp8_scaling, copy.R = R;
   if (sides != Sides::columns) copy.rows = dev_.mem.take<uint8_t>(R * C, "fp8");
   if (sides != Sides::rows) copy.columns = dev_.mem.take<uint8_t>(R * C, "fp8, transposed");
-  copy.unscale = dev_.mem.take<float>(1, "fp8, scale");
+  copy.unscale = dev_.mem.take<float>(fp8::scales(c_.fp8_scaling, R, C), "fp8, scale");
   return copy;
 }
 template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides) {
   if (!c_.fp8) return Fp8Copy();
   Fp8Copy copy = fp8_copy(R, C, format, sides);
-  Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
-  find_amax(amax, x, R * C);
+  Buffer<float> amax = dev_.mem.take<float>(fp8::scales(c_.fp8_scaling, R, C), "fp8, largest number");
+  find_amaxes(amax, x, R, C, sides);
   ops::to_fp8<T>(dev_.compute(), copy.matrix(), x, amax, R, C);
   return copy;
 }
@@ -170,6 +180,7 @@ typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t
 template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
   if (!c_.fp8) return Fp8Copy();
+  if (scales_rows()) return to_fp8(weight(p), N, K, Dtype::e4m3, sides);
   Fp8Copy copy = fp8_copy(N, K, Dtype::e4m3, sides);
   float* amax = weight_amaxes_ + p.amax;
   if (sides == Sides::rows) find_amax(amax, weight(p), N * K);
@@ -182,9 +193,15 @@ typename Model<T, G>::Fp8Copy Model<T, G>::gradient_to_fp8(const T* dy, int64_t 
   return to_fp8(dy, M, N, Dtype::e5m2, Sides::both);
 }
 
-// The activated hidden layer, which exists in fp8 alone.
+// The activated hidden layer, which exists in fp8 alone; scaled by row, it is written first.
 template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::activation_to_fp8(const T* h, int64_t rows) {
+  if (scales_rows()) {
+    Buffer<T> written = dev_.mem.take<T>(rows * c_.hidden, "activated");
+    if (c_.arch == Arch::llama) ops::swiglu_forward<T>(dev_.compute(), written, h, rows, c_.hidden);
+    else ops::gelu_forward<T>(dev_.compute(), written, h, rows * c_.hidden);
+    return to_fp8(written, rows, c_.hidden, Dtype::e4m3, Sides::rows);
+  }
   Fp8Copy g = fp8_copy(rows, c_.hidden, Dtype::e4m3, Sides::rows);
   Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
   Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");

@@ -98,13 +98,18 @@ class Model {
     Dtype format = Dtype::e4m3;
     Buffer<uint8_t> rows, columns;
     Buffer<float> unscale;
+    fp8::Scaling scaling = fp8::Scaling::tensor;
+    int64_t R = 0;
     explicit operator bool() const { return unscale.get() != nullptr; }
-    ops::Fp8Factor by_rows() const { return {format, rows, unscale}; }
-    ops::Fp8Factor by_columns() const { return {format, columns, unscale}; }
-    ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale}; }
+    ops::Fp8Factor by_rows() const { return {format, rows, unscale, scaling}; }
+    ops::Fp8Factor by_columns() const {
+      return {format, columns, unscale.get() + (scaling == fp8::Scaling::row ? R : 0), scaling};
+    }
+    ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale, scaling}; }
   };
   enum class Sides { rows, columns, both };
   void find_amax(float* out, const T* x, int64_t n);
+  void find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides);
   Fp8Copy fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
@@ -178,8 +183,10 @@ class Model {
   Buffer<T> restore_hidden(const Saved& v, int64_t i, int64_t rows);
   void attention_backward_turn(int64_t block, Saved* v, T* dx);
   Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
-  // Does what the activation makes, and its gradients, exist in fp8 alone? A bias wants its layer's gradient itself.
-  bool casts_activation(const BlockParams& at) const { return c_.fp8 && !at.up_bias.exists(); }
+  // Does what the activation makes, and its gradients, exist in fp8 alone? A bias wants its layer's gradient itself,
+  // and so do scales of rows, which take passes of their own to find.
+  bool casts_activation(const BlockParams& at) const { return c_.fp8 && !scales_rows() && !at.up_bias.exists(); }
+  bool scales_rows() const { return c_.fp8_scaling == fp8::Scaling::row; }
   struct MlpBackward {  // what the pieces of rows share
     // fp32, over pieces; empty: the gradient is made in one piece, or not wanted.
     Buffer<A> up, down, up_bias, norm, norm_bias;

@@ -64,12 +64,13 @@ struct ModelConfig {
   NsaGate nsa_gate = NsaGate::linear;
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
-  bool keep_attention = false;                // with attn, both, block: only q, k and v are recomputed
-  bool fp8 = false;                           // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
-  bool save_fp8 = false;                      // the MLP's hidden layer, where it is kept, is kept in fp8
-  bool diagnostics = false;                   // count what every block's gates and selection do; and NsaKernels
-  int64_t logits_bytes = int64_t(256) << 20;  // the most that may exist at one time
-  int64_t hidden_bytes = int64_t(512) << 20;  // of the MLP's hidden layer; see Model's rows_
+  bool keep_attention = false;  // with attn, both, block: only q, k and v are recomputed
+  bool fp8 = false;             // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
+  fp8::Scaling fp8_scaling = fp8::Scaling::tensor;  // of those products
+  bool save_fp8 = false;                            // the MLP's hidden layer, where it is kept, is kept in fp8
+  bool diagnostics = false;                         // count what every block's gates and selection do; and NsaKernels
+  int64_t logits_bytes = int64_t(256) << 20;        // the most that may exist at one time
+  int64_t hidden_bytes = int64_t(512) << 20;        // of the MLP's hidden layer; see Model's rows_
   Wrap wrap = Wrap::block;
   int64_t wrap_min_params = 0, bucket_params = 0;  // bucket_params: small neighbours are not merged beyond; 0: no limit
   int64_t replicate_below = 0;                     // parameters of fewer elements are not sharded

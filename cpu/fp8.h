@@ -15,16 +15,30 @@ void amax(float* out, const T* x, float* /*partials*/, int64_t n) {
 }
 
 template <class T>
+void vector_amax(float* rows, float* columns, const T* x, float* /*partials*/, int64_t R, int64_t C) {
+  std::vector<T> column(static_cast<size_t>(R));
+  for (int64_t r = 0; r < R && rows; ++r) amax(rows + r, x + r * C, nullptr, C);
+  for (int64_t c = 0; c < C && columns; ++c) {
+    for (int64_t r = 0; r < R; ++r) column[size_t(r)] = x[r * C + c];
+    amax(columns + c, column.data(), nullptr, R);
+  }
+}
+
+template <class T>
 void to_fp8(const ops::Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
   const fp8::Format& format = fp8::format(to.format);
-  const float scale = fp8::scale_for(*amax, format.largest);
-  *to.unscale = 1 / scale;
-  for (int64_t r = 0; r < R; ++r)
-    for (int64_t c = 0; c < C; ++c) {
-      const uint8_t code = fp8::encode(float(x[r * C + c]) * scale, format);
-      if (to.rows) to.rows[r * C + c] = code;
-      if (to.columns) to.columns[c * R + r] = code;
+  const bool by_row = to.scaling == fp8::Scaling::row;
+  const auto scale_at = [&](int64_t i) { return fp8::scale_for(amax[i], format.largest); };
+  const auto cast = [&](uint8_t* codes, int64_t first, int64_t n, int64_t length, int64_t step, int64_t stride) {
+    for (int64_t i = 0; i < n && codes; ++i) {
+      const int64_t place = by_row ? first + i : 0;
+      const float scale = scale_at(place);
+      to.unscale[place] = 1 / scale;
+      for (int64_t j = 0; j < length; ++j)
+        codes[i * length + j] = fp8::encode(float(x[i * step + j * stride]) * scale, format);
     }
+  };
+  cast(to.rows, 0, R, C, C, 1), cast(to.columns, R, C, R, 1, C);
 }
 
 template <class T>
@@ -80,10 +94,11 @@ void matmul_fp8(T* z, const ops::Fp8Factor& a, const ops::Fp8Factor& b, const T*
     for (size_t j = 0; j < factors[i].size(); ++j) factors[i][j] = number[of[i]->data[j]];
   }
   gemm(false, true, M, N, K, factors[0].data(), factors[1].data(), 0, sum.data());
-  const float unscale = *a.unscale * *b.unscale;
+  const bool by_row = a.scaling == fp8::Scaling::row;
   for (int64_t m = 0; m < M; ++m)
     for (int64_t n = 0; n < N; ++n) {
       const int64_t i = m * N + n;
+      const float unscale = a.unscale[by_row ? m : 0] * b.unscale[by_row ? n : 0];
       z[i] = T(sum[size_t(i)] * unscale + (bias ? float(bias[n]) : 0) + (residual ? float(residual[i]) : 0));
     }
 }

@@ -81,8 +81,13 @@ TEST_CASE("a chip is not taken for its sister", "[chips]") {
 }
 
 TEST_CASE("fp8 came with Ada and Hopper", "[chips]") {
-  for (const char* chip : {"h200", "h100-pcie", "l40s", "rtx4090"}) CHECK(chip_named(chip)->fp8);
-  for (const char* chip : {"a100", "a100-40gb", "a100-pcie"}) CHECK(!chip_named(chip)->fp8);
+  for (const char* chip : {"h200", "gh200", "h100-pcie"}) CHECK(chip_named(chip)->fp8 == fp8::support(90));
+  for (const char* chip : {"l40s", "rtx4090"}) CHECK(chip_named(chip)->fp8 == fp8::support(89));
+  for (const char* chip : {"a100", "a100-40gb", "a100-pcie"}) CHECK(chip_named(chip)->fp8 == fp8::support(80));
+  CHECK(fp8::support(80) == fp8::Support::none);
+  CHECK(fp8::support(89) == fp8::Support::by_tensor);
+  CHECK(fp8::support(90) == fp8::Support::by_row);
+  CHECK(fp8::support(100) == fp8::Support::by_tensor);
 }
 
 TEST_CASE("every word of --gpu names one chip, whose figures are all there", "[chips]") {

@@ -10,6 +10,7 @@
 
 namespace {
 
+using fp8::Scaling;
 using ops::Fp8Sums;
 constexpr Dtype formats[] = {Dtype::e4m3, Dtype::e5m2};
 const float inf = std::numeric_limits<float>::infinity(), not_a_number = std::numeric_limits<float>::quiet_NaN();
@@ -25,20 +26,25 @@ std::vector<T> normals(int64_t n, uint64_t seed, double scale = 1) {
 struct Cast {
   std::vector<uint8_t> rows, columns;
   float amax = -1, unscale = -1;
+  std::vector<float> amaxes = {}, unscales = {};  // scaled by row: of rows and of columns
 };
 template <class T>
-Cast cast(Stream& s, Dtype format, std::vector<T> x, int64_t R, int64_t C, bool rows = true, bool columns = true) {
+Cast cast(Stream& s, Dtype format, std::vector<T> x, int64_t R, int64_t C, bool rows = true, bool columns = true,
+          Scaling scaling = Scaling::tensor) {
   Arrays a(s);
   std::vector<uint8_t> by_rows(size_t(R * C), 0x55), by_columns(size_t(R * C), 0x55);
-  std::vector<float> amax(1), unscale(1);
+  std::vector<float> amax(size_t(fp8::scales(scaling, R, C)), -1), unscale(amax);
   float *largest = a.up(amax), *undo = a.up(unscale);
   const T* numbers = a.up(x);
-  ops::amax<T>(s, largest, numbers, a.scratch<float>(ops::sum_partials()), R * C);
-  ops::to_fp8<T>(s, {format, rows ? a.up(by_rows) : nullptr, columns ? a.up(by_columns) : nullptr, undo}, numbers,
-                 largest, R, C);
+  if (scaling == Scaling::row)
+    ops::vector_amax<T>(s, rows ? largest : nullptr, columns ? largest + R : nullptr, numbers,
+                        a.scratch<float>(ops::vector_amax_partials(R, C)), R, C);
+  else ops::amax<T>(s, largest, numbers, a.scratch<float>(ops::sum_partials()), R * C);
+  ops::to_fp8<T>(s, {format, rows ? a.up(by_rows) : nullptr, columns ? a.up(by_columns) : nullptr, undo, scaling},
+                 numbers, largest, R, C);
   a.down();
   s.synchronize();
-  return {by_rows, by_columns, amax[0], unscale[0]};
+  return {by_rows, by_columns, amax[0], unscale[0], amax, unscale};
 }
 
 // z (M,N) on the stream's device, of x (M,K) in format_x and w (N,K) in e4m3.
@@ -47,18 +53,19 @@ struct Problem {
   Dtype format_x = Dtype::e4m3;
   Fp8Sums sums = Fp8Sums::fp32;
   bool bias = false, residual = false, accumulate = false;
+  Scaling scaling = Scaling::tensor;
 };
 template <class T>
 std::vector<T> product(Stream& s, const Problem& p) {
   auto x = normals<bf16>(p.M * p.K, 1, 3), w = normals<bf16>(p.N * p.K, 2, 0.1);
   auto z = normals<T>(p.M * p.N, 3), bias = normals<T>(p.N, 4), residual = normals<T>(p.M * p.N, 5);
   Stream& host = test_device(Backend::cpu).compute();
-  Cast x8 = cast(host, p.format_x, x, p.M, p.K), w8 = cast(host, Dtype::e4m3, w, p.N, p.K);
-  std::vector<float> unscales[] = {{x8.unscale}, {w8.unscale}};
+  Cast x8 = cast(host, p.format_x, x, p.M, p.K, true, false, p.scaling);
+  Cast w8 = cast(host, Dtype::e4m3, w, p.N, p.K, true, false, p.scaling);
   Arrays a(s);
   T* out = a.up(z);
-  ops::matmul_fp8<T>(s, out, {p.format_x, a.up(x8.rows), a.up(unscales[0])},
-                     {Dtype::e4m3, a.up(w8.rows), a.up(unscales[1])}, p.sums, p.bias ? a.up(bias) : nullptr,
+  ops::matmul_fp8<T>(s, out, {p.format_x, a.up(x8.rows), a.up(x8.unscales), p.scaling},
+                     {Dtype::e4m3, a.up(w8.rows), a.up(w8.unscales), p.scaling}, p.sums, p.bias ? a.up(bias) : nullptr,
                      p.accumulate ? out
                      : p.residual ? a.up(residual)
                                   : nullptr,
@@ -231,16 +238,47 @@ TEST_CASE("fp8: zeros, an outlier, the smallest numbers, and what is not finite"
   }
 }
 
+TEST_CASE("fp8: scaled by row, what is large in one row or column takes nothing from the others", "[fp8]") {
+  Stream& s = test_device(Backend::cpu).compute();
+  const int64_t R = 12, C = 20, large_row = 3, large_column = 7;
+  auto x = normals<float>(R * C, 13);
+  const Cast before = cast(s, Dtype::e4m3, x, R, C, true, true, Scaling::row);
+  for (int64_t c = 0; c < C; ++c) x[size_t(large_row * C + c)] *= 0x1p20f;
+  for (int64_t r = 0; r < R; ++r) x[size_t(r * C + large_column)] *= 0x1p20f;
+  const Cast after = cast(s, Dtype::e4m3, x, R, C, true, true, Scaling::row);
+  for (int64_t r = 0; r < R; ++r) {
+    // Of a row that ends up with an outlier among its numbers only that one is left.
+    const float unscale = after.unscales[size_t(r)], largest = x[size_t(r * C + large_column)];
+    CHECK(unscale * 448 == Approx(std::fabs(largest)));
+    CHECK(fp8::decode(after.rows[size_t(r * C + large_column)], fp8::e4m3) * unscale == Approx(largest));
+  }
+  for (int64_t c = 0; c < C; ++c)
+    for (int64_t r = 0; r < R; ++r) {
+      const size_t i = size_t(c * R + r);
+      const float back = fp8::decode(after.columns[i], fp8::e4m3) * after.unscales[size_t(R + c)];
+      if (c == large_column && r != large_row) CHECK(back == Approx(x[size_t(r * C + c)]).epsilon(1).margin(1e20));
+      if (r == large_row) CHECK(back == Approx(x[size_t(r * C + c)]).epsilon(0.07));
+    }
+  // Multiplied as a whole by a power of two, a row keeps its codes.
+  auto y = normals<float>(R * C, 13);
+  for (int64_t c = 0; c < C; ++c) y[size_t(large_row * C + c)] *= 0x1p20f;
+  CHECK(cast(s, Dtype::e4m3, y, R, C, true, false, Scaling::row).rows == before.rows);
+  CHECK(cast(s, Dtype::e4m3, y, R, C, true, false, Scaling::tensor).rows != before.rows);
+}
+
 TEST_CASE("fp8: a product is that of what its factors stand for", "[fp8]") {
   Stream& s = test_device(Backend::cpu).compute();
   for (Dtype format : formats) {
     const int64_t M = 5, N = 12, K = 40;
     const auto x = normals<bf16>(M * K, 1, 3), w = normals<bf16>(N * K, 2, 0.1);
     const auto bias = normals<float>(N, 4), residual = normals<float>(M * N, 5), before = normals<float>(M * N, 3);
-    const Cast x8 = cast(s, format, x, M, K), w8 = cast(s, Dtype::e4m3, w, N, K);
-    for (int way = 0; way < 4; ++way) {
+    for (int way = 0; way < 8; ++way) {
       Problem p{M, N, K, format};
-      p.bias = way == 1, p.residual = way == 2, p.accumulate = way == 3;
+      p.bias = way % 4 == 1, p.residual = way % 4 == 2, p.accumulate = way % 4 == 3;
+      p.scaling = way < 4 ? Scaling::tensor : Scaling::row;
+      const bool by_row = p.scaling == Scaling::row;
+      const Cast x8 = cast(s, format, x, M, K, true, false, p.scaling);
+      const Cast w8 = cast(s, Dtype::e4m3, w, N, K, true, false, p.scaling);
       const auto z = product<float>(s, p);
       double apart = 0;
       for (int64_t m = 0; m < M; ++m)
@@ -249,7 +287,7 @@ TEST_CASE("fp8: a product is that of what its factors stand for", "[fp8]") {
           for (int64_t k = 0; k < K; ++k)
             sum += double(fp8::decode(x8.rows[size_t(m * K + k)], fp8::format(format))) *
                    double(fp8::decode(w8.rows[size_t(n * K + k)], fp8::e4m3));
-          sum *= double(x8.unscale) * double(w8.unscale);
+          sum *= double(x8.unscales[size_t(by_row ? m : 0)]) * double(w8.unscales[size_t(by_row ? n : 0)]);
           const size_t i = size_t(m * N + n);
           if (p.bias) sum += double(bias[size_t(n)]);
           if (p.residual) sum += double(residual[i]);
@@ -271,15 +309,17 @@ void compare_casts(int64_t R, int64_t C, double scale) {
   Stream &gpu = test_device(Backend::gpu).compute(), &cpu = test_device(Backend::cpu).compute();
   const auto x = normals<bf16>(R * C, uint64_t(R + C), scale);
   for (Dtype format : formats)
-    for (int sides = 1; sides < 4; ++sides) {
-      INFO(R << " x " << C << " in " << name_of(format) << ", sides " << sides);
-      const Cast here = cast(cpu, format, x, R, C, sides & 1, sides & 2);
-      const Cast there = cast(gpu, format, x, R, C, sides & 1, sides & 2);
-      CHECK(there.amax == here.amax);
-      CHECK(there.unscale == here.unscale);
-      CHECK(there.rows == here.rows);
-      CHECK(there.columns == here.columns);
-    }
+    for (Scaling scaling : {Scaling::tensor, Scaling::row})
+      for (int sides = 1; sides < 4; ++sides) {
+        INFO(R << " x " << C << " in " << name_of(format) << ", sides " << sides << ", by row "
+               << (scaling == Scaling::row));
+        const Cast here = cast(cpu, format, x, R, C, sides & 1, sides & 2, scaling);
+        const Cast there = cast(gpu, format, x, R, C, sides & 1, sides & 2, scaling);
+        CHECK(there.amaxes == here.amaxes);
+        CHECK(there.unscales == here.unscales);
+        CHECK(there.rows == here.rows);
+        CHECK(there.columns == here.columns);
+      }
 }
 
 }  // namespace
@@ -300,6 +340,11 @@ TEST_CASE("GPU: casts to fp8", "[fp8][gpu][small]") {
     const Cast c = cast(gpu, Dtype::e5m2, x, 32, 32);
     CHECK(c.amax == inf);
     CHECK(std::isnan(fp8::decode(c.rows[77], fp8::e5m2)));
+    const Cast by_row = cast(gpu, Dtype::e5m2, x, 32, 32, true, true, Scaling::row);
+    for (int i = 0; i < 32; ++i) {
+      CHECK((by_row.amaxes[size_t(i)] == inf) == (i == 77 / 32));
+      CHECK((by_row.amaxes[size_t(32 + i)] == inf) == (i == 77 % 32));
+    }
   }
 }
 
@@ -378,6 +423,11 @@ TEST_CASE("GPU: products in fp8", "[fp8][gpu]") {
             compare(p, bf16(0.0f));
             p.accumulate = false, p.bias = p.residual = true;
             compare(p, bf16(0.0f));
+            if (fp8::support(test_device(Backend::gpu).compute_capability) != fp8::Support::by_row) continue;
+            p.scaling = Scaling::row;
+            compare(p, bf16(0.0f));
+            p.bias = p.residual = false, p.accumulate = true;
+            compare(p, float());
           }
 }
 

@@ -1208,12 +1208,15 @@ TEST_CASE("in bf16, and with gradients reduced in either dtype", "[fsdp]") {
 
 // Every rank scales what it has by its own largest numbers, so W ranks differ by fp8's rounding.
 TEST_CASE("in fp8 W ranks train as one rank does, and as in bf16", "[fsdp][fp8]") {
+  bool by_row = false;
   for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
-    INFO(name);
+    by_row = !by_row && !model.sparse;  // what NSA selects in ten steps follows any rounding
+    INFO(name << (by_row ? ", scaled by row" : ""));
     Setup s;
     s.model = model;
     const Outcome wide = train<bf16, float>(s, test_world());
     s.model.fp8 = true;
+    if (by_row) s.model.fp8_scaling = fp8::Scaling::row;
     const Outcome sharded = train<bf16, float>(s, test_world()), again = train<bf16, float>(s, test_world());
     CHECK(same(sharded, again));
     CHECK(sharded.losses != wide.losses);
@@ -1227,10 +1230,13 @@ TEST_CASE("in fp8 W ranks train as one rank does, and as in bf16", "[fsdp][fp8]"
 }
 
 TEST_CASE("in fp8 recomputation changes no bit either, and nothing is read that was not written", "[fsdp][fp8]") {
+  bool by_row = true;
   for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
-    INFO(name);
+    by_row = !by_row;
+    INFO(name << (by_row ? ", scaled by row" : ""));
     Setup s;
     s.model = model, s.model.fp8 = true, s.steps = 2, s.poison = true, s.model.hidden_bytes = 4096;
+    if (by_row) s.model.fp8_scaling = fp8::Scaling::row;
     const Outcome all = train<bf16, float>(s, test_world());
     // Between them these make again whatever is cast.
     for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::block}) {
@@ -1833,6 +1839,8 @@ TEST_CASE("gradients in fp8 are those of fp32, a rounding of their factors apart
     const Weights exact = gradients<float, float>(c, 4), narrow = gradients<bf16, float>(c, 4);
     c.fp8 = true;
     const Weights fp8 = gradients<bf16, float>(c, 4);
+    c.fp8_scaling = fp8::Scaling::row;
+    const Weights by_row = gradients<bf16, float>(c, 4);
     auto error = [&](const std::string& name, const Weights& of) {
       double apart = 0, size = 0;
       for (size_t i = 0; i < exact.at(name).size(); ++i) {
@@ -1844,8 +1852,10 @@ TEST_CASE("gradients in fp8 are those of fp32, a rounding of their factors apart
     for (const auto& [name, unused] : exact) {
       INFO(name_of(arch) << ", " << name << ": " << error(name, narrow) << " in bf16");
       CHECK(error(name, narrow) < 0.02);
-      CHECK(error(name, fp8) < 0.25);
-      CHECK(error(name, fp8) > error(name, narrow));
+      for (const Weights* in_fp8 : {&fp8, &by_row}) {
+        CHECK(error(name, *in_fp8) < 0.25);
+        CHECK(error(name, *in_fp8) > error(name, narrow));
+      }
     }
   }
 }
@@ -1884,10 +1894,16 @@ TEST_CASE("GPU: a hidden layer saved in fp8 is the CPU's", "[fsdp][fp8][gpu]") {
 
 TEST_CASE("GPU: in fp8 trains as the CPU does, and alike recomputed and as a graph", "[fsdp][fp8][gpu]") {
   if (const char* why = no_fp8()) SKIP_TEST(why);
+  const bool has_rows = fp8::support(test_device(Backend::gpu).compute_capability) == fp8::Support::by_row;
+  std::vector<std::pair<Arch, fp8::Scaling>> cases;
   for (Arch arch : all_archs) {
-    INFO(name_of(arch));
+    cases.emplace_back(arch, fp8::Scaling::tensor);
+    if (has_rows) cases.emplace_back(arch, fp8::Scaling::row);
+  }
+  for (const auto& [arch, scaling] : cases) {
+    INFO(name_of(arch) << ", scaling " << int(scaling));
     Setup s = in_sixteens(arch);
-    s.model.fp8 = true;
+    s.model.fp8 = true, s.model.fp8_scaling = scaling;
     const Outcome on_gpu = train<bf16, float>(s, test_world());
     CHECK(same(train<bf16, float>(s, test_world()), on_gpu));
     s.graph = true;

@@ -373,6 +373,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "fp8",
                             "--save-dtype",
                             "fp8",
+                            "--fp8-scaling",
+                            "row",
                             "--list-presets",
                             "--completion",
                             "bash",

@@ -14,6 +14,16 @@
 
 namespace fp8 {
 
+// What shares a scale: a matrix; or each of its rows, and each of its columns for the product that sums along those.
+enum class Scaling { tensor, row };
+inline int64_t scales(Scaling s, int64_t R, int64_t C) { return s == Scaling::row ? R + C : 1; }
+
+// What a GPU's tensor cores take. A scale for each row is what cuBLASLt knows on compute capability 9.0 alone.
+enum class Support { none, by_tensor, by_row };
+inline Support support(int compute_capability) {
+  return compute_capability == 90 ? Support::by_row : compute_capability >= 89 ? Support::by_tensor : Support::none;
+}
+
 // exponent: of the smallest normal number. Below it numbers are a fixed distance apart.
 struct Format {
   int mantissa_bits, exponent;

@@ -150,14 +150,14 @@ void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R
 
 // Four numbers in a word, the first lowest, of two words of two; rounded to nearest even, beyond the largest number to
 // that.
-__device__ __forceinline__ uint32_t four_fp8(Dtype format, uint32_t a, uint32_t b, float scale) {
-  const auto two = [=](uint32_t w) -> uint32_t {
-    return __nv_cvt_float2_to_fp8x2(make_float2(low(w) * scale, high(w) * scale), __NV_SATFINITE,
+__device__ __forceinline__ uint32_t four_fp8(Dtype format, uint32_t a, uint32_t b, float4 scale) {
+  const auto two = [=](uint32_t w, float s, float t) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low(w) * s, high(w) * t), __NV_SATFINITE,
                                     format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
   };
-  return two(a) | two(b) << 16;
+  return two(a, scale.x, scale.y) | two(b, scale.z, scale.w) << 16;
 }
-// Where a matrix goes; its rows are parts of rows of ld numbers.
+// Where a matrix goes; its rows are parts of rows of ld numbers. amax and unscale: fp8::scales numbers.
 struct Fp8Target {
   uint8_t *rows, *columns;
   float* unscale;
@@ -173,25 +173,51 @@ struct Fp8Targets {
 // registers: a word of shared memory is 4 rows of a column. A warp takes 32 rows of 32 numbers: a sector and more of
 // each in memory, and 32 banks for each of its stores. R and C are multiples of 16, so that every vector is whole.
 constexpr int fp8_tile = 128, fp8_threads = 256;
-template <class F>
+constexpr int fp8_turns = 16 * warp / fp8_threads;  // 4 x 4 parts of 32 x 32
+struct Fp8Place {
+  int wide = threadIdx.x % 4, high = threadIdx.x / 4 % 8, at = threadIdx.x / warp;
+  __device__ int four(int turn) const { return (at + turn * (fp8_threads / warp)) / 4 * 8 + high; }  // rows from 4 * it
+  __device__ int column(int turn) const { return (at + turn * (fp8_threads / warp)) % 4 * 32 + wide * 8; }
+};
+
+// The scales of a tile's rows and columns, as far as they are wanted; 256 threads find one each.
+__device__ __forceinline__ void find_scales(float (&of)[2][fp8_tile], const Fp8Target& to, Dtype format, int64_t r0,
+                                            int64_t c0, int64_t R, int64_t C) {
+  const bool column = threadIdx.x >= fp8_tile;
+  const int64_t i = threadIdx.x % fp8_tile + (column ? c0 : r0), n = column ? C : R, place = (column ? R : 0) + i;
+  if (i < n && (column ? to.columns : to.rows)) {
+    const float scale = fp8::scale_for(to.amax[place], fp8::largest_number(format));
+    of[column][threadIdx.x % fp8_tile] = scale;
+    if ((column ? blockIdx.y : blockIdx.x) == 0) to.unscale[place] = 1 / scale;
+  }
+  __syncthreads();
+}
+
+template <fp8::Scaling scaling, class F>
 __global__ void __launch_bounds__(fp8_threads)
     to_fp8_kernel(F f, Fp8Targets<F::matrices> targets, int64_t R, int64_t C) {
-  constexpr int n = F::matrices, turns = 16 * warp / fp8_threads;  // 4 x 4 parts of 32 x 32
-  __shared__ uint32_t tile[fp8_tile][fp8_tile / 4 + 1];            // [column][four rows]
-  float scale[n];
-#pragma unroll
-  for (int k = 0; k < n; ++k) {
-    scale[k] = fp8::scale_for(*targets.of[k].amax, fp8::largest_number(F::format_of(k)));
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *targets.of[k].unscale = 1 / scale[k];
-  }
+  constexpr int n = F::matrices, turns = fp8_turns;
+  constexpr bool by_row = scaling == fp8::Scaling::row;
+  static_assert(!by_row || n == 1);
+  __shared__ uint32_t tile[fp8_tile][fp8_tile / 4 + 1];  // [column][four rows]
+  __shared__ float vectors[2][by_row ? fp8_tile : 1];    // scales of rows, and of columns
   const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
-  const int wide = threadIdx.x % 4, high = threadIdx.x / 4 % 8, at = threadIdx.x / warp;
-  const auto four_of = [&](int turn) { return (at + turn * (fp8_threads / warp)) / 4 * 8 + high; };
-  const auto column_of_turn = [&](int turn) { return (at + turn * (fp8_threads / warp)) % 4 * 32 + wide * 8; };
+  float4 scale[n];
+  if constexpr (by_row) {
+    find_scales(vectors, targets.of[0], F::format_of(0), r0, c0, R, C);
+  } else {
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      const float one = fp8::scale_for(*targets.of[k].amax, fp8::largest_number(F::format_of(k)));
+      scale[k] = make_float4(one, one, one, one);
+      if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *targets.of[k].unscale = 1 / one;
+    }
+  }
+  const Fp8Place place;
   uint32_t left[turns][n][4], right[turns][n][4];  // columns 0 to 3 and 4 to 7 of each row
 #pragma unroll
   for (int turn = 0; turn < turns; ++turn) {
-    const int64_t row = r0 + 4 * four_of(turn), column = c0 + column_of_turn(turn);
+    const int64_t row = r0 + 4 * place.four(turn), column = c0 + place.column(turn);
     if (row >= R || column >= C) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -199,12 +225,23 @@ __global__ void __launch_bounds__(fp8_threads)
       f.at(w, row + i, column);
 #pragma unroll
       for (int k = 0; k < n; ++k) {
-        left[turn][k][i] = four_fp8(F::format_of(k), w[k][0], w[k][1], scale[k]);
-        right[turn][k][i] = four_fp8(F::format_of(k), w[k][2], w[k][3], scale[k]);
+        const Dtype format = F::format_of(k);
+        const auto cast = [&](float4 a, float4 b) {
+          return make_uint2(four_fp8(format, w[k][0], w[k][1], a), four_fp8(format, w[k][2], w[k][3], b));
+        };
+        uint2 by_rows, by_columns;
+        if constexpr (by_row) {
+          const float one = vectors[0][4 * place.four(turn) + i];
+          by_rows = cast(make_float4(one, one, one, one), make_float4(one, one, one, one));
+          const float* const each = vectors[1] + place.column(turn);
+          by_columns =
+              cast(make_float4(each[0], each[1], each[2], each[3]), make_float4(each[4], each[5], each[6], each[7]));
+        } else {
+          by_rows = by_columns = cast(scale[k], scale[k]);
+        }
+        left[turn][k][i] = by_columns.x, right[turn][k][i] = by_columns.y;
         const Fp8Target& to = targets.of[k];
-        if (to.rows)
-          *reinterpret_cast<uint2*>(to.rows + (row + i) * to.ld + column) =
-              make_uint2(left[turn][k][i], right[turn][k][i]);
+        if (to.rows) *reinterpret_cast<uint2*>(to.rows + (row + i) * to.ld + column) = by_rows;
       }
     }
   }
@@ -215,7 +252,7 @@ __global__ void __launch_bounds__(fp8_threads)
     if (k > 0) __syncthreads();
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
-      const int four = four_of(turn), c = column_of_turn(turn);
+      const int four = place.four(turn), c = place.column(turn);
       if (r0 + 4 * four >= R || c0 + c >= C) continue;
 #pragma unroll
       for (int m = 0; m < 4; ++m)
@@ -233,11 +270,76 @@ __global__ void __launch_bounds__(fp8_threads)
     }
   }
 }
-template <class F>
+inline dim3 fp8_tiles(int64_t R, int64_t C) {
+  return dim3(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));
+}
+template <fp8::Scaling scaling = fp8::Scaling::tensor, class F>
 void cast_to_fp8(cudaStream_t stream, F f, const Fp8Targets<F::matrices>& targets, int64_t R, int64_t C) {
-  const dim3 blocks(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));
-  to_fp8_kernel<<<blocks, fp8_threads, 0, stream>>>(f, targets, R, C);
+  to_fp8_kernel<scaling><<<fp8_tiles(R, C), fp8_threads, 0, stream>>>(f, targets, R, C);
   CUDA_CHECK_LAUNCH();
+}
+
+// rows (tiles along a row,R), columns (tiles along a column,C): the largest of a tile's rows and columns. Threads stand
+// as in to_fp8_kernel.
+__global__ void __launch_bounds__(fp8_threads)
+    vector_amax_kernel(float* rows, float* columns, Matrix<Dtype::e4m3> f, int64_t R, int64_t C) {
+  __shared__ uint32_t row_most[fp8_tile][fp8_tile / 8 + 1], column_most[fp8_tile / 4][fp8_tile / 2 + 1];
+  const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
+  const Fp8Place place;
+#pragma unroll
+  for (int turn = 0; turn < fp8_turns; ++turn) {
+    const int64_t row = r0 + 4 * place.four(turn), column = c0 + place.column(turn);
+    const bool inside = row < R && column < C;
+    Eight most = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Eight w[1] = {};
+      if (inside) f.at(w, row + i, column);
+      uint32_t of_row = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t magnitude = w[0][j] & 0x7fff7fff;
+        of_row = larger(of_row, magnitude), most[j] = larger(most[j], magnitude);
+      }
+      row_most[4 * place.four(turn) + i][place.column(turn) / 8] = of_row;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) column_most[place.four(turn)][place.column(turn) / 2 + j] = most[j];
+  }
+  __syncthreads();
+  const int i = threadIdx.x % fp8_tile;
+  const bool column = threadIdx.x >= fp8_tile;
+  uint32_t two = 0;
+  if (column)
+    for (int four = 0; four < fp8_tile / 4; ++four) two = larger(two, column_most[four][i / 2]);
+  else
+    for (int eight = 0; eight < fp8_tile / 8; ++eight) two = larger(two, row_most[i][eight]);
+  const float a = term_of<Term::largest>(low(two)), b = term_of<Term::largest>(high(two));
+  if (column && columns && c0 + i < C) columns[int64_t(blockIdx.y) * C + c0 + i] = i % 2 ? b : a;
+  if (!column && rows && r0 + i < R) rows[int64_t(blockIdx.x) * R + r0 + i] = both<Term::largest>(a, b);
+}
+// out (n) = the largest of each column of parts (count,n).
+__global__ void __launch_bounds__(256) vector_amax_finish_kernel(float* out, const float* parts, int count, int64_t n) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  float most = 0;
+  for (int part = 0; part < count; ++part) most = both<Term::largest>(most, parts[part * n + i]);
+  out[i] = most;
+}
+inline void vector_amax(cudaStream_t stream, float* rows, float* columns, const bf16* x, float* partials, int64_t R,
+                        int64_t C) {
+  if (R == 0 || C == 0) return;
+  const dim3 tiles = fp8_tiles(R, C);
+  float* const of_columns = partials + tiles.x * R;
+  vector_amax_kernel<<<tiles, fp8_threads, 0, stream>>>(rows ? partials : nullptr, columns ? of_columns : nullptr,
+                                                        Matrix<Dtype::e4m3>{x, C}, R, C);
+  CUDA_CHECK_LAUNCH();
+  const auto finish = [&](float* out, const float* parts, int count, int64_t n) {
+    if (!out) return;
+    vector_amax_finish_kernel<<<unsigned(ceil_div(n, 256)), 256, 0, stream>>>(out, parts, count, n);
+    CUDA_CHECK_LAUNCH();
+  };
+  finish(rows, partials, int(tiles.x), R), finish(columns, of_columns, int(tiles.y), C);
 }
 inline Fp8Target target(const ops::Fp8Matrix& to, const float* amax, int64_t ld) {
   return {to.rows, to.columns, to.unscale, amax, ld};
@@ -252,7 +354,11 @@ inline Fp8Target part_of(Fp8Target to, int64_t from, int64_t R) {
 inline void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const bf16* x, const float* amax, int64_t R,
                    int64_t C) {
   if (R == 0 || C == 0) return;
-  const auto cast = [&](auto matrix) { cast_to_fp8(stream, matrix, {{target(to, amax, C)}}, R, C); };
+  const auto cast = [&](auto matrix) {
+    const Fp8Targets<1> targets = {{target(to, amax, C)}};
+    if (to.scaling == fp8::Scaling::row) cast_to_fp8<fp8::Scaling::row>(stream, matrix, targets, R, C);
+    else cast_to_fp8(stream, matrix, targets, R, C);
+  };
   if (to.format == Dtype::e5m2) cast(Matrix<Dtype::e5m2>{x, C});
   else cast(Matrix<Dtype::e4m3>{x, C});
 }

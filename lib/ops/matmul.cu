@@ -64,8 +64,10 @@ struct Call {
   void* d;
   const void* bias = nullptr;
   void* aux = nullptr;
-  // Of fp8: what A and B are multiplied by, one number each; and whether sums may have fewer bits than fp32's.
+  // Of fp8: what A and B are multiplied by, one number each, or one for each row of op(A) and each column of op(B); and
+  // whether sums may have fewer bits than fp32's.
   const float *unscale_a = nullptr, *unscale_b = nullptr;
+  fp8::Scaling scaling = fp8::Scaling::tensor;
   bool fast_sums = false;
 };
 
@@ -79,7 +81,8 @@ using Key = std::array<int64_t, 9>;
 Key key_of(const Device& dev, const Call& c) {
   const int64_t types = (int64_t(c.in_a) * 8 + int64_t(c.in_b)) * 8 + int64_t(c.out);
   const int64_t how_c = !c.c ? 0 : c.c == c.d ? 1 : 2;
-  const int64_t flags = c.transpose_a + 2 * c.transpose_b + 4 * dev.tf32 + 8 * c.fast_sums + 16 * how_c;
+  const int64_t flags =
+      c.transpose_a + 2 * c.transpose_b + 4 * dev.tf32 + 8 * c.fast_sums + 16 * how_c + 64 * int(c.scaling);
   int64_t places = 0;
   for (const void* p : {c.a, c.b, c.c, static_cast<const void*>(c.d), c.bias}) places = places * 512 + alignment(p);
   return {c.m, c.n, c.k, types, flags, c.epilogue, places, dev.blas_workspace_bytes, dev.ordinal};
@@ -104,6 +107,16 @@ cublasLtHandle_t handle_of(const Device& dev) {
 template <class V>
 void set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t name, V value) {
   CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc, name, &value, sizeof value));
+}
+
+void set_row_scaling(cublasLtMatmulDesc_t desc) {
+#if CUBLAS_VERSION >= 120900
+  for (auto side : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE})
+    set(desc, side, int32_t(CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F));
+#else
+  (void)desc;
+  throw Error("--fp8-scaling row needs cuBLAS 12.9 or later; update CUDA or leave the option out");
+#endif
 }
 
 void set_pointers(const Call& c, const Plan& p) {
@@ -167,6 +180,7 @@ Plan& plan_of(const Device& dev, const Call& c) {
   set(p.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, c.epilogue);
   if (c.aux) set(p.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, c.m);
   if (is_fp8(c.in_a)) set(p.desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(c.fast_sums));
+  if (c.scaling == fp8::Scaling::row) set_row_scaling(p.desc);
   set_pointers(c, p);  // their alignment counts too
   const auto layout = [&](cublasLtMatrixLayout_t* l, Dtype t, int64_t rows, int64_t columns) {
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, type_of(t), uint64_t(rows), uint64_t(columns), rows));
@@ -243,12 +257,16 @@ void fill(Stream& s, const void* p, Dtype t, int64_t n, uint64_t seed, float sca
   else if (t == Dtype::e5m2) with(static_cast<__nv_fp8_e5m2*>(to));
   else with(static_cast<float*>(to));
 }
-// A matrix of numbers up to `largest`; of fp8, whose small numbers are coarse, it is the scale that makes them so.
-void fill_matrix(Stream& s, const void* p, Dtype t, int64_t n, uint64_t seed, float largest, const float* unscale) {
-  fill(s, p, t, n, seed, is_fp8(t) ? fp8::format(t).largest : largest);
+// A matrix of `vectors` rows or columns and numbers up to `largest`; of fp8, whose small numbers are coarse, it is the
+// scale that makes them so.
+void fill_matrix(Stream& s, const Call& c, const void* p, Dtype t, int64_t vectors, uint64_t seed, float largest,
+                 const float* unscale) {
+  fill(s, p, t, vectors * c.k, seed, is_fp8(t) ? fp8::format(t).largest : largest);
   if (!unscale) return;
-  const float scale = largest / fp8::format(t).largest;
-  CUDA_CHECK(cudaMemcpyAsync(const_cast<float*>(unscale), &scale, sizeof scale, cudaMemcpyDefault, s.cuda()));
+  const std::vector<float> scales(size_t(c.scaling == fp8::Scaling::row ? vectors : 1),
+                                  largest / fp8::format(t).largest);
+  CUDA_CHECK(cudaMemcpyAsync(const_cast<float*>(unscale), scales.data(), scales.size() * sizeof(float),
+                             cudaMemcpyDefault, s.cuda()));
 }
 // Runs a kernel that adds to one number, which lies in the workspace, and reads it.
 template <class F>
@@ -307,8 +325,8 @@ bool splits_k(const cublasLtMatmulAlgo_t& algo) {
 }
 
 void fill_inputs(Stream& s, const Call& c) {
-  fill_matrix(s, c.a, c.in_a, c.m * c.k, 1, 3 / std::sqrt(float(c.k)), c.unscale_a);  // results of about 1
-  fill_matrix(s, c.b, c.in_b, c.k * c.n, 2, 1, c.unscale_b);
+  fill_matrix(s, c, c.a, c.in_a, c.m, 1, 3 / std::sqrt(float(c.k)), c.unscale_a);  // results of about 1
+  fill_matrix(s, c, c.b, c.in_b, c.n, 2, 1, c.unscale_b);
   fill(s, c.bias, c.out, c.m, 3, 1);
   if (c.c != c.d) fill(s, c.c, c.out, c.m * c.n, 4, 1);
 }
@@ -382,7 +400,7 @@ Call fp8_call(T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const 
   Call c = forward_call<T>(z, none, none, bias, residual, M, N, K);  // the only layout that fp8 has
   c.a = b.data, c.in_a = b.format, c.unscale_a = b.unscale;
   c.b = a.data, c.in_b = a.format, c.unscale_b = a.unscale;
-  c.fast_sums = sums == Fp8Sums::fast;
+  c.fast_sums = sums == Fp8Sums::fast, c.scaling = a.scaling;
   return c;
 }
 
@@ -516,6 +534,7 @@ void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t 
 template <class T>
 void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual,
                 int64_t M, int64_t N, int64_t K) {
+  ASSERT(a.scaling == b.scaling);
   const auto product_alone = [&](const T* none, const T* own) { matmul_fp8<T>(s, z, a, b, sums, none, own, M, N, K); };
   if (apart(s, z, bias, residual, M, N, product_alone)) return;
   if (s.device().mode == Mode::plan) {

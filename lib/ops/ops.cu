@@ -185,6 +185,14 @@ template <class T>
 void amax(Stream& s, float* out, const T* x, float* partials, int64_t n) {
   RUN(!is_bf16<T>, moves<T>(n, 2), amax, out, x, partials, n);
 }
+// A number for each row and column of a tile of 128 x 128.
+int64_t vector_amax_partials(int64_t R, int64_t C) { return ceil_div(C, 128) * R + ceil_div(R, 128) * C; }
+template <class T>
+void vector_amax(Stream& s, float* rows, float* columns, const T* x, float* partials, int64_t R, int64_t C) {
+  ASSERT(!s.on_gpu() || (R % 16 == 0 && C % 16 == 0));
+  RUN(!is_bf16<T>, moves<T>(R * C, 1 + (rows != nullptr) + (columns != nullptr)), vector_amax, rows, columns, x,
+      partials, R, C);
+}
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C) {
   ASSERT(!s.on_gpu() || (R % 16 == 0 && C % 16 == 0));
@@ -200,6 +208,7 @@ template <class T>
 void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* h, float* amax, float* partials,
                        int64_t R, int64_t F) {
   ASSERT(!s.on_gpu() || (R % 16 == 0 && F % 16 == 0));
+  ASSERT(g.scaling == fp8::Scaling::tensor);
   const int64_t read = (kind == Activation::swiglu ? 2 : 1) * int64_t(sizeof(T));
   RUN(!is_bf16<T>, moves<char>(R * F * (2 * read + copies_of(g)), 3), activation_to_fp8, kind, g, h, amax, partials, R,
       F);
@@ -209,6 +218,7 @@ void activation_backward_to_fp8(Stream& s, Activation kind, const Fp8Matrix& dh,
                                 const T* h, float* amax, float* partials, int64_t R, int64_t F) {
   ASSERT(!s.on_gpu() || (R % 16 == 0 && F % 16 == 0));
   ASSERT(dh.format == Dtype::e5m2 && g.format == Dtype::e4m3);
+  ASSERT(dh.scaling == fp8::Scaling::tensor && g.scaling == fp8::Scaling::tensor);
   const int64_t row = kind == Activation::swiglu ? 2 : 1, read = (row + 1) * int64_t(sizeof(T));
   RUN(!is_bf16<T>, moves<char>(R * F * (2 * read + row * copies_of(dh) + copies_of(g)), 4), activation_backward_to_fp8,
       kind, dh, g, dg, h, amax, partials, R, F);
@@ -281,6 +291,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, 
   template void embedding_forward(Stream&, T*, const T*, const int32_t*, int64_t, int64_t, int64_t, bool);            \
   template void flag_not_finite(Stream&, int32_t*, const T*, int64_t);                                                \
   template void amax(Stream&, float*, const T*, float*, int64_t);                                                     \
+  template void vector_amax(Stream&, float*, float*, const T*, float*, int64_t, int64_t);                             \
   template void to_fp8(Stream&, const Fp8Matrix&, const T*, const float*, int64_t, int64_t);                          \
   template void from_fp8(Stream&, T*, const Fp8Factor&, int64_t);                                                     \
   template void activation_to_fp8(Stream&, Activation, const Fp8Matrix&, const T*, float*, float*, int64_t, int64_t); \

@@ -7,6 +7,7 @@
 // Pointers are 16-byte aligned; C, V and hidden sizes are multiples of 8 on a GPU in bf16 (checked by the model).
 #pragma once
 
+#include "lib/device/fp8.h"
 #include "lib/device/stream.h"
 #include "lib/ops/rope.h"
 
@@ -38,34 +39,44 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 // dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
-// ---- fp8 (lib/device/fp8.h). Current scaling: a matrix is cast with a scale of its own, from its own largest number.
-// On a GPU (compute capability 8.9 and later) matrices are bf16, and M, N, K, R and C multiples of 16.
-// out (1) = the largest |x| of x (n); of a NaN infinity. partials: sum_partials() numbers.
+// ---- fp8 (lib/device/fp8.h). Current scaling: a matrix is cast with a scale of its own, from its own largest number,
+// or with one for each row (and, of its transpose, for each column), from that row's. On a GPU (compute capability 8.9
+// and later) matrices are bf16, and M, N, K, R and C multiples of 16. out (1) = the largest |x| of x (n); of a NaN
+// infinity. partials: sum_partials() numbers.
 template <class T>
 void amax(Stream& s, float* out, const T* x, float* partials, int64_t n);
+// The same of each row of x (R,C), into rows (R), and of each column, into columns (C); either may be null. partials:
+// vector_amax_partials(R, C) numbers.
+int64_t vector_amax_partials(int64_t R, int64_t C);
+template <class T>
+void vector_amax(Stream& s, float* rows, float* columns, const T* x, float* partials, int64_t R, int64_t C);
 // A matrix (R,C) in fp8, e4m3 or e5m2: times *unscale it is what was cast. rows: (R,C); columns: its transpose (C,R);
-// either may be null.
+// either may be null. Scaled by row, unscale is (R + C): row r of `rows` times unscale[r], column c, which is a row of
+// `columns`, times unscale[R + c].
 struct Fp8Matrix {
   Dtype format = Dtype::e4m3;
   uint8_t *rows = nullptr, *columns = nullptr;
   float* unscale = nullptr;
+  fp8::Scaling scaling = fp8::Scaling::tensor;
 };
 // A factor of a product: rows of K numbers, along which it is summed. Tensor cores take fp8 in this layout alone, so a
 // product that sums along columns reads the transposes.
 struct Fp8Factor {
   Dtype format = Dtype::e4m3;
   const uint8_t* data = nullptr;
-  const float* unscale = nullptr;
+  const float* unscale = nullptr;  // one number, or one for each row
+  fp8::Scaling scaling = fp8::Scaling::tensor;
 };
-// Casts x (R,C) so that amax (1), the largest of it, becomes the format's largest. Rounded to nearest even. Where x is
-// not finite, neither is a product of `to`.
+// Casts x (R,C) so that amax (1), the largest of it, becomes the format's largest; scaled by row, amax (R + C), the
+// rows' and the columns', of which only those that `to` has are read. Rounded to nearest even. Where x is not finite,
+// neither is a product of `to`.
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C);
 // x (n) = what the numbers of `from` (n) stand for. On a GPU n is a multiple of 16.
 template <class T>
 void from_fp8(Stream& s, T* x, const Fp8Factor& from, int64_t n);
-// What an activation makes, cast without being written: the same bytes as amax and to_fp8 make of what gelu_forward or
-// swiglu_forward has written, with less of memory's time.
+// What an activation makes, cast with one scale without being written: the same bytes as amax and to_fp8 make of what
+// gelu_forward or swiglu_forward has written, with less of memory's time.
 enum class Activation { gelu, swiglu };
 // g (R,F) of h (R,F), or of SwiGLU (R,2F). amax (1) is written. partials: sum_partials() numbers.
 template <class T>
@@ -80,7 +91,7 @@ void activation_backward_to_fp8(Stream& s, Activation kind, const Fp8Matrix& dh,
 // How tensor cores add up: fast, in fewer bits than fp32 has, which the forward pass may; or with sums in fp32.
 enum class Fp8Sums { fast, fp32 };
 // z (M,N) = a (M,K) b (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal z). One factor at most is
-// e5m2.
+// e5m2; both are scaled alike.
 template <class T>
 void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual,
                 int64_t M, int64_t N, int64_t K);

@@ -301,7 +301,7 @@ std::string plan_text(Run r, int ranks) {
     terminal::say(strf("note: planning %lld blocks takes some seconds", ll(r.model.depth)));
   std::string text = strf("%s%s: %s parameters, %s%s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
                           r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
-                          name_of(r.dtype), fp8_text(r.model), ll(r.batch), ll(r.model.seq));
+                          name_of(r.dtype), fp8_text(r.model).c_str(), ll(r.batch), ll(r.model.seq));
   if (r.o.plan) text += units_text(r, ranks) + memory_table(dev.mem.report(), ranks);
   if (r.o.plan && r.backend == Backend::gpu) text += estimate_text(r, ranks);
   if (r.o.show_schedule) text += choices_text(r, there.transport) + schedule_text(issued, r.model, ranks);

@@ -241,7 +241,7 @@ std::string opening_text(const Run& r, const Device& dev, const World& world, Tr
   text += strf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s%s, gradients in %s; collectives: %s%s\n",
                name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
                count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
-               world.size > 1 ? "s" : "", dev.name.c_str(), name_of(r.dtype), fp8_text(r.model),
+               world.size > 1 ? "s" : "", dev.name.c_str(), name_of(r.dtype), fp8_text(r.model).c_str(),
                name_of(r.reduce_dtype), name_of(transport), by_engines);
   text += fsdp_text(r, world.size);
   text += strf("data: %s; %s tokens a step (%lld x %lld%s), %lld steps\n", data.c_str(),

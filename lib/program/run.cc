@@ -47,15 +47,21 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
 
 static const char* fp8_option(const ModelConfig& c) { return c.fp8 ? "--matmul-dtype" : "--save-dtype"; }
 
-const char* fp8_text(const ModelConfig& c) {
-  return c.fp8 && c.save_fp8 ? ", matmuls and saved hidden layers in fp8"
-         : c.fp8             ? ", matmuls in fp8"
-         : c.save_fp8        ? ", saved hidden layers in fp8"
-                             : "";
+std::string fp8_text(const ModelConfig& c) {
+  if (!c.fp8 && !c.save_fp8) return "";
+  const bool by_row = c.fp8_scaling == fp8::Scaling::row;
+  return std::string(c.fp8 && c.save_fp8 ? ", matmuls and saved hidden layers in fp8"
+                     : c.fp8             ? ", matmuls in fp8"
+                                         : ", saved hidden layers in fp8") +
+         (by_row ? " scaled by row" : "");
 }
-void check_fp8(const ModelConfig& c, bool has_fp8, const std::string& gpu) {
-  REQUIRE_USER(!(c.fp8 || c.save_fp8) || has_fp8,
+void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu) {
+  REQUIRE_USER(!(c.fp8 || c.save_fp8) || has != fp8::Support::none,
                "%s fp8: %s has no fp8, which came with compute capability 8.9; drop the option", fp8_option(c),
+               gpu.c_str());
+  REQUIRE_USER(c.fp8_scaling == fp8::Scaling::tensor || has == fp8::Support::by_row,
+               "--fp8-scaling row: cuBLASLt knows it on compute capability 9.0 alone (H100, H200), which %s has not; "
+               "drop the option",
                gpu.c_str());
 }
 
@@ -285,6 +291,9 @@ Run resolve(const Options& o, int world_size, int gpus) {
   resolve_batch(o, p, world_size, &r);
   r.nan_skips = nan_skips(o);
   r.model.fp8 = o.matmul_dtype == "fp8", r.model.save_fp8 = o.save_dtype == "fp8";
+  r.model.fp8_scaling = o.fp8_scaling == "row" ? fp8::Scaling::row : fp8::Scaling::tensor;
+  REQUIRE_USER(r.model.fp8 || o.fp8_scaling == "tensor",
+               "--fp8-scaling %s is about matmuls in fp8; add --matmul-dtype fp8", o.fp8_scaling.c_str());
   check_config(r.model, r.batch, r.backend, r.dtype);
   if ((r.model.fp8 || r.model.save_fp8) && gpu) check_fp8_sizes(r.model, r.batch, r.dtype);
   REQUIRE_USER(double(r.global_batch) * double(r.model.seq) < 9e15,

@@ -40,10 +40,10 @@ void limit_epochs(int64_t sequences, Run* r);
 
 // Refuses sizes that do not fit together, or not what the kernels can do.
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
-// Refuses fp8 on a GPU, here or planned for, that has none.
 // ", matmuls in fp8": what of a run is, for a line about its types; empty: nothing.
-const char* fp8_text(const ModelConfig& c);
-void check_fp8(const ModelConfig& c, bool has_fp8, const std::string& gpu);
+std::string fp8_text(const ModelConfig& c);
+// Refuses fp8 on a GPU, here or planned for, that has none, or not as it is asked for.
+void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu);
 
 // Who moves what is gathered and reduced. check_collectives refuses what the options ask for and the ranks cannot do;
 // choose_gathers takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a

@@ -117,7 +117,7 @@ void open_device(Job* job) {
     job->dev =
         std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, job->transport));
     engines_pay = copy_engines_pay(*job->dev, world);
-    check_fp8(r.model, !gpu || job->dev->compute_capability >= 89, job->dev->name);
+    check_fp8(r.model, gpu ? fp8::support(job->dev->compute_capability) : fp8::Support::by_row, job->dev->name);
     plan(*job->dev, world, job->transport, r);
   } catch (const UsageError& e) { refused = e.what(); } catch (const Error& e) {
     error = e.what();

@@ -22,6 +22,9 @@ good "a knob to put back so that it fits" "the cheapest change that fits: --wrap
 good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync every:" --plan --preset llama-8b --gpu h100 --world 8 --grad-accum 2 --accum-sync last
 good "products in fp8" "rope with NSA: 1.0 G parameters, bf16, matmuls in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 on a GPU without it" "--matmul-dtype fp8: A100 has no fp8" --preset rope --gpu a100 --matmul-dtype fp8
+good "products in fp8 scaled by row" "bf16, matmuls in fp8 scaled by row" --plan --preset rope --gpu h200 --matmul-dtype fp8 --fp8-scaling row
+judge_plan "rows scaled where cuBLAS cannot" "--fp8-scaling row: cuBLASLt knows it on compute capability 9.0 alone" --preset rope --gpu l40s --matmul-dtype fp8 --fp8-scaling row
+judge_plan "rows of nothing in fp8" "add --matmul-dtype fp8" --preset rope --gpu h200 --fp8-scaling row
 judge_plan "fp8 of an odd width" "the width of q, k, v and NSA's gates" --preset m7c --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of an odd number of tokens" "--batch x --seq = 1000 is not a multiple of 16" --preset rope --batch 1 --seq 1000 --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of fp32 on a GPU" "drop --param-dtype fp32" --preset rope --gpu h200 --matmul-dtype fp8 --param-dtype fp32
