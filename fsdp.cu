@@ -7,13 +7,13 @@
 
 const char* name_of(const Issued& i) {
   static const char* names[] = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "optimizer",
-                                "use",        "release",        "cast"};
+                                "use",        "release",        "cast",       "amax"};
   return i.kind == Issued::remark ? i.text : names[i.kind];
 }
 
 const char* stream_of(const Issued& i) {
-  static const char* streams[] = {"gather",  "reduce",  "reduce",  "reduce", "reduce",
-                                  "compute", "compute", "compute", "gather", "compute"};
+  static const char* streams[] = {"gather",  "reduce",  "reduce", "reduce", "reduce", "compute",
+                                  "compute", "compute", "gather", "gather", "compute"};
   return i.kind == Issued::optimizer && i.unit >= 0 ? "reduce" : streams[i.kind];
 }
 
@@ -39,6 +39,14 @@ std::vector<Unit> replicated(const std::vector<Unit>& units) {
 int64_t largest_gather(const std::vector<Unit>& units) {
   return largest(units, [](const Unit& u) { return std::max(u.with_gradient.padded, u.without_gradient.padded); });
 }
+bool any_in_fp8(const std::vector<Unit>& units) {
+  return std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; });
+}
+// What a gather's MPI stages: on a GPU all of it, and anywhere the all_reduce of largest numbers.
+int64_t gather_staging(const std::vector<Unit>& units, Backend backend, int64_t element_bytes, int ranks) {
+  const int64_t gathers = backend == Backend::gpu ? largest_gather(units) * element_bytes : 0;
+  return any_in_fp8(units) ? std::max<int64_t>(gathers, ranks * 512) : gathers;
+}
 // Bytes of the largest reduction among `ranks`; at least a multiple of what an all_reduce's pieces are rounded to.
 int64_t largest_reduction(const std::vector<Unit>& units, int64_t FlatParam::*numel, Dtype dtype, int ranks) {
   return std::max<int64_t>(largest(units, [&](const Unit& u) { return u.with_gradient.*numel; }) * size_of(dtype),
@@ -56,8 +64,8 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       units_(std::move(units)),
       gather_channel_(
           dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
-          dev.backend == Backend::gpu ? largest_gather(units_) * (options.gather_wide ? 4 : int64_t(sizeof(T))) : 0,
-          links, options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
+          gather_staging(units_, dev.backend, options.gather_wide ? 4 : int64_t(sizeof(T)), shard_world_.size), links,
+          options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
                       largest_reduction(exchanges() ? replicated(units_) : units_, &FlatParam::padded,
                                         options.reduce_dtype, shard_world_.size),
@@ -93,6 +101,10 @@ void Fsdp<T, G>::keep_state() {
       return mem.keep<float>(n, u.name + name, Purpose::moments);
     };
     s.m = moment(" first moment"), s.v = moment(" second moment");
+    if (const int64_t n = int64_t(u.scaled.size()); n > 0) {
+      s.amax = mem.keep<float>(n, u.name + " largest numbers", Purpose::workspace);
+      s.unscale = mem.keep<float>(n, u.name + " scales", Purpose::workspace);
+    }
     // Adjacent parameters make one range, hence one AdamW kernel: usually the shard has but one.
     for (const Param& p : u.params) {
       const Unit::Piece mine = u.piece(p, shard_rank(int(i)));
@@ -103,6 +115,15 @@ void Fsdp<T, G>::keep_state() {
     }
     state_.push_back(std::move(s));
   }
+  if (any_in_fp8(units_)) amax_partials_ = mem.keep<float>(ops::sum_partials(), "partial maxima", Purpose::workspace);
+}
+
+// Elements of T that a slot must have for the unit.
+template <class T, class G>
+int64_t Fsdp<T, G>::slot_numel(int u) const {
+  const Unit& unit = units_[size_t(u)];
+  const int64_t size = int64_t(sizeof(T));
+  return unit.in_fp8 > 0 ? (fp8_layout(unit, shards(u), size).bytes + size - 1) / size : unit.padded;
 }
 
 // A slot of its own for each unit that stays resident once it is gathered; the others share as many as the options
@@ -112,7 +133,7 @@ template <class T, class G>
 void Fsdp<T, G>::keep_gather_slots() {
   const Purpose purpose = Purpose::gather_slots;
   auto add = [&](int owner, int64_t numel, const std::string& name) {
-    const bool is_master = std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1;
+    const bool is_master = std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1 && !units_[owner].in_fp8;
     T* p = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : dev_.mem.keep<T>(numel, name, purpose);
     const bool gathered = owner < 0 || shards(owner) > 1;
     float* wide = options_.gather_wide && gathered ? dev_.mem.keep<float>(numel, name + ", fp32", purpose) : nullptr;
@@ -124,8 +145,9 @@ void Fsdp<T, G>::keep_gather_slots() {
   int sharded = 0;
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
-    if (own || u.replicated) add(int(i), u.padded, u.name + " gathered");
-    if (!u.replicated) sharded++, most = std::max(most, u.padded);
+    const int64_t numel = slot_numel(int(i));
+    if (own || u.replicated) add(int(i), numel, u.name + " gathered");
+    if (!u.replicated) sharded++, most = std::max(most, numel);
   }
   for (int i = 0; !own && i < std::min(options_.gather_slots, sharded); i++) add(-1, most, strf("gather slot %d", i));
 }
@@ -278,7 +300,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   Stream& stream = gather_channel_.stream();
   stream.wait(state_[size_t(u)].ready);
   stream.wait(slot->released);
-  const int64_t bytes = unit.padded * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
+  const int64_t bytes = slot_numel(u) * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
   const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
   gather_channel_.set_unit(unit.name);
   auto unshard = [&](auto* to) {
@@ -294,7 +316,9 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
     }
     if (!sharded) note(Issued::cast, u);
   };
-  if (slot->wide && sharded) {
+  if (unit.in_fp8 > 0) {
+    gather_in_fp8(u, slot, sharded);
+  } else if (slot->wide && sharded) {
     unshard(slot->wide);
     ops::cast(stream, slot->p, slot->wide, unit.padded);
   } else {
@@ -304,13 +328,86 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   slot->unit = u;
 }
 
+// Calls f(i, from, n, mine) with what this rank's shard has of what shares scale i: n numbers, the first of them
+// element `from` of the unit and `mine` in the master copy.
+template <class T, class G>
+template <class F>
+void Fsdp<T, G>::each_piece_in_fp8(int u, F f) {
+  const Unit& unit = units_[size_t(u)];
+  const FlatParam& flat = unit.with_gradient;
+  const int64_t shard = shard_rank(u) * flat.shard;
+  for (size_t i = 0; i < unit.scaled.size(); i++) {
+    const auto [offset, numel] = unit.scaled[i];
+    const int64_t from = std::max(shard, offset), to = std::min(shard + flat.shard, offset + numel);
+    if (from < to) f(i, from, to - from, state_[size_t(u)].master + flat.offset_in_shard + from - shard);
+  }
+}
+
+// Once for weights that are new: all ranks must scale a tensor alike, and none has all of it.
+template <class T, class G>
+void Fsdp<T, G>::find_amax(int u, bool sharded) {
+  State& state = state_[size_t(u)];
+  if (state.amax_is_current) return;
+  state.amax_is_current = true;
+  Stream& stream = gather_channel_.stream();
+  const int64_t n = int64_t(units_[size_t(u)].scaled.size()), bytes = n * int64_t(sizeof(float));
+  stream.zero(state.amax, bytes);
+  each_piece_in_fp8(u, [&](size_t i, int64_t, int64_t numel, const float* mine) {
+    ops::amax<float>(stream, state.amax + i, mine, amax_partials_, numel);
+  });
+  if (sharded) {
+    gather_channel_.all_reduce(state.amax, n, Dtype::f32, Channel::max);
+    note(Issued::amax, u, bytes, Dtype::f32, shards(u));
+  }
+  ops::unscales(stream, state.unscale, state.amax, n, Dtype::e4m3);
+}
+
+// My shard goes to where the all_gathers want it: codes to the element's place, and what is not in fp8 behind them.
+template <class T, class G>
+void Fsdp<T, G>::gather_in_fp8(int u, Slot* slot, bool sharded) {
+  const Unit& unit = units_[size_t(u)];
+  const FlatParam& flat = unit.with_gradient;
+  ASSERT(unit.without_gradient.numel == 0 && !slot->wide);
+  const Fp8Layout layout = fp8_layout(unit, shards(u), sizeof(T));
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(slot->p);
+  T* const rest = reinterpret_cast<T*>(codes + layout.rest);
+  Stream& stream = gather_channel_.stream();
+  find_amax(u, sharded);
+  each_piece_in_fp8(u, [&](size_t i, int64_t from, int64_t n, const float* mine) {
+    ops::to_e4m3(stream, codes + from, mine, state_[size_t(u)].amax + i, n);
+  });
+  const int64_t shard = shard_rank(u) * flat.shard, from = std::max(shard, unit.in_fp8);
+  if (const int64_t n = std::min(shard + flat.shard, flat.numel) - from; n > 0)
+    ops::cast(stream, rest + layout.first + from - unit.in_fp8,
+              static_cast<const float*>(state_[size_t(u)].master + flat.offset_in_shard + from - shard), n);
+  if (!sharded) return note(Issued::cast, u);
+  gather_channel_.all_gather(codes, flat.shard, Dtype::e4m3);
+  note(Issued::all_gather, u, flat.padded, Dtype::e4m3, shards(u));
+  if (layout.part == 0) return;
+  gather_channel_.all_gather(rest, layout.part, dtype_of<T>);
+  note(Issued::all_gather, u, layout.part * shards(u) * int64_t(sizeof(T)), dtype_of<T>, shards(u));
+}
+
 template <class T, class G>
 const T* Fsdp<T, G>::use(int u) {
   gather(u);
   Slot& slot = used_slot(u, "use");
   timed_wait(Waits::gathers, slot.gathered);
   note(Issued::use, u);
-  return slot.p;
+  if (units_[size_t(u)].in_fp8 == 0) return slot.p;
+  const Fp8Layout layout = fp8_layout(units_[size_t(u)], shards(u), sizeof(T));
+  return reinterpret_cast<const T*>(codes(u) + layout.rest) + layout.first;
+}
+template <class T, class G>
+const uint8_t* Fsdp<T, G>::codes(int u) {
+  return reinterpret_cast<const uint8_t*>(used_slot(u, "codes").p);
+}
+template <class T, class G>
+const float* Fsdp<T, G>::unscale(int u, int64_t offset) const {
+  const std::vector<Unit::Scaled>& scaled = units_[size_t(u)].scaled;
+  const auto at = std::find_if(scaled.begin(), scaled.end(), [&](auto s) { return s.offset == offset; });
+  ASSERT(at != scaled.end());
+  return state_[size_t(u)].unscale + (at - scaled.begin());
 }
 
 // Behind this event, and no sooner, another unit may be gathered into the slot. It is the one that is easy to forget:
@@ -337,6 +434,7 @@ void Fsdp<T, G>::empty_slots() {
     ASSERT(slot.state != Slot::busy);
     slot.state = Slot::empty, slot.unit = -1;
   }
+  for (State& state : state_) state.amax_is_current = false;
 }
 
 // ------------------------------------------------------------------------------------------------ gradient, reduce

@@ -25,7 +25,8 @@
 // with a trainable parameter). Nothing else of the model stays on a rank for longer than it is used:
 //
 //   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place; begins when
-//                 the compute stream comes to this call
+//                 the compute stream comes to this call. What goes in fp8 is scaled by the largest number that any rank
+//                 has of it, which an all_reduce finds once a step
 //   prefetch(u)   the same, begun as soon as a slot is free; if none is, nothing, and gather(u) does it later
 //   use(u)        compute stream waits for the gather; returns the unsharded unit in the compute dtype
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
@@ -87,6 +88,7 @@ struct Issued {
     use,
     release,
     cast,
+    amax,  // an all_reduce of the largest numbers of what is gathered in fp8
     remark
   } kind;
   int unit;       // -1: all
@@ -96,7 +98,8 @@ struct Issued {
   const char* text = "";  // a remark's: what the model did there
   int64_t times = 1;      // it stands for so many, one in each of the micro-batches that are alike
   double sent() const {   // bytes, by a rank
-    return ::sent(kind == all_reduce ? Collective::all_reduce : Collective::all_gather, double(bytes), ranks);
+    const bool reduces = kind == all_reduce || kind == amax;
+    return ::sent(reduces ? Collective::all_reduce : Collective::all_gather, double(bytes), ranks);
   }
   bool moves() const { return bytes > 0 || kind == optimizer; }
 };
@@ -130,7 +133,13 @@ class Fsdp {
   // an internal error that names the verb and the unit.
   void prefetch(int u);
   void gather(int u);
-  const T* use(int u);  // (padded); gathers what was not gathered before
+  // (padded), or of a unit with parameters in fp8 the others, from element in_fp8 on. Gathers what was not gathered
+  // before.
+  const T* use(int u);
+  // Of a unit in use the parameters in fp8 (in_fp8), e4m3, and what those from `offset` on, which share a scale, are
+  // multiplied by (1).
+  const uint8_t* codes(int u);
+  const float* unscale(int u, int64_t offset) const;
   void release(int u);
   // Release alone where the options keep the unit resident (reshard_after_forward off, replicated).
   void reshard(int u);
@@ -195,6 +204,8 @@ class Fsdp {
     Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
     Buffer<float> unsharded_gradient;  // summed over micro-batches, where only the last one reduces
     int reductions = 0;                // so far in this micro-batch
+    float *amax = nullptr, *unscale = nullptr;  // (scaled) of what is gathered in fp8; on all ranks alike
+    bool amax_is_current = false;
     std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
   };
 
@@ -256,6 +267,11 @@ class Fsdp {
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
+  void gather_in_fp8(int u, Slot* slot, bool sharded);
+  void find_amax(int u, bool sharded);
+  template <class F>
+  void each_piece_in_fp8(int u, F f);
+  int64_t slot_numel(int u) const;
   Slot& used_slot(int u, const char* verb);
   GradientSlot& gradient_slot_of(int u);
   void await_reduction(GradientSlot& s);
@@ -286,6 +302,7 @@ class Fsdp {
   const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
+  float* amax_partials_ = nullptr;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the
   // reduce stream comes to the next all_to_all, which waits for that on all ranks.

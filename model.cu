@@ -34,7 +34,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
   // By name, once: what a step needs of a parameter is its unit and its offset.
   std::unordered_map<std::string, ParamRef> refs;
   for (size_t u = 0; u < fsdp.units().size(); u++)
-    for (const Param& p : fsdp.units()[u].params) refs[p.name] = {int(u), p.offset, !p.has_gradient};
+    for (const Param& p : fsdp.units()[u].params) refs[p.name] = {int(u), p.offset, !p.has_gradient, p.fp8};
   auto find = [&](const std::string& name) {
     const auto ref = refs.find(name);
     return ref == refs.end() ? ParamRef() : ref->second;
@@ -99,7 +99,9 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 template <class T, class G>
 const T* Model<T, G>::weight(const ParamRef& p) const {
   ASSERT(p.exists() && weights_[size_t(p.unit)]);
-  return weights_[size_t(p.unit)] + p.offset;
+  const int64_t in_fp8 = fsdp.units()[size_t(p.unit)].in_fp8;
+  ASSERT(!p.fp8);
+  return weights_[size_t(p.unit)] + (p.offset - in_fp8);
 }
 
 // Kernels that make several gradients at one go write all of them; those of frozen parameters go where nobody looks.
@@ -180,11 +182,21 @@ typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t
 template <class T, class G>
 typename Model<T, G>::Fp8Copy Model<T, G>::weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
   if (!c_.fp8) return Fp8Copy();
+  if (p.fp8) return gathered_in_fp8(p, N, K, sides);
   if (scales_rows()) return to_fp8(weight(p), N, K, Dtype::e4m3, sides);
   Fp8Copy copy = fp8_copy(N, K, Dtype::e4m3, sides);
   float* amax = weight_amaxes_ + p.amax;
   if (sides == Sides::rows) find_amax(amax, weight(p), N * K);
   ops::to_fp8<T>(dev_.compute(), copy.matrix(), weight(p), amax, N, K);
+  return copy;
+}
+template <class T, class G>
+typename Model<T, G>::Fp8Copy Model<T, G>::gathered_in_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
+  Fp8Copy copy;
+  copy.gathered = fsdp.codes(p.unit) + p.offset, copy.gathered_unscale = fsdp.unscale(p.unit, p.offset);
+  if (sides == Sides::rows) return copy;
+  copy.columns = dev_.mem.take<uint8_t>(N * K, "fp8, transposed");
+  ops::transpose_codes(dev_.compute(), copy.columns, copy.gathered, N, K);
   return copy;
 }
 // Gradients spread over more powers of two than weights and activations do.

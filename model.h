@@ -73,6 +73,7 @@ class Model {
     int unit = -1;  // -1: the architecture has no such parameter
     int64_t offset = 0;
     bool frozen = false;  // has no gradient
+    bool fp8 = false;     // is gathered in it
     int64_t amax = 0;     // its place in weight_amaxes_
     bool exists() const { return unit >= 0; }
   };
@@ -98,11 +99,18 @@ class Model {
     Dtype format = Dtype::e4m3;
     Buffer<uint8_t> rows, columns;
     Buffer<float> unscale;
+    // Of a weight that was gathered in fp8, in place of rows and unscale; good while its unit is in use.
+    const uint8_t* gathered = nullptr;
+    const float* gathered_unscale = nullptr;
     fp8::Scaling scaling = fp8::Scaling::tensor;
     int64_t R = 0;
-    explicit operator bool() const { return unscale.get() != nullptr; }
-    ops::Fp8Factor by_rows() const { return {format, rows, unscale, scaling}; }
+    explicit operator bool() const { return unscale.get() || gathered; }
+    ops::Fp8Factor by_rows() const {
+      return gathered ? ops::Fp8Factor{format, gathered, gathered_unscale}
+                      : ops::Fp8Factor{format, rows, unscale, scaling};
+    }
     ops::Fp8Factor by_columns() const {
+      if (gathered) return {format, columns, gathered_unscale};
       return {format, columns, unscale.get() + (scaling == fp8::Scaling::row ? R : 0), scaling};
     }
     ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale, scaling}; }
@@ -113,6 +121,7 @@ class Model {
   Fp8Copy fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
   Fp8Copy weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
+  Fp8Copy gathered_in_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
   Fp8Copy gradient_to_fp8(const T* dy, int64_t M, int64_t N);
   Fp8Copy activation_to_fp8(const T* h, int64_t rows);
   struct ActivationGradients8 {
@@ -225,7 +234,7 @@ class Model {
   const std::vector<Turn>* turns_ = nullptr;  // of the micro-batch that is being issued
   size_t turn_ = 0;                           // the next of them
   bool last_ = true;                          // the step's last micro-batch
-  std::vector<const T*> weights_;             // by unit; null: not in use
+  std::vector<const T*> weights_;             // by unit, from its element in_fp8 on; null: not in use
   std::vector<G*> grads_;                     // by unit; null: not being written
   float* weight_amaxes_ = nullptr;  // (depth, 4) the largest numbers of the weights that are multiplied in fp8
   G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything

@@ -35,6 +35,9 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
     p.id = uint32_t(params.size());
     p.numel = 1;
     for (int64_t n : p.shape) p.numel *= n;
+    // The products of q, k and v, of o, and of the MLP.
+    p.fp8 = c.gather_fp8 && (joined || name == "attention.q" || name == "attention.o" || name == "mlp.gate" ||
+                             name == "mlp.up" || name == "mlp.down");
     for (const std::string& start : c.frozen) p.frozen = p.frozen || p.name.compare(0, start.size(), start) == 0;
     params.push_back(std::move(p));
   };

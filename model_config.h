@@ -67,6 +67,7 @@ struct ModelConfig {
   bool keep_attention = false;  // with attn, both, block: only q, k and v are recomputed
   bool fp8 = false;             // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
   fp8::Scaling fp8_scaling = fp8::Scaling::tensor;  // of those products
+  bool gather_fp8 = false;                          // those weights are gathered in fp8 too
   bool save_fp8 = false;                            // the MLP's hidden layer, where it is kept, is kept in fp8
   bool diagnostics = false;                         // count what every block's gates and selection do; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;        // the most that may exist at one time

@@ -37,18 +37,51 @@ FlatParam append_flat(Unit* u, bool with_gradient, int shards) {
 
 }  // namespace
 
+namespace {
+
+void lay_out(Unit* u, int shards) {
+  find_gradients(u);
+  // Weight decay is for a prefix, so that AdamW needs one number to know whom.
+  auto rank = [](const Param& p) { return !p.has_gradient ? 3 : p.fp8 ? 0 : p.decay ? 1 : 2; };
+  std::stable_sort(u->params.begin(), u->params.end(),
+                   [&](const Param& a, const Param& b) { return rank(a) < rank(b); });
+  u->numel = u->decayed = u->padded = u->shard = u->in_fp8 = 0;
+  u->scaled.clear();
+  for (const Param& p : u->params) {
+    if (!p.fp8) break;
+    ASSERT(p.has_gradient && p.decay);
+    if (!p.joined) u->scaled.push_back({u->in_fp8, 0});
+    u->scaled.back().numel += p.numel, u->in_fp8 += p.numel;
+  }
+  u->with_gradient = append_flat(u, true, shards);
+  u->without_gradient = append_flat(u, false, shards);
+}
+
+}  // namespace
+
 void lay_out(std::vector<Unit>* units, int shards) {
   for (Unit& u : *units) {
-    find_gradients(&u);
-    // Weight decay is for a prefix, so that AdamW needs one number to know whom.
-    auto rank = [](const Param& p) { return !p.has_gradient ? 2 : p.decay ? 0 : 1; };
-    std::stable_sort(u.params.begin(), u.params.end(),
-                     [&](const Param& a, const Param& b) { return rank(a) < rank(b); });
-    u.numel = u.decayed = u.padded = u.shard = 0;
     const int parts = u.replicated ? 1 : shards;
-    u.with_gradient = append_flat(&u, true, parts);
-    u.without_gradient = append_flat(&u, false, parts);
+    lay_out(&u, parts);
+    if (u.in_fp8 == 0 || fp8_layout(u, parts, 2).bytes < 2 * u.padded) continue;
+    for (Param& p : u.params) p.fp8 = false;
+    lay_out(&u, parts);
   }
+}
+
+// The first rank that has some of the rest fills the end of its part, if the next has some too: so they join.
+Fp8Layout fp8_layout(const Unit& u, int shards, int64_t element_bytes) {
+  const FlatParam& f = u.with_gradient;
+  const auto aligned = [](int64_t n) { return (n + shard_align - 1) / shard_align * shard_align; };
+  Fp8Layout l;
+  l.rest = (f.padded + 255) / 256 * 256;
+  if (const int64_t rest = f.numel - u.in_fp8; rest > 0) {
+    const int64_t owner = u.in_fp8 / f.shard, here = std::min(rest, (owner + 1) * f.shard - u.in_fp8);
+    l.part = aligned(std::max(here, std::min(rest - here, f.shard)));
+    l.first = here == rest ? owner * l.part : (owner + 1) * l.part - here;
+  }
+  l.bytes = l.rest + shards * l.part * element_bytes;
+  return l;
 }
 
 Unit::Piece Unit::piece(const Param& p, int rank) const {

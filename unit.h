@@ -13,6 +13,7 @@ struct Param {
   bool decay;         // weight decay: matrices only
   bool joined;        // lies right behind the one before it, because one product takes both
   bool frozen;        // is not trained
+  bool fp8;           // is gathered in e4m3, under one scale with what is joined to it; is trained
   bool has_gradient;  // trained, or joined with a parameter that is. lay_out fills it in
   uint32_t id;        // index in the table of all parameters
   int64_t numel;      // the product of the shape
@@ -33,6 +34,12 @@ struct Unit {
   std::vector<Param> params;
   bool replicated = false;  // not sharded: every rank has all of it
   int reductions = 1;       // in a micro-batch; 2 where two distant parts of the model share a weight
+  // What is gathered in e4m3 comes first of all; what shares a scale, one behind the other.
+  struct Scaled {
+    int64_t offset, numel;
+  };
+  std::vector<Scaled> scaled;
+  int64_t in_fp8 = 0;  // elements of them
   // Two flat parameters make the unit's buffer, and a rank's shards of them, in that order, its shard of the unit: what
   // has a gradient, with matrices first, so that the decayed elements are a prefix; and what is only gathered. Either
   // may be empty.
@@ -51,7 +58,18 @@ struct Unit {
 // Shards are multiples of this many elements, so that every rank's is aligned for vectors and for the network. A small
 // flat parameter may leave the last ranks with padding only.
 constexpr int64_t shard_align = 64;
-// Sorts the parameters; fills in has_gradient, the offsets, and all numbers of the units, for `shards` ranks of a shard
-// group. Sizes of parameters must be multiples of 8 (16-byte loads of any). Calling it again, for another number of
-// shards, is allowed.
+// A gathered unit with parameters in fp8: a code for each element of with_gradient, of which those behind in_fp8 mean
+// nothing; and the parameters behind in_fp8, one behind the other, in a buffer that cuts into a part of one size for
+// each rank of a shard group, which holds what that rank's shard has of them.
+struct Fp8Layout {
+  int64_t rest = 0;   // bytes from the codes to that buffer
+  int64_t part = 0;   // its elements of a rank; 0: all parameters are in fp8
+  int64_t first = 0;  // where in it element in_fp8 lies
+  int64_t bytes = 0;  // of both
+};
+Fp8Layout fp8_layout(const Unit& u, int shards, int64_t element_bytes);
+
+// Sorts the parameters; drops fp8 where a unit has so much beside it that it would take no fewer bytes than bf16; fills
+// in has_gradient, the offsets, and all numbers of the units, for `shards` ranks of a shard group. Sizes of parameters
+// must be multiples of 8 (16-byte loads of any). Calling it again, for another number of shards, is allowed.
 void lay_out(std::vector<Unit>* units, int shards);

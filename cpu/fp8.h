@@ -41,6 +41,18 @@ void to_fp8(const ops::Fp8Matrix& to, const T* x, const float* amax, int64_t R, 
   cast(to.rows, 0, R, C, C, 1), cast(to.columns, R, C, R, 1, C);
 }
 
+inline void to_e4m3(uint8_t* codes, const float* x, const float* amax, int64_t n) {
+  const float scale = fp8::scale_for(*amax, fp8::e4m3.largest);
+  for (int64_t i = 0; i < n; ++i) codes[i] = fp8::encode(x[i] * scale, fp8::e4m3);
+}
+inline void unscales(float* unscale, const float* amax, int64_t n, Dtype format) {
+  for (int64_t i = 0; i < n; ++i) unscale[i] = 1 / fp8::scale_for(amax[i], fp8::format(format).largest);
+}
+inline void transpose_codes(uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t c = 0; c < C; ++c) columns[c * R + r] = codes[r * C + c];
+}
+
 template <class T>
 void cast_to_fp8(const ops::Fp8Matrix& to, const T* x, float* amax, int64_t R, int64_t C) {
   cpu::amax(amax, x, nullptr, R * C);

@@ -393,6 +393,50 @@ TEST_CASE("GPU: what was cast comes back", "[fp8][gpu][small]") {
   }
 }
 
+// A weight as ranks gather it: its codes, their transpose, the largest number, and what undoes the scale.
+struct Gathered {
+  std::vector<uint8_t> codes, columns;
+  std::vector<float> amax, unscale;
+};
+Gathered gathered(Stream& s, int64_t R, int64_t C) {
+  auto x = normals<float>(R * C, 17, 0.02);
+  Gathered g = {std::vector<uint8_t>(size_t(R * C)), {}, {0}, {0}};
+  g.columns = g.codes;
+  Arrays a(s);
+  const float* master = a.up(x);
+  uint8_t* codes = a.up(g.codes);
+  float* amax = a.up(g.amax);
+  ops::amax<float>(s, amax, master, a.scratch<float>(ops::sum_partials()), R * C);
+  ops::to_e4m3(s, codes, master, amax, R * C);
+  ops::unscales(s, a.up(g.unscale), amax, 1, Dtype::e4m3);
+  ops::transpose_codes(s, a.up(g.columns), codes, R, C);
+  a.down();
+  s.synchronize();
+  return g;
+}
+TEST_CASE("fp8: a master weight is cast as a matrix is", "[fp8]") {
+  Stream& s = test_device(Backend::cpu).compute();
+  const Gathered g = gathered(s, 24, 40);
+  const Cast c = cast(s, Dtype::e4m3, normals<float>(24 * 40, 17, 0.02), 24, 40);
+  CHECK(g.codes == c.rows);
+  CHECK(g.columns == c.columns);
+  CHECK(g.amax == c.amaxes);
+  CHECK(g.unscale == c.unscales);
+}
+TEST_CASE("GPU: a master weight is cast as a matrix is", "[fp8][gpu][small]") {
+  if (!has_fp8()) SKIP_TEST("no GPU with fp8");
+  for (int64_t R : {16, 144, 272})
+    for (int64_t C : {16, 48, 1040}) {
+      INFO(R << " x " << C);
+      const Gathered here = gathered(test_device(Backend::cpu).compute(), R, C);
+      const Gathered there = gathered(test_device(Backend::gpu).compute(), R, C);
+      CHECK(there.codes == here.codes);
+      CHECK(there.columns == here.columns);
+      CHECK(there.amax == here.amax);
+      CHECK(there.unscale == here.unscale);
+    }
+}
+
 TEST_CASE("GPU: products in fp8", "[fp8][gpu]") {
   if (!has_fp8()) SKIP_TEST("no GPU with fp8");
   Stream &gpu = test_device(Backend::gpu).compute(), &cpu = test_device(Backend::cpu).compute();
@@ -435,6 +479,7 @@ TEST_CASE("GPU: fp8 of other types than bf16 is refused", "[fp8][gpu]") {
   if (!have_gpu()) SKIP_TEST("no GPU");
   Stream& s = test_device(Backend::gpu).compute();
   float x = 0;
-  CHECK_THROWS_AS(ops::amax<float>(s, &x, &x, &x, 1), Error);
+  double y = 0;
+  CHECK_THROWS_AS(ops::amax<double>(s, &x, &y, &x, 1), Error);
   CHECK_THROWS_AS(ops::to_fp8<float>(s, {Dtype::e4m3, nullptr, nullptr, &x}, &x, &x, 16, 16), Error);
 }

@@ -178,12 +178,23 @@ Outcome train(const Setup& s, const World& world) {
     Weights weights;
     for (size_t u = 0; u < model.fsdp.units().size(); ++u) {
       const Unit& unit = model.fsdp.units()[u];
-      HostBuffer<T> whole(dev, unit.padded);
-      dev.compute().copy(whole.get(), model.fsdp.use(int(u)), unit.padded * int64_t(sizeof(T)));
+      const int64_t wide = (unit.in_fp8 ? unit.numel : unit.padded) - unit.in_fp8;
+      HostBuffer<T> whole(dev, std::max<int64_t>(wide, 1));
+      HostBuffer<uint8_t> codes(dev, std::max<int64_t>(unit.in_fp8, 1));
+      HostBuffer<float> unscales(dev, int64_t(unit.scaled.size()) + 1);
+      dev.compute().copy(whole.get(), model.fsdp.use(int(u)), wide * int64_t(sizeof(T)));
+      if (unit.in_fp8) dev.compute().copy(codes.get(), model.fsdp.codes(int(u)), unit.in_fp8);
+      for (size_t i = 0; i < unit.scaled.size(); ++i)
+        dev.compute().copy(&unscales[int64_t(i)], model.fsdp.unscale(int(u), unit.scaled[i].offset), 4);
       model.fsdp.release(int(u));
       dev.compute().synchronize();
-      for (const Param& p : unit.params)
-        for (int64_t i = 0; i < p.numel; ++i) weights[p.name].push_back(float(whole[p.offset + i]));
+      int64_t scale = -1;
+      for (const Param& p : unit.params) {
+        if (p.fp8 && !p.joined) ++scale;
+        for (int64_t i = p.offset; i < p.offset + p.numel; ++i)
+          weights[p.name].push_back(p.fp8 ? fp8::decode(codes[i], fp8::e4m3) * unscales[scale]
+                                          : float(whole[i - unit.in_fp8]));
+      }
     }
     return weights;
   };
@@ -1266,6 +1277,104 @@ TEST_CASE("a hidden layer saved in fp8 changes gradients by its rounding, and th
   }
 }
 
+// What an exact weight comes to when all ranks cast what they have of it under one scale.
+void check_gathered_in_fp8(const std::vector<Unit>& units, const Weights& exact, const Weights& gathered) {
+  for (const Unit& u : units)
+    for (size_t i = 0, end; i < u.params.size(); i = end) {
+      for (end = i + 1; end < u.params.size() && u.params[end].joined; ++end) continue;
+      float amax = 0;
+      for (size_t j = i; j < end; ++j)
+        for (float w : exact.at(u.params[j].name)) amax = std::max(amax, std::fabs(w));
+      const float scale = fp8::scale_for(amax, fp8::e4m3.largest);
+      for (size_t j = i; j < end; ++j) {
+        const Param& p = u.params[j];
+        INFO(p.name);
+        std::vector<float> wanted = exact.at(p.name);
+        for (float& w : wanted)
+          w = p.fp8 ? fp8::decode(fp8::encode(w * scale, fp8::e4m3), fp8::e4m3) * (1 / scale) : float(bf16(w));
+        CHECK(gathered.at(p.name) == wanted);
+      }
+    }
+}
+
+TEST_CASE("gathered in fp8 every rank has the same codes, and half the bytes have moved", "[fsdp][fp8]") {
+  const World& world = test_world();
+  int n = 0;
+  for (const auto& [name, model] : all_models(4 * world.size + 1)) {
+    INFO(name);
+    Setup s;
+    s.model = model, s.model.fp8 = true, s.steps = 3, s.poison = true;
+    // By the way: groups of one rank, units that stay, copies of what is small, and AdamW in the backward pass.
+    s.fsdp.shard_ranks = n % 4 == 1 ? 1 : 0, s.fsdp.reshard_after_forward = n % 4 != 2;
+    if (n % 4 == 3) s.model.replicate_below = model.dim * model.dim + 1;
+    if (n % 4 == 0) s.fsdp.update_in_backward = true, s.clip = 0;
+    ++n;
+    Setup wide = s;
+    wide.steps = 1, wide.model.fp8 = false;
+    const Weights exact = train<float, float>(wide, world).weights;
+    const Outcome in_bf16 = train<bf16, float>(s, world);
+    s.model.gather_fp8 = true;
+    const Outcome in_fp8 = train<bf16, float>(s, world);
+    CHECK(same(train<bf16, float>(s, world), in_fp8));
+    std::vector<Unit> units = parameter_table(s.model);
+    lay_out(&units, s.fsdp.shards(world.size));
+    check_gathered_in_fp8(units, exact, in_fp8.weights);
+    CHECK(furthest(in_fp8.losses, in_bf16.losses) < 2e-2);
+    CHECK(furthest(in_fp8.norms, in_bf16.norms) < 0.1);
+
+    // A scale is agreed on once a step, and blocks move as bytes.
+    std::vector<int> agreed(units.size());
+    double moved = 0, as_bf16 = 0;
+    for (const Issued& i : in_fp8.trace) {
+      if (i.kind == Issued::amax && i.ranks > 1) ++agreed[size_t(i.unit)];
+      if (i.kind != Issued::all_gather || units[size_t(i.unit)].in_fp8 == 0) continue;
+      moved += i.sent();
+      if (i.dtype == Dtype::e4m3) CHECK(i.bytes == units[size_t(i.unit)].padded);
+    }
+    for (const Issued& i : in_bf16.trace)
+      if (i.kind == Issued::all_gather && units[size_t(i.unit)].in_fp8 > 0) as_bf16 += i.sent();
+    const bool gathers = s.fsdp.shards(world.size) > 1;
+    for (size_t u = 0; u < units.size(); ++u)
+      CHECK(agreed[u] == (gathers && units[u].in_fp8 > 0 && !units[u].replicated ? 1 : 0));
+    if (n == 3) CHECK((moved > 0) == gathers);           // llama
+    CHECK(moved <= (model.sparse ? 1 : 0.9) * as_bf16);  // such small matrices leave much beside them
+  }
+}
+
+TEST_CASE("in a unit with parameters in fp8 every rank's part of the others lies where they join", "[fsdp][fp8]") {
+  if (test_world().size != 1) SKIP_TEST("is about one rank");
+  for (int shards : {1, 2, 3, 4, 8})
+    for (int64_t matrix : {64, 512, 1000, 4096})
+      for (int64_t rest : {0, 8, 64, 504, 2000, 20000}) {
+        INFO(shards << " shards, " << matrix << " in fp8 and " << rest);
+        Unit u;
+        const auto add = [&](int64_t numel, bool fp8) {
+          Param p = {};
+          p.numel = numel, p.fp8 = fp8, p.decay = fp8;
+          if (numel > 0) u.params.push_back(p);
+        };
+        add(rest / 2 / 8 * 8, false), add(matrix, true), add(rest - rest / 2 / 8 * 8, false);
+        std::vector<Unit> units = {u};
+        lay_out(&units, shards);
+        const FlatParam& f = units[0].with_gradient;
+        const bool pays = units[0].in_fp8 > 0;
+        if (rest < matrix / shards / 2 && matrix > 1000 * shards) CHECK(pays);
+        if (rest > matrix) CHECK(!pays);
+        CHECK(units[0].params[0].fp8 == pays);
+        if (!pays) continue;
+        CHECK(units[0].in_fp8 == matrix);
+        const Fp8Layout l = fp8_layout(units[0], shards, 2);
+        CHECK(l.rest >= f.padded);
+        CHECK(l.bytes == l.rest + shards * l.part * 2);
+        CHECK(l.part <= f.shard);
+        CHECK((l.part == 0) == (rest == 0));
+        CHECK((l.first % 8 == 0 && l.part % shard_align == 0 && l.rest % 256 == 0));
+        int64_t outside = 0;
+        for (int64_t e = matrix; e < f.numel; ++e) outside += (l.first + e - matrix) / l.part != e / f.shard;
+        CHECK(outside == 0);
+      }
+}
+
 TEST_CASE("micro-batches add up to the batch", "[fsdp]") {
   for (Arch arch : {Arch::rope, Arch::mlp}) {
     Setup s;
@@ -1889,6 +1998,22 @@ TEST_CASE("GPU: a hidden layer saved in fp8 is the CPU's", "[fsdp][fp8][gpu]") {
     const Outcome on_cpu = train<bf16, float>(s, test_world());
     CHECK(furthest(on_gpu.losses, on_cpu.losses) < 2e-2);
     CHECK(furthest(on_gpu.norms, on_cpu.norms) < 0.1);
+  }
+}
+
+TEST_CASE("GPU: gathered in fp8 trains as the CPU does, and alike as a graph", "[fsdp][fp8][gpu]") {
+  if (const char* why = no_fp8()) SKIP_TEST(why);
+  for (Arch arch : all_archs) {
+    INFO(name_of(arch));
+    Setup s = in_sixteens(arch);
+    s.model.fp8 = s.model.gather_fp8 = true;
+    const Outcome on_gpu = train<bf16, float>(s, test_world());
+    CHECK(same(train<bf16, float>(s, test_world()), on_gpu));
+    s.graph = true;
+    CHECK(same(train<bf16, float>(s, test_world()), on_gpu));
+    s.graph = false, s.backend = Backend::cpu;
+    const Outcome on_cpu = train<bf16, float>(s, test_world());
+    CHECK(furthest(on_gpu.losses, on_cpu.losses) < 1e-2);
   }
 }
 

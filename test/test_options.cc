@@ -375,6 +375,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "fp8",
                             "--fp8-scaling",
                             "row",
+                            "--gather-dtype",
+                            "fp8",
                             "--list-presets",
                             "--completion",
                             "bash",

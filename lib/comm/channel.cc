@@ -67,6 +67,13 @@ void sum_parts(T* to, const T* parts, int64_t count, int ranks) {
   }
 }
 
+// The largest of each; not a number if one is none.
+template <class E>
+void max_parts(E* to, const E* parts, int64_t count, int ranks) {
+  for (int64_t i = 0; i < count; i++)
+    for (int r = 0; r < ranks; r++)
+      if (const E x = parts[r * count + i]; r == 0 || x > to[i] || x != x) to[i] = x;
+}
 void sum_parts(void* to, const void* parts, int64_t count, int ranks, Dtype t) {
   if (t == Dtype::f32) sum_parts<float, float>(static_cast<float*>(to), static_cast<const float*>(parts), count, ranks);
   else if (t == Dtype::bf16)
@@ -283,7 +290,7 @@ Channel::~Channel() {
 #if FSDP_NCCL
 namespace {
 ncclDataType_t nccl_type(Dtype t) {
-  return t == Dtype::bf16 ? ncclBfloat16 : t == Dtype::f32 ? ncclFloat32 : ncclFloat64;
+  return t == Dtype::bf16 ? ncclBfloat16 : t == Dtype::f32 ? ncclFloat32 : is_fp8(t) ? ncclUint8 : ncclFloat64;
 }
 }  // namespace
 #endif
@@ -380,7 +387,7 @@ void Channel::all_to_all(const void* from, void* to, int64_t count, Dtype t) {
 // Over MPI in pieces, of which every rank's fit into the staging memory together.
 void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
   stream_.sleep(delay_ms);
-  ASSERT(how == sum || t == Dtype::f64);
+  ASSERT(how == sum || t == Dtype::f64 || t == Dtype::f32);
   if (stream_.off()) stream_.spend(Collective::all_reduce, double(count * size_of(t)), world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
 #if FSDP_NCCL
@@ -408,11 +415,10 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
       finish(&request);
       if (how == sum) {
         sum_parts(host, parts, n, ranks, t);
+      } else if (t == Dtype::f32) {
+        max_parts(reinterpret_cast<float*>(host), reinterpret_cast<const float*>(parts), n, ranks);
       } else {
-        const double* x = reinterpret_cast<const double*>(parts);
-        for (int64_t i = 0; i < n; i++)
-          for (int r = 0; r < ranks; r++)
-            if (double* y = reinterpret_cast<double*>(host) + i, v = x[r * n + i]; r == 0 || v > *y || v != v) *y = v;
+        max_parts(reinterpret_cast<double*>(host), reinterpret_cast<const double*>(parts), n, ranks);
       }
     });
     if (staged) stream_.copy(at, host, bytes);

@@ -71,7 +71,7 @@ class Channel {
   // `to` is written before that rank's stream has come here, and what follows on it finds `from` read and `to`
   // complete.
   void all_to_all(const void* from, void* to, int64_t count, Dtype t);
-  // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f64 alone.
+  // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f32 and f64.
   enum Reduction { sum, max };
   void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);
   void broadcast(void* buf, int64_t bytes, int root);

@@ -150,12 +150,14 @@ void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R
 
 // Four numbers in a word, the first lowest, of two words of two; rounded to nearest even, beyond the largest number to
 // that.
-__device__ __forceinline__ uint32_t four_fp8(Dtype format, uint32_t a, uint32_t b, float4 scale) {
-  const auto two = [=](uint32_t w, float s, float t) -> uint32_t {
-    return __nv_cvt_float2_to_fp8x2(make_float2(low(w) * s, high(w) * t), __NV_SATFINITE,
-                                    format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
+__device__ __forceinline__ uint32_t four_fp8(Dtype format, float4 x) {
+  const auto two = [=](float a, float b) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3);
   };
-  return two(a, scale.x, scale.y) | two(b, scale.z, scale.w) << 16;
+  return two(x.x, x.y) | two(x.z, x.w) << 16;
+}
+__device__ __forceinline__ uint32_t four_fp8(Dtype format, uint32_t a, uint32_t b, float4 scale) {
+  return four_fp8(format, make_float4(low(a) * scale.x, high(a) * scale.y, low(b) * scale.z, high(b) * scale.w));
 }
 // Where a matrix goes; its rows are parts of rows of ld numbers. amax and unscale: fp8::scales numbers.
 struct Fp8Target {
@@ -180,6 +182,31 @@ struct Fp8Place {
   __device__ int column(int turn) const { return (at + turn * (fp8_threads / warp)) % 4 * 32 + wide * 8; }
 };
 
+using Fp8Words = uint32_t[fp8_turns][4];               // of each row columns 0 to 3, or 4 to 7
+using Fp8Tile = uint32_t[fp8_tile][fp8_tile / 4 + 1];  // [column][four rows]
+// What a block's threads hold of a tile, transposed.
+__device__ __forceinline__ void store_columns(uint8_t* columns, const Fp8Words& left, const Fp8Words& right,
+                                              Fp8Tile& tile, int64_t r0, int64_t c0, int64_t R, int64_t C) {
+  const Fp8Place place;
+#pragma unroll
+  for (int turn = 0; turn < fp8_turns; ++turn) {
+    const int four = place.four(turn), c = place.column(turn);
+    if (r0 + 4 * four >= R || c0 + c >= C) continue;
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+      tile[c + m][four] = column_of(left[turn], m), tile[c + 4 + m][four] = column_of(right[turn], m);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = threadIdx.x; i < fp8_tile * fp8_tile / 16; i += fp8_threads) {
+    const int c = i / 8, four = i % 8 * 4;
+    const int64_t row = r0 + 4 * four, column = c0 + c;
+    if (row >= R || column >= C) continue;
+    const uint32_t(&w)[fp8_tile / 4 + 1] = tile[c];
+    *reinterpret_cast<uint4*>(columns + column * R + row) = make_uint4(w[four], w[four + 1], w[four + 2], w[four + 3]);
+  }
+}
+
 // The scales of a tile's rows and columns, as far as they are wanted; 256 threads find one each.
 __device__ __forceinline__ void find_scales(float (&of)[2][fp8_tile], const Fp8Target& to, Dtype format, int64_t r0,
                                             int64_t c0, int64_t R, int64_t C) {
@@ -199,8 +226,8 @@ __global__ void __launch_bounds__(fp8_threads)
   constexpr int n = F::matrices, turns = fp8_turns;
   constexpr bool by_row = scaling == fp8::Scaling::row;
   static_assert(!by_row || n == 1);
-  __shared__ uint32_t tile[fp8_tile][fp8_tile / 4 + 1];  // [column][four rows]
-  __shared__ float vectors[2][by_row ? fp8_tile : 1];    // scales of rows, and of columns
+  __shared__ Fp8Tile tile;
+  __shared__ float vectors[2][by_row ? fp8_tile : 1];  // scales of rows, and of columns
   const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
   float4 scale[n];
   if constexpr (by_row) {
@@ -214,7 +241,7 @@ __global__ void __launch_bounds__(fp8_threads)
     }
   }
   const Fp8Place place;
-  uint32_t left[turns][n][4], right[turns][n][4];  // columns 0 to 3 and 4 to 7 of each row
+  Fp8Words left[n], right[n];
 #pragma unroll
   for (int turn = 0; turn < turns; ++turn) {
     const int64_t row = r0 + 4 * place.four(turn), column = c0 + place.column(turn);
@@ -239,7 +266,7 @@ __global__ void __launch_bounds__(fp8_threads)
         } else {
           by_rows = by_columns = cast(scale[k], scale[k]);
         }
-        left[turn][k][i] = by_columns.x, right[turn][k][i] = by_columns.y;
+        left[k][turn][i] = by_columns.x, right[k][turn][i] = by_columns.y;
         const Fp8Target& to = targets.of[k];
         if (to.rows) *reinterpret_cast<uint2*>(to.rows + (row + i) * to.ld + column) = by_rows;
       }
@@ -250,25 +277,41 @@ __global__ void __launch_bounds__(fp8_threads)
     uint8_t* const columns = targets.of[k].columns;
     if (!columns) continue;
     if (k > 0) __syncthreads();
+    store_columns(columns, left[k], right[k], tile, r0, c0, R, C);
+  }
+}
+// columns (C,R) of codes (R,C).
+__global__ void __launch_bounds__(fp8_threads)
+    transpose_codes_kernel(uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
+  __shared__ Fp8Tile tile;
+  const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
+  const Fp8Place place;
+  Fp8Words left, right;
 #pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
-      const int four = place.four(turn), c = place.column(turn);
-      if (r0 + 4 * four >= R || c0 + c >= C) continue;
+  for (int turn = 0; turn < fp8_turns; ++turn) {
+    const int64_t row = r0 + 4 * place.four(turn), column = c0 + place.column(turn);
+    if (row >= R || column >= C) continue;
 #pragma unroll
-      for (int m = 0; m < 4; ++m)
-        tile[c + m][four] = column_of(left[turn][k], m), tile[c + 4 + m][four] = column_of(right[turn][k], m);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = threadIdx.x; i < fp8_tile * fp8_tile / 16; i += fp8_threads) {
-      const int c = i / 8, four = i % 8 * 4;
-      const int64_t row = r0 + 4 * four, column = c0 + c;
-      if (row >= R || column >= C) continue;
-      const uint32_t(&w)[fp8_tile / 4 + 1] = tile[c];
-      *reinterpret_cast<uint4*>(columns + column * R + row) =
-          make_uint4(w[four], w[four + 1], w[four + 2], w[four + 3]);
+    for (int i = 0; i < 4; ++i) {
+      const uint2 eight = *reinterpret_cast<const uint2*>(codes + (row + i) * C + column);
+      left[turn][i] = eight.x, right[turn][i] = eight.y;
     }
   }
+  store_columns(columns, left, right, tile, r0, c0, R, C);
+}
+// A thread casts 8 numbers.
+__global__ void __launch_bounds__(256) to_e4m3_kernel(uint8_t* codes, const float* x, const float* amax, int64_t n) {
+  const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+  if (i >= n) return;
+  const float scale = fp8::scale_for(*amax, fp8::largest_number(Dtype::e4m3));
+  const float4 a = *reinterpret_cast<const float4*>(x + i), b = *reinterpret_cast<const float4*>(x + i + 4);
+  const auto four = [&](float4 v) {
+    return four_fp8(Dtype::e4m3, make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale));
+  };
+  *reinterpret_cast<uint2*>(codes + i) = make_uint2(four(a), four(b));
+}
+__global__ void unscales_kernel(float* unscale, const float* amax, int64_t n, float largest) {
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) unscale[i] = 1 / fp8::scale_for(amax[i], largest);
 }
 inline dim3 fp8_tiles(int64_t R, int64_t C) {
   return dim3(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));
@@ -361,6 +404,21 @@ inline void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const bf16* x,
   };
   if (to.format == Dtype::e5m2) cast(Matrix<Dtype::e5m2>{x, C});
   else cast(Matrix<Dtype::e4m3>{x, C});
+}
+
+inline void to_e4m3(cudaStream_t stream, uint8_t* codes, const float* x, const float* amax, int64_t n) {
+  if (n == 0) return;
+  to_e4m3_kernel<<<unsigned(ceil_div(n, 8 * 256)), 256, 0, stream>>>(codes, x, amax, n);
+  CUDA_CHECK_LAUNCH();
+}
+inline void unscales(cudaStream_t stream, float* unscale, const float* amax, int64_t n, Dtype format) {
+  unscales_kernel<<<1, 256, 0, stream>>>(unscale, amax, n, fp8::largest_number(format));
+  CUDA_CHECK_LAUNCH();
+}
+inline void transpose_codes(cudaStream_t stream, uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
+  if (R == 0 || C == 0) return;
+  transpose_codes_kernel<<<fp8_tiles(R, C), fp8_threads, 0, stream>>>(columns, codes, R, C);
+  CUDA_CHECK_LAUNCH();
 }
 
 // Back to bf16: two numbers from two bytes, the first in the lower. Both formats are parts of half's.

@@ -183,7 +183,7 @@ void sum(Stream& s, A* out, const A* x, A* partials, int64_t n, bool accumulate)
 static int64_t copies_of(const Fp8Matrix& m) { return (m.rows != nullptr) + (m.columns != nullptr); }
 template <class T>
 void amax(Stream& s, float* out, const T* x, float* partials, int64_t n) {
-  RUN(!is_bf16<T>, moves<T>(n, 2), amax, out, x, partials, n);
+  RUN(is_double<T>, moves<T>(n, 2), amax, out, x, partials, n);
 }
 // A number for each row and column of a tile of 128 x 128.
 int64_t vector_amax_partials(int64_t R, int64_t C) { return ceil_div(C, 128) * R + ceil_div(R, 128) * C; }
@@ -199,6 +199,17 @@ void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64
   RUN(!is_bf16<T>, moves<char>(R * C * (int64_t(sizeof(T)) + copies_of(to))), to_fp8, to, x, amax, R, C);
 }
 
+void to_e4m3(Stream& s, uint8_t* codes, const float* x, const float* amax, int64_t n) {
+  ASSERT(n % 8 == 0);
+  RUN(false, moves<char>(n * (1 + int64_t(sizeof(float)))), to_e4m3, codes, x, amax, n);
+}
+void unscales(Stream& s, float* unscale, const float* amax, int64_t n, Dtype format) {
+  RUN(false, moves<float>(2 * n), unscales, unscale, amax, n, format);
+}
+void transpose_codes(Stream& s, uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
+  ASSERT(!s.on_gpu() || (R % 16 == 0 && C % 16 == 0));
+  RUN(false, moves<char>(2 * R * C), transpose_codes, columns, codes, R, C);
+}
 template <class T>
 void from_fp8(Stream& s, T* x, const Fp8Factor& from, int64_t n) {
   ASSERT(!s.on_gpu() || n % 16 == 0);

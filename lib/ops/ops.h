@@ -72,6 +72,12 @@ struct Fp8Factor {
 // neither is a product of `to`.
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C);
+// codes (n) in e4m3 of x (n), cast as to_fp8 does; aligned to 8 numbers. unscale (n): what is undone by a scale of each
+// amax (n).
+void to_e4m3(Stream& s, uint8_t* codes, const float* x, const float* amax, int64_t n);
+void unscales(Stream& s, float* unscale, const float* amax, int64_t n, Dtype format);
+// columns (C,R): the transpose of codes (R,C).
+void transpose_codes(Stream& s, uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C);
 // x (n) = what the numbers of `from` (n) stand for. On a GPU n is a multiple of 16.
 template <class T>
 void from_fp8(Stream& s, T* x, const Fp8Factor& from, int64_t n);

@@ -91,6 +91,7 @@ std::string dtypes_text(const Run& r) {
   std::string uses;
   auto use = [&](const char* what, Dtype type) { uses += strf("USE %s %s\n", what, name_of(type)); };
   use("gathered_parameters", r.fsdp.gather_wide ? Dtype::f32 : r.dtype);
+  if (r.model.gather_fp8) use("gathered_block_matrices", Dtype::e4m3);
   use("activations", r.dtype);
   if (r.model.fp8) use("block_matmuls", Dtype::e4m3), use("block_matmul_gradients", Dtype::e5m2);
   if (r.model.save_fp8) use("saved_hidden_layers", Dtype::e4m3);

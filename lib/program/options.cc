@@ -113,6 +113,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"reduce-dtype", "TYPE", &Options::reduce_dtype, one_of({"bf16", "fp32"}), "type in which gradients are reduced", "that of --param-dtype"},
   {"matmul-dtype", "TYPE", &Options::matmul_dtype, one_of({"fp8"}), "run the matmuls of q, k, v, o and the MLP in fp8, scaled by this step's amax: e4m3, gradients in e5m2", "that of --param-dtype"},
   {"fp8-scaling", "WHAT", &Options::fp8_scaling, one_of({"tensor", "row"}), "what has a scale of its own in --matmul-dtype fp8: a tensor, or each row of it (each column where a product sums along columns), which is more exact and slower; row needs compute capability 9.0"},
+  {"gather-dtype", "TYPE", &Options::gather_dtype, one_of({"fp8"}), "gather what --matmul-dtype fp8 multiplies in fp8, each tensor scaled by its amax over all ranks: half the bytes, and slots of half the size", "that of --param-dtype"},
   {"save-dtype", "TYPE", &Options::save_dtype, one_of({"fp8"}), "keep the MLP's hidden layer for the backward pass in fp8 (e4m3), half the size; its gradients are then of the rounded layer", "that of --param-dtype"},
   {"tf32", "", &Options::tf32, flag, "let fp32 matmuls round their inputs to TF32"},
   {"autocast", "TYPE", &Options::autocast, one_of({"bf16"}), "gather parameters in fp32 and cast them for the matmuls; gradients are reduced in fp32", "off"},

@@ -56,7 +56,8 @@ struct Options {
   std::string reduce_dtype;  // bf16 or fp32; empty: as param_dtype
   std::string matmul_dtype;  // fp8, of the blocks' weights; empty: as param_dtype
   std::string fp8_scaling = "tensor";
-  std::string save_dtype;  // fp8, of what is kept for the backward pass; empty: as param_dtype
+  std::string gather_dtype;  // fp8, of what is multiplied in fp8; empty: as param_dtype
+  std::string save_dtype;    // fp8, of what is kept for the backward pass; empty: as param_dtype
   bool tf32 = false;
   std::string autocast;  // bf16: parameters are gathered in fp32 and cast; empty: off
   std::string moments = "fp32";

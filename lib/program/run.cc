@@ -84,6 +84,21 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
                           : "the width of q, k and v");
 }
 
+void check_gather_fp8(const Options& o, const ModelConfig& c, int shards) {
+  if (o.gather_dtype.empty()) return;
+  REQUIRE_USER(!o.matmul_dtype.empty(), "--gather-dtype fp8 gathers what is multiplied in fp8; add --matmul-dtype fp8");
+  REQUIRE_USER(o.fp8_scaling == "tensor",
+               "--gather-dtype fp8 casts shards, which have parts of a tensor's columns; drop --fp8-scaling row");
+  REQUIRE_USER(o.autocast.empty(), "--gather-dtype fp8: --autocast gathers in fp32; drop one");
+  REQUIRE_USER(o.freeze.empty(), "--gather-dtype fp8 gathers what is trained, and in bf16 what is not; drop --freeze");
+  std::vector<Unit> units = parameter_table(c);
+  lay_out(&units, shards);
+  REQUIRE_USER(
+      std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; }),
+      "--gather-dtype fp8: every unit has so much beside the blocks' matrices, in bf16, that no bytes are saved; "
+      "use --wrap block");
+}
+
 // A number of decimal digits, below 10^digits; 0: it is none.
 int small_number(const std::string& text, size_t digits) {
   const bool number = text.size() <= digits && text.find_first_not_of("0123456789") == std::string::npos;
@@ -292,6 +307,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
   r.nan_skips = nan_skips(o);
   r.model.fp8 = o.matmul_dtype == "fp8", r.model.save_fp8 = o.save_dtype == "fp8";
   r.model.fp8_scaling = o.fp8_scaling == "row" ? fp8::Scaling::row : fp8::Scaling::tensor;
+  r.model.gather_fp8 = o.gather_dtype == "fp8";
   REQUIRE_USER(r.model.fp8 || o.fp8_scaling == "tensor",
                "--fp8-scaling %s is about matmuls in fp8; add --matmul-dtype fp8", o.fp8_scaling.c_str());
   check_config(r.model, r.batch, r.backend, r.dtype);
@@ -300,6 +316,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
                "%d ranks x --batch %lld x --grad-accum %lld x --seq %lld are more than 9e15 tokens a step", world_size,
                ll(r.batch), ll(r.grad_accum), ll(r.model.seq));
   check_frozen(r.model, o.freeze);
+  check_gather_fp8(o, r.model, r.fsdp.shards(world_size));
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);
   resolve_schedule(o, (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step(), &r);

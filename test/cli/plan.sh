@@ -25,6 +25,12 @@ judge_plan "fp8 on a GPU without it" "--matmul-dtype fp8: A100 has no fp8" --pre
 good "products in fp8 scaled by row" "bf16, matmuls in fp8 scaled by row" --plan --preset rope --gpu h200 --matmul-dtype fp8 --fp8-scaling row
 judge_plan "rows scaled where cuBLAS cannot" "--fp8-scaling row: cuBLASLt knows it on compute capability 9.0 alone" --preset rope --gpu l40s --matmul-dtype fp8 --fp8-scaling row
 judge_plan "rows of nothing in fp8" "add --matmul-dtype fp8" --preset rope --gpu h200 --fp8-scaling row
+good "blocks gathered in fp8" "gathered in e4m3 and bf16" --plan --preset rope --gpu h200 --matmul-dtype fp8 --gather-dtype fp8
+judge_plan "gathers of what is not multiplied in fp8" "add --matmul-dtype fp8" --preset rope --gpu h200 --gather-dtype fp8
+judge_plan "fp8 gathers of units that are mostly something else" "use --wrap block" --preset rope --gpu h200 --matmul-dtype fp8 --gather-dtype fp8 --wrap single --world 2
+judge_plan "fp8 gathers of rows" "drop --fp8-scaling row" --preset rope --gpu h200 --matmul-dtype fp8 --gather-dtype fp8 --fp8-scaling row
+judge_plan "fp8 gathers of what is frozen" "drop --freeze" --preset rope --gpu h200 --matmul-dtype fp8 --gather-dtype fp8 --freeze embedding
+judge_plan "gathers in fp8 and in fp32" "--autocast gathers in fp32" --preset rope --gpu h200 --matmul-dtype fp8 --gather-dtype fp8 --autocast bf16
 judge_plan "fp8 of an odd width" "the width of q, k, v and NSA's gates" --preset m7c --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of an odd number of tokens" "--batch x --seq = 1000 is not a multiple of 16" --preset rope --batch 1 --seq 1000 --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of fp32 on a GPU" "drop --param-dtype fp32" --preset rope --gpu h200 --matmul-dtype fp8 --param-dtype fp32
