@@ -48,12 +48,13 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
 static const char* fp8_option(const ModelConfig& c) { return c.fp8 ? "--matmul-dtype" : "--save-dtype"; }
 
 std::string fp8_text(const ModelConfig& c) {
-  if (!c.fp8 && !c.save_fp8) return "";
-  const bool by_row = c.fp8_scaling == fp8::Scaling::row;
-  return std::string(c.fp8 && c.save_fp8 ? ", matmuls and saved hidden layers in fp8"
-                     : c.fp8             ? ", matmuls in fp8"
-                                         : ", saved hidden layers in fp8") +
-         (by_row ? " scaled by row" : "");
+  std::vector<std::string> what;
+  if (c.fp8) what.push_back(c.fp8_scaling == fp8::Scaling::row ? "matmuls scaled by row" : "matmuls");
+  if (c.gather_fp8) what.push_back("gathers");
+  if (c.save_fp8) what.push_back("saved hidden layers");
+  std::string text;
+  for (size_t i = 0; i < what.size(); i++) text += (i == 0 ? "" : i + 1 < what.size() ? ", " : " and ") + what[i];
+  return text.empty() ? "" : ", " + text + " in fp8";
 }
 void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu) {
   REQUIRE_USER(!(c.fp8 || c.save_fp8) || has != fp8::Support::none,
