@@ -18,7 +18,8 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       dev_(dev),
       c_(config),
       M_(batch * config.seq),
-      norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms) {
+      norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms),
+      linear_(dev, c_.fp8, c_.fp8_scaling) {
   // In whole tiles where pieces are large, all alike but the last.
   auto piece = [&](int64_t pieces) {
     const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows >= 128 ? 128 : c_.fp8 || c_.save_fp8 ? 16 : 1;
@@ -81,8 +82,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
 
   batch_ = micro_batch_at(dev.mem.keep<int32_t>(batch_ints(c_, batch), "tokens", Purpose::workspace), M_);
   loss_sum_ = dev.mem.keep<A>(1, "loss", Purpose::workspace);
-  if (c_.fp8 && !scales_rows())
-    weight_amaxes_ = dev.mem.keep<float>(4 * c_.depth, "largest numbers of weights", Purpose::workspace);
+  if (c_.fp8) weight_amaxes_ = dev.mem.keep<float>(4 * c_.depth, "largest numbers of weights", Purpose::workspace);
   bad_outputs_ = dev.mem.keep<int32_t>(c_.modules(), "outputs that are not finite", Purpose::workspace);
   if (c_.sparse && c_.diagnostics) {
     nsa_partials_ =
@@ -141,133 +141,21 @@ void Model<T, G>::wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, i
   if (!p.frozen) ops::matmul_wgrad<T, G>(dev_.compute(), grad(p), dy, x, M, N, K, accumulate);
 }
 
-// ------------------------------------------------------------------------------------------------------------- fp8
-
 template <class T, class G>
-void Model<T, G>::find_amax(float* out, const T* x, int64_t n) {
-  Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
-  ops::amax<T>(dev_.compute(), out, x, partials, n);
-}
-
-// Of x (R,C): one number, or those of its rows and, behind them, of its columns, as far as `sides` wants them.
-template <class T, class G>
-void Model<T, G>::find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides) {
-  if (!scales_rows()) return find_amax(out, x, R * C);
-  Buffer<float> partials = dev_.mem.take<float>(ops::vector_amax_partials(R, C), "partial maxima");
-  ops::vector_amax<T>(dev_.compute(), sides == Sides::columns ? nullptr : out, sides == Sides::rows ? nullptr : out + R,
-                      x, partials, R, C);
-}
-
-// Every matrix is scaled by its own largest number as it is now, so nothing is kept from step to step.
-template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides) {
-  Fp8Copy copy;
-  copy.format = format, copy.scaling = c_.fp8_scaling, copy.R = R;
-  if (sides != Sides::columns) copy.rows = dev_.mem.take<uint8_t>(R * C, "fp8");
-  if (sides != Sides::rows) copy.columns = dev_.mem.take<uint8_t>(R * C, "fp8, transposed");
-  copy.unscale = dev_.mem.take<float>(fp8::scales(c_.fp8_scaling, R, C), "fp8, scale");
-  return copy;
+typename Linear<T>::Weight Model<T, G>::block_weight(const ParamRef& p) {
+  typename Linear<T>::Weight w;
+  if (p.fp8) w.codes = fsdp.codes(p.unit) + p.offset, w.unscale = fsdp.unscale(p.unit, p.offset);
+  else w.w = weight(p), w.amax = weight_amaxes_ ? weight_amaxes_ + p.amax : nullptr;
+  return w;
 }
 template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides) {
-  if (!c_.fp8) return Fp8Copy();
-  Fp8Copy copy = fp8_copy(R, C, format, sides);
-  Buffer<float> amax = dev_.mem.take<float>(fp8::scales(c_.fp8_scaling, R, C), "fp8, largest number");
-  find_amaxes(amax, x, R, C, sides);
-  ops::to_fp8<T>(dev_.compute(), copy.matrix(), x, amax, R, C);
-  return copy;
-}
-// The forward pass, which reads rows, finds a weight's largest number; the backward of the same micro-batch finds it
-// there.
-template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
-  if (!c_.fp8) return Fp8Copy();
-  if (p.fp8) return gathered_in_fp8(p, N, K, sides);
-  if (scales_rows()) return to_fp8(weight(p), N, K, Dtype::e4m3, sides);
-  Fp8Copy copy = fp8_copy(N, K, Dtype::e4m3, sides);
-  float* amax = weight_amaxes_ + p.amax;
-  if (sides == Sides::rows) find_amax(amax, weight(p), N * K);
-  ops::to_fp8<T>(dev_.compute(), copy.matrix(), weight(p), amax, N, K);
-  return copy;
-}
-template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::gathered_in_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
-  Fp8Copy copy;
-  copy.gathered = fsdp.codes(p.unit) + p.offset, copy.gathered_unscale = fsdp.unscale(p.unit, p.offset);
-  if (sides == Sides::rows) return copy;
-  copy.columns = dev_.mem.take<uint8_t>(N * K, "fp8, transposed");
-  ops::transpose_codes(dev_.compute(), copy.columns, copy.gathered, N, K);
-  return copy;
-}
-// Gradients spread over more powers of two than weights and activations do.
-template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::gradient_to_fp8(const T* dy, int64_t M, int64_t N) {
-  return to_fp8(dy, M, N, Dtype::e5m2, Sides::both);
-}
-
-// The activated hidden layer, which exists in fp8 alone; scaled by row, it is written first.
-template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::activation_to_fp8(const T* h, int64_t rows) {
-  if (scales_rows()) {
-    Buffer<T> written = dev_.mem.take<T>(rows * c_.hidden, "activated");
-    if (c_.arch == Arch::llama) ops::swiglu_forward<T>(dev_.compute(), written, h, rows, c_.hidden);
-    else ops::gelu_forward<T>(dev_.compute(), written, h, rows * c_.hidden);
-    return to_fp8(written, rows, c_.hidden, Dtype::e4m3, Sides::rows);
-  }
-  Fp8Copy g = fp8_copy(rows, c_.hidden, Dtype::e4m3, Sides::rows);
-  Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
-  Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
-  ops::activation_to_fp8<T>(dev_.compute(), activation(), g.matrix(), h, amax, partials, rows, c_.hidden);
-  return g;
-}
-template <class T, class G>
-typename Model<T, G>::ActivationGradients8 Model<T, G>::activation_backward_to_fp8(const T* dg, const T* h,
-                                                                                   int64_t rows) {
-  ActivationGradients8 of = {fp8_copy(rows, hidden_row(), Dtype::e5m2, Sides::both),
-                             fp8_copy(rows, c_.hidden, Dtype::e4m3, Sides::columns)};
-  Buffer<float> amax = dev_.mem.take<float>(2, "fp8, largest number");
-  Buffer<float> partials = dev_.mem.take<float>(2 * ops::sum_partials(), "partial sums");
-  ops::activation_backward_to_fp8<T>(dev_.compute(), activation(), of.dh.matrix(), of.g.matrix(), dg, h, amax, partials,
-                                     rows, c_.hidden);
-  return of;
-}
-
-template <class T, class G>
-void Model<T, G>::linear(T* y, const T* x, const ParamRef& w, const Fp8Copy& w8, const T* bias, const T* residual,
-                         int64_t M, int64_t N, int64_t K) {
-  if (!w8) return ops::matmul<T>(dev_.compute(), y, x, weight(w), bias, residual, M, N, K);
-  linear_fp8(y, to_fp8(x, M, K, Dtype::e4m3, Sides::rows), w8, bias, residual, M, N, K);
-}
-template <class T, class G>
-void Model<T, G>::linear_fp8(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
-                             int64_t N, int64_t K) {
-  ops::matmul_fp8<T>(dev_.compute(), y, x8.by_rows(), w8.by_rows(), ops::Fp8Sums::fast, bias, residual, M, N, K);
-}
-template <class T, class G>
-void Model<T, G>::linear_dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const ParamRef& w, const Fp8Copy& w8, int64_t M,
-                               int64_t N, int64_t K, bool accumulate) {
-  if (!w8) return ops::matmul_dgrad<T>(dev_.compute(), dx, dy, weight(w), M, N, K, accumulate);
-  ops::matmul_fp8<T>(dev_.compute(), dx, dy8.by_rows(), w8.by_columns(), ops::Fp8Sums::fp32, nullptr,
-                     accumulate ? dx : nullptr, M, K, N);
-}
-template <class T, class G>
-template <class E>
-void Model<T, G>::linear_wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
-                               bool accumulate) {
-  if (!dy8) return ops::matmul_wgrad<T, E>(dev_.compute(), dw, dy, x, M, N, K, accumulate);
-  linear_wgrad_fp8(dw, dy8, to_fp8(x, M, K, Dtype::e4m3, Sides::columns), M, N, K, accumulate);
-}
-template <class T, class G>
-template <class E>
-void Model<T, G>::linear_wgrad_fp8(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, int64_t N, int64_t K,
-                                   bool accumulate) {
-  ops::matmul_fp8<E>(dev_.compute(), dw, dy8.by_columns(), x8.by_columns(), ops::Fp8Sums::fp32, nullptr,
-                     accumulate ? dw : nullptr, N, K, M);
+Fp8Copy Model<T, G>::cast_weight(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
+  return c_.fp8 ? linear_.cast_weight(block_weight(p), N, K, sides) : Fp8Copy();
 }
 template <class T, class G>
 void Model<T, G>::linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N,
                                int64_t K, bool accumulate) {
-  if (!p.frozen) linear_wgrad(grad(p), dy, dy8, x, M, N, K, accumulate);
+  if (!p.frozen) linear_.wgrad(grad(p), dy, dy8, x, M, N, K, accumulate);
 }
 
 // `copied` tells the host when it may fill in the next micro-batch; it does not wait for it here.
@@ -549,7 +437,8 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
-  linear(v->qkv, n, at.qkv, weight_to_fp8(at.qkv, QKV, C, Sides::rows), nullptr, nullptr, M, QKV, C);
+  linear_.forward(v->qkv, n, block_weight(at.qkv), cast_weight(at.qkv, QKV, C, Sides::rows), nullptr, nullptr, M, QKV,
+                  C);
   n.reset();
   if (rope_table_) {
     dev_.mark("positions");
@@ -623,7 +512,7 @@ void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
   dev_.mark("projections");
   const ParamRef& w = params_[size_t(block)].o;
   const int64_t C = c_.dim, K = c_.heads * c_.head_dim();
-  linear(v->x2, o, w, weight_to_fp8(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K);
+  linear_.forward(v->x2, o, block_weight(w), cast_weight(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K);
 }
 
 // x2 = x + Wo o, and its norm in the same pass, which is returned.
@@ -762,8 +651,8 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   {
     Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
     dev_.mark("projections, backward");
-    Fp8Copy dx8 = gradient_to_fp8(dx, M, C);
-    linear_dgrad(d_o, dx, dx8, at.o, weight_to_fp8(at.o, C, H * D, Sides::columns), M, C, H * D, false);
+    Fp8Copy dx8 = linear_.cast_gradient(dx, M, C);
+    linear_.dgrad(d_o, dx, dx8, block_weight(at.o), cast_weight(at.o, C, H * D, Sides::columns), M, C, H * D, false);
     if (!v->o) recompute_gated_sum(block, v);
     dev_.mark("projections, backward");
     linear_wgrad(at.o, dx, dx8, v->o, M, C, H * D, false);
@@ -781,9 +670,9 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
   dev_.mark("projections, backward");
   {
-    const Fp8Copy dqkv8 = gradient_to_fp8(dqkv, M, QKV);
+    const Fp8Copy dqkv8 = linear_.cast_gradient(dqkv, M, QKV);
     linear_wgrad(at.qkv, dqkv, dqkv8, n, M, QKV, C, false);
-    linear_dgrad(n, dqkv, dqkv8, at.qkv, weight_to_fp8(at.qkv, QKV, C, Sides::columns), M, QKV, C, false);
+    linear_.dgrad(n, dqkv, dqkv8, block_weight(at.qkv), cast_weight(at.qkv, QKV, C, Sides::columns), M, QKV, C, false);
   }
   dqkv.reset();
   dev_.mark("norms, backward");
@@ -837,7 +726,7 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
   } else if (keeps) {
     v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
   }
-  const Fp8Copy up8 = weight_to_fp8(at.up, UP, C, Sides::rows), down8 = weight_to_fp8(at.down, C, F, Sides::rows);
+  const Fp8Copy up8 = cast_weight(at.up, UP, C, Sides::rows), down8 = cast_weight(at.down, C, F, Sides::rows);
   for (int64_t i = 0, rows; i < M_; i += rows) {
     rows = forward_piece(i);
     Buffer<T> here;
@@ -845,11 +734,11 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
     T* h = v->h ? v->h + i * UP : here.get();
     // The residual is the last product's epilogue: no kernel of its own reads and writes (M, C) once more.
     if (c_.fp8) {
-      linear(h, in + i * C, at.up, up8, weight_if_any(at.up_bias), nullptr, rows, UP, C);
+      linear_.forward(h, in + i * C, block_weight(at.up), up8, weight_if_any(at.up_bias), nullptr, rows, UP, C);
       if (v->h8) save_hidden(v, h, i, rows);
-      const Fp8Copy g8 = activation_to_fp8(h, rows);
+      const Fp8Copy g8 = linear_.cast_activation(activation(), h, rows, F);
       here.reset();
-      linear_fp8(out + i * C, g8, down8, weight_if_any(at.down_bias), residual + i * C, rows, C, F);
+      linear_.forward(out + i * C, g8, down8, weight_if_any(at.down_bias), residual + i * C, rows, C, F);
       continue;
     }
     Buffer<T> g = mem.take<T>(rows * F, "activated");
@@ -894,7 +783,7 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   const bool several = !std::is_same_v<G, A> && rows_ < M_;
   if (several && !at.down.frozen) all.down = mem.take<A>(C * F, "gradient of the MLP");
   auto take_up = [&] {
-    all.up8 = weight_to_fp8(at.up, UP, C, Sides::columns);
+    all.up8 = cast_weight(at.up, UP, C, Sides::columns);
     if (!several) return;
     if (!at.up.frozen) all.up = mem.take<A>(UP * C, "gradient of the MLP");
     if (at.up_bias.exists()) all.up_bias = mem.take<A>(F, "gradient of the MLP's bias");
@@ -912,7 +801,7 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M_, C), "partial sums");
     ops::bias_grad<T, G>(s, grad(at.down_bias), dx, partials, M_, C, C);
   }
-  all.down8 = weight_to_fp8(at.down, C, F, Sides::columns);
+  all.down8 = cast_weight(at.down, C, F, Sides::columns);
   // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
   // each other, and their sums need not live together. In fp8 the gradient has a place of its own.
   const bool apart = v->h && !casts_activation(at);
@@ -943,25 +832,25 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
 // Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
 // becomes its own gradient, or that is returned in fp8. Adds to W2's.
 template <class T, class G>
-typename Model<T, G>::Fp8Copy Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i,
-                                                               int64_t rows, const MlpBackward& all) {
+Fp8Copy Model<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows,
+                                         const MlpBackward& all) {
   Stream& s = dev_.compute();
   const BlockParams& at = params_[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden;
   dev_.mark("MLP, backward");
   Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
-  const Fp8Copy dx8 = gradient_to_fp8(dx, rows, C);
-  linear_dgrad(g, dx, dx8, at.down, all.down8, rows, C, F, false);
+  const Fp8Copy dx8 = linear_.cast_gradient(dx, rows, C);
+  linear_.dgrad(g, dx, dx8, block_weight(at.down), all.down8, rows, C, F, false);
   if (casts_activation(at)) {
-    ActivationGradients8 of = activation_backward_to_fp8(g, h, rows);
+    auto of = linear_.cast_activation_backward(activation(), g, h, rows, F);
     g.reset();
-    if (all.down) linear_wgrad_fp8(all.down.get(), dx8, of.g, rows, C, F, i > 0);
-    else if (!at.down.frozen) linear_wgrad_fp8(grad(at.down), dx8, of.g, rows, C, F, i > 0);
+    if (all.down) linear_.wgrad(all.down.get(), dx8, of.g, rows, C, F, i > 0);
+    else if (!at.down.frozen) linear_.wgrad(grad(at.down), dx8, of.g, rows, C, F, i > 0);
     return std::move(of.dh);
   }
   if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
   else ops::gelu_backward<T>(s, g, h, rows * F);
-  if (all.down) linear_wgrad(all.down.get(), dx, dx8, g, rows, C, F, i > 0);
+  if (all.down) linear_.wgrad(all.down.get(), dx, dx8, g, rows, C, F, i > 0);
   else linear_wgrad(at.down, dx, dx8, g, rows, C, F, i > 0);
   return Fp8Copy();
 }
@@ -984,8 +873,8 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, Fp8Co
     dev_.mark("MLP, backward");
   }
   const T* in = normed ? n.get() : v->x + i * C;
-  if (!dh8) dh8 = gradient_to_fp8(dh, rows, UP);
-  if (all.up) linear_wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more);
+  if (!dh8) dh8 = linear_.cast_gradient(dh, rows, UP);
+  if (all.up) linear_.wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more);
   else linear_wgrad(at.up, dh, dh8, in, rows, UP, C, more);
   if (at.up_bias.exists()) {
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, F), "partial sums");
@@ -995,7 +884,7 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, Fp8Co
   // What came down the residual stream, past the MLP, stands in dx: the product adds to it, or a kernel of its own.
   if (!normed && !dev_.fuse) n = mem.take<T>(rows * C, "gradient of the MLP's input");
   T* dn = n ? n.get() : dx;
-  linear_dgrad(dn, dh, dh8, at.up, all.up8, rows, UP, C, dn == dx);
+  linear_.dgrad(dn, dh, dh8, block_weight(at.up), all.up8, rows, UP, C, dn == dx);
   if (!normed) return n ? ops::add<T>(s, dx, dx, n, rows * C) : void();
   dev_.mark("norms, backward");
   auto through_norm = [&](auto* dgamma, auto* dbeta) {
@@ -1042,10 +931,10 @@ Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int6
   dev_.mark("MLP");
   Buffer<T> h = dev_.mem.take<T>(rows * UP, "MLP hidden");
   const T* in = n ? n.get() : v->x + i * C;
-  const Fp8Copy up8 = weight_to_fp8(at.up, UP, C, Sides::rows);
+  const Fp8Copy up8 = cast_weight(at.up, UP, C, Sides::rows);
   for (int64_t j = 0, some; j < rows; j += some) {
     some = forward_piece(i + j);
-    linear(h + j * UP, in + j * C, at.up, up8, weight_if_any(at.up_bias), nullptr, some, UP, C);
+    linear_.forward(h + j * UP, in + j * C, block_weight(at.up), up8, weight_if_any(at.up_bias), nullptr, some, UP, C);
   }
   return h;
 }
@@ -1056,7 +945,7 @@ template <class T, class G>
 void Model<T, G>::save_hidden(Saved* v, const T* h, int64_t i, int64_t rows) {
   const int64_t UP = hidden_row();
   Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
-  find_amax(amax, h, rows * UP);
+  linear_.find_amax(amax, h, rows * UP);
   float* const unscale = v->h8_unscales + forward_piece_number(i);
   ops::to_fp8<T>(dev_.compute(), {Dtype::e4m3, v->h8 + i * UP, nullptr, unscale}, h, amax, rows, UP);
 }

@@ -12,6 +12,7 @@
 
 #include <vector>
 
+#include "linear.h"
 #include "model_config.h"
 
 template <class T, class G>
@@ -93,54 +94,9 @@ class Model {
   G* grad(const ParamRef& p) const;  // of a unit whose gradient is being written
   G* grad_if_any(const ParamRef& p) const { return p.exists() ? grad(p) : nullptr; }
   bool trained(int u) const { return fsdp.units()[size_t(u)].trained(); }
-  // A matrix in fp8, as it lies and transposed, as far as its products want it. Empty without ModelConfig::fp8: they
-  // take the matrix itself.
-  struct Fp8Copy {
-    Dtype format = Dtype::e4m3;
-    Buffer<uint8_t> rows, columns;
-    Buffer<float> unscale;
-    // Of a weight that was gathered in fp8, in place of rows and unscale; good while its unit is in use.
-    const uint8_t* gathered = nullptr;
-    const float* gathered_unscale = nullptr;
-    fp8::Scaling scaling = fp8::Scaling::tensor;
-    int64_t R = 0;
-    explicit operator bool() const { return unscale.get() || gathered; }
-    ops::Fp8Factor by_rows() const {
-      return gathered ? ops::Fp8Factor{format, gathered, gathered_unscale}
-                      : ops::Fp8Factor{format, rows, unscale, scaling};
-    }
-    ops::Fp8Factor by_columns() const {
-      if (gathered) return {format, columns, gathered_unscale};
-      return {format, columns, unscale.get() + (scaling == fp8::Scaling::row ? R : 0), scaling};
-    }
-    ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale, scaling}; }
-  };
-  enum class Sides { rows, columns, both };
-  void find_amax(float* out, const T* x, int64_t n);
-  void find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides);
-  Fp8Copy fp8_copy(int64_t R, int64_t C, Dtype format, Sides sides);
-  Fp8Copy to_fp8(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
-  Fp8Copy weight_to_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
-  Fp8Copy gathered_in_fp8(const ParamRef& p, int64_t N, int64_t K, Sides sides);
-  Fp8Copy gradient_to_fp8(const T* dy, int64_t M, int64_t N);
-  Fp8Copy activation_to_fp8(const T* h, int64_t rows);
-  struct ActivationGradients8 {
-    Fp8Copy dh, g;  // both sides of dh, and the columns of g
-  };
-  ActivationGradients8 activation_backward_to_fp8(const T* dg, const T* h, int64_t rows);
-  // Products with a block's weight w (N,K), as ops::matmul, matmul_dgrad and matmul_wgrad. In fp8 the forward pass
-  // reads the rows of w8; dgrad its columns and the rows of dy8; wgrad the columns of dy8 and of x8.
-  void linear(T* y, const T* x, const ParamRef& w, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
-              int64_t N, int64_t K);
-  void linear_fp8(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M, int64_t N,
-                  int64_t K);
-  void linear_dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const ParamRef& w, const Fp8Copy& w8, int64_t M, int64_t N,
-                    int64_t K, bool accumulate);
-  template <class E>
-  void linear_wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
-                    bool accumulate);
-  template <class E>
-  void linear_wgrad_fp8(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, int64_t N, int64_t K, bool accumulate);
+  using Sides = typename Linear<T>::Sides;
+  typename Linear<T>::Weight block_weight(const ParamRef& p);  // q, k, v's, o's or the MLP's
+  Fp8Copy cast_weight(const ParamRef& p, int64_t N, int64_t K, Sides sides);
   void linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
                     bool accumulate);
   void wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
@@ -194,8 +150,9 @@ class Model {
   Buffer<T> queries_backward(int64_t block, Saved* v, const T* d_o);
   // Does what the activation makes, and its gradients, exist in fp8 alone? A bias wants its layer's gradient itself,
   // and so do scales of rows, which take passes of their own to find.
-  bool casts_activation(const BlockParams& at) const { return c_.fp8 && !scales_rows() && !at.up_bias.exists(); }
-  bool scales_rows() const { return c_.fp8_scaling == fp8::Scaling::row; }
+  bool casts_activation(const BlockParams& at) const {
+    return c_.fp8 && !linear_.scales_rows() && !at.up_bias.exists();
+  }
   struct MlpBackward {  // what the pieces of rows share
     // fp32, over pieces; empty: the gradient is made in one piece, or not wanted.
     Buffer<A> up, down, up_bias, norm, norm_bias;
@@ -225,6 +182,7 @@ class Model {
   // they are not kept, in the forward, which has two tensors of that size.
   int64_t M_, chunk_, rows_, forward_rows_;
   ops::Norm norm_;
+  Linear<T> linear_;
   std::vector<BlockParams> params_;  // by block
   ParamRef embedding_, head_, head_norm_, head_norm_bias_;
   int replicated_ = -1;       // the unit of parameters that are not sharded
