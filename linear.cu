@@ -1,15 +1,17 @@
 #include "linear.h"
 
 template <class T>
-void Linear<T>::find_amax(float* out, const T* x, int64_t n) {
+template <class X>
+void Linear<T>::find_amax(float* out, const X* x, int64_t n) {
   Buffer<float> partials = dev_.mem.take<float>(ops::sum_partials(), "partial sums");
-  ops::amax<T>(dev_.compute(), out, x, partials, n);
+  ops::amax<X>(dev_.compute(), out, x, partials, n);
 }
 
 // Of x (R,C): one number, or those of its rows and, behind them, of its columns, as far as `sides` wants them.
 template <class T>
-void Linear<T>::find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides) {
-  if (!scales_rows()) return find_amax(out, x, R * C);
+void Linear<T>::find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides, Maxima known) {
+  if (!scales_rows()) return known.x ? find_amax(out, known.x, known.n) : find_amax(out, x, R * C);
+  if (known.n == R && sides == Sides::rows) return dev_.compute().copy(out, known.x, R * int64_t(sizeof(float)));
   Buffer<float> partials = dev_.mem.take<float>(ops::vector_amax_partials(R, C), "partial maxima");
   ops::vector_amax<T>(dev_.compute(), sides == Sides::columns ? nullptr : out, sides == Sides::rows ? nullptr : out + R,
                       x, partials, R, C);
@@ -25,12 +27,16 @@ Fp8Copy Linear<T>::empty_copy(int64_t R, int64_t C, Dtype format, Sides sides) {
   return copy;
 }
 template <class T>
-Fp8Copy Linear<T>::cast(const T* x, int64_t R, int64_t C, Dtype format, Sides sides) {
+Fp8Copy Linear<T>::cast(const T* x, int64_t R, int64_t C, Dtype format, Sides sides, Maxima known) {
   if (!in_fp8_) return Fp8Copy();
   Fp8Copy copy = empty_copy(R, C, format, sides);
-  Buffer<float> amax = dev_.mem.take<float>(fp8::scales(scaling_, R, C), "fp8, largest number");
-  find_amaxes(amax, x, R, C, sides);
-  ops::to_fp8<T>(dev_.compute(), copy.matrix(), x, amax, R, C);
+  Buffer<float> found;
+  const bool is_it = !scales_rows() && known.n == 1;
+  if (!is_it) {
+    found = dev_.mem.take<float>(fp8::scales(scaling_, R, C), "fp8, largest number");
+    find_amaxes(found, x, R, C, sides, known);
+  }
+  ops::to_fp8<T>(dev_.compute(), copy.matrix(), x, is_it ? known.x : found.get(), R, C);
   return copy;
 }
 
@@ -91,9 +97,9 @@ typename Linear<T>::ActivationGradients Linear<T>::cast_activation_backward(ops:
 
 template <class T>
 void Linear<T>::forward(T* y, const T* x, const Weight& w, const Fp8Copy& w8, const T* bias, const T* residual,
-                        int64_t M, int64_t N, int64_t K) {
+                        int64_t M, int64_t N, int64_t K, Maxima of_x) {
   if (!w8) return ops::matmul<T>(dev_.compute(), y, x, w.w, bias, residual, M, N, K);
-  forward(y, cast(x, M, K, Dtype::e4m3, Sides::rows), w8, bias, residual, M, N, K);
+  forward(y, cast(x, M, K, Dtype::e4m3, Sides::rows, of_x), w8, bias, residual, M, N, K);
 }
 template <class T>
 void Linear<T>::forward(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
@@ -110,9 +116,9 @@ void Linear<T>::dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const Weight& w, c
 template <class T>
 template <class E>
 void Linear<T>::wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
-                      bool accumulate) {
+                      bool accumulate, Maxima of_x) {
   if (!dy8) return ops::matmul_wgrad<T, E>(dev_.compute(), dw, dy, x, M, N, K, accumulate);
-  wgrad(dw, dy8, cast(x, M, K, Dtype::e4m3, Sides::columns), M, N, K, accumulate);
+  wgrad(dw, dy8, cast(x, M, K, Dtype::e4m3, Sides::columns, of_x), M, N, K, accumulate);
 }
 template <class T>
 template <class E>
@@ -124,8 +130,11 @@ void Linear<T>::wgrad(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, i
 template class Linear<float>;
 template class Linear<bf16>;
 template class Linear<double>;
-#define FOR(T, E)                                                                                          \
-  template void Linear<T>::wgrad(E*, const T*, const Fp8Copy&, const T*, int64_t, int64_t, int64_t, bool); \
+template void Linear<float>::find_amax(float*, const float*, int64_t);
+template void Linear<bf16>::find_amax(float*, const bf16*, int64_t);
+template void Linear<double>::find_amax(float*, const double*, int64_t);
+#define FOR(T, E)                                                                                                  \
+  template void Linear<T>::wgrad(E*, const T*, const Fp8Copy&, const T*, int64_t, int64_t, int64_t, bool, Maxima); \
   template void Linear<T>::wgrad(E*, const Fp8Copy&, const Fp8Copy&, int64_t, int64_t, int64_t, bool);
 FOR(float, float)
 FOR(bf16, bf16)

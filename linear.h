@@ -47,6 +47,13 @@ class Linear {
     Fp8Copy dh, g;  // both sides of dh, and the columns of g
   };
 
+  // Numbers whose largest is a matrix's, from whoever has read it before: of its rows (R), or that itself. Empty: it is
+  // looked for.
+  struct Maxima {
+    const float* x = nullptr;
+    int64_t n = 0;
+  };
+
   Linear(Device& dev, bool in_fp8, fp8::Scaling scaling) : dev_(dev), in_fp8_(in_fp8), scaling_(scaling) {}
   bool in_fp8() const { return in_fp8_; }
   bool scales_rows() const { return scaling_ == fp8::Scaling::row; }
@@ -59,24 +66,26 @@ class Linear {
   Fp8Copy cast_activation(ops::Activation kind, const T* h, int64_t M, int64_t F);
   ActivationGradients cast_activation_backward(ops::Activation kind, const T* dg, const T* h, int64_t M, int64_t F);
   // out (1): the largest |x| of x (n).
-  void find_amax(float* out, const T* x, int64_t n);
+  template <class X>
+  void find_amax(float* out, const X* x, int64_t n);
 
   // w8, dy8: as cast above; x is cast here, unless it comes as x8.
   void forward(T* y, const T* x, const Weight& w, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
-               int64_t N, int64_t K);
+               int64_t N, int64_t K, Maxima of_x = {});
   void forward(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M, int64_t N,
                int64_t K);
   void dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const Weight& w, const Fp8Copy& w8, int64_t M, int64_t N,
              int64_t K, bool accumulate);
   template <class E>
-  void wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
+  void wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate,
+             Maxima of_x = {});
   template <class E>
   void wgrad(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, int64_t N, int64_t K, bool accumulate);
 
  private:
-  void find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides);
+  void find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides sides, Maxima known);
   Fp8Copy empty_copy(int64_t R, int64_t C, Dtype format, Sides sides);
-  Fp8Copy cast(const T* x, int64_t R, int64_t C, Dtype format, Sides sides);
+  Fp8Copy cast(const T* x, int64_t R, int64_t C, Dtype format, Sides sides, Maxima known = {});
 
   Device& dev_;
   bool in_fp8_;

@@ -154,8 +154,8 @@ Fp8Copy Model<T, G>::cast_weight(const ParamRef& p, int64_t N, int64_t K, Sides 
 }
 template <class T, class G>
 void Model<T, G>::linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N,
-                               int64_t K, bool accumulate) {
-  if (!p.frozen) linear_.wgrad(grad(p), dy, dy8, x, M, N, K, accumulate);
+                               int64_t K, bool accumulate, typename Linear<T>::Maxima of_x) {
+  if (!p.frozen) linear_.wgrad(grad(p), dy, dy8, x, M, N, K, accumulate, of_x);
 }
 
 // `copied` tells the host when it may fill in the next micro-batch; it does not wait for it here.
@@ -432,13 +432,14 @@ void Model<T, G>::queries(int64_t block, Saved* v, Purpose life) {
     ops::norm_apply<T>(s, norm_, n, v->stats1, v->x, weight(at.norm1), weight_if_any(at.norm1_bias), M, C);
   } else {
     v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
+    if (c_.fp8) v->largest1 = mem.take<float>(M, "largest numbers 1", Purpose::activations);
     ops::norm_forward<T>(s, norm_, n, nullptr, v->stats1, v->x, nullptr, weight(at.norm1), weight_if_any(at.norm1_bias),
-                         M, C, c_.norm_eps);
+                         M, C, c_.norm_eps, v->largest1);
   }
   dev_.mark("projections");
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
   linear_.forward(v->qkv, n, block_weight(at.qkv), cast_weight(at.qkv, QKV, C, Sides::rows), nullptr, nullptr, M, QKV,
-                  C);
+                  C, maxima(v->largest1, 0, M));
   n.reset();
   if (rope_table_) {
     dev_.mark("positions");
@@ -512,7 +513,12 @@ void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
   dev_.mark("projections");
   const ParamRef& w = params_[size_t(block)].o;
   const int64_t C = c_.dim, K = c_.heads * c_.head_dim();
-  linear_.forward(v->x2, o, block_weight(w), cast_weight(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K);
+  if (c_.fp8 && !linear_.scales_rows() && !v->largest_o) {
+    v->largest_o = dev_.mem.take<float>(1, "largest number of attention", Purpose::activations);
+    linear_.find_amax(v->largest_o.get(), o, M_ * K);
+  }
+  linear_.forward(v->x2, o, block_weight(w), cast_weight(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K,
+                  maxima(v->largest_o, 0, 1));
 }
 
 // x2 = x + Wo o, and its norm in the same pass, which is returned.
@@ -521,10 +527,13 @@ Buffer<T> Model<T, G>::middle(int64_t block, Saved* v) {
   const BlockParams& at = params_[size_t(block)];
   const int64_t M = M_, C = c_.dim;
   dev_.mark("norms");
-  if (!v->stats2) v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
+  if (!v->stats2) {
+    v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
+    if (c_.fp8) v->largest2 = dev_.mem.take<float>(M, "largest numbers 2", Purpose::activations);
+  }
   Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
   ops::norm_forward<T>(dev_.compute(), norm_, n, v->x2, v->stats2, v->x, v->x2, weight(at.norm2),
-                       weight_if_any(at.norm2_bias), M, C, c_.norm_eps);
+                       weight_if_any(at.norm2_bias), M, C, c_.norm_eps, v->largest2);
   return n;
 }
 
@@ -579,7 +588,7 @@ template <class T, class G>
 Buffer<T> Model<T, G>::block_backward(int64_t block, Saved v, Buffer<T> dx) {
   if (c_.attends() && !c_.keeps_middle()) recompute_middle(block, &v);
   mlp_backward_turn(block, &v, dx);
-  v.x2.reset(), v.stats2.reset();
+  v.x2.reset(), v.stats2.reset(), v.largest2.reset();
   if (c_.attends()) attention_backward_turn(block, &v, dx);
   return dx;
 }
@@ -655,7 +664,7 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
     linear_.dgrad(d_o, dx, dx8, block_weight(at.o), cast_weight(at.o, C, H * D, Sides::columns), M, C, H * D, false);
     if (!v->o) recompute_gated_sum(block, v);
     dev_.mark("projections, backward");
-    linear_wgrad(at.o, dx, dx8, v->o, M, C, H * D, false);
+    linear_wgrad(at.o, dx, dx8, v->o, M, C, H * D, false, maxima(v->largest_o, 0, 1));
     dx8 = Fp8Copy();
     if (c_.sparse) v->o.reset();
     dqkv = queries_backward(block, v, d_o);
@@ -671,7 +680,7 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   dev_.mark("projections, backward");
   {
     const Fp8Copy dqkv8 = linear_.cast_gradient(dqkv, M, QKV);
-    linear_wgrad(at.qkv, dqkv, dqkv8, n, M, QKV, C, false);
+    linear_wgrad(at.qkv, dqkv, dqkv8, n, M, QKV, C, false, maxima(v->largest1, 0, M));
     linear_.dgrad(n, dqkv, dqkv8, block_weight(at.qkv), cast_weight(at.qkv, QKV, C, Sides::columns), M, QKV, C, false);
   }
   dqkv.reset();
@@ -734,7 +743,8 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
     T* h = v->h ? v->h + i * UP : here.get();
     // The residual is the last product's epilogue: no kernel of its own reads and writes (M, C) once more.
     if (c_.fp8) {
-      linear_.forward(h, in + i * C, block_weight(at.up), up8, weight_if_any(at.up_bias), nullptr, rows, UP, C);
+      linear_.forward(h, in + i * C, block_weight(at.up), up8, weight_if_any(at.up_bias), nullptr, rows, UP, C,
+                      maxima(v->largest2, i, rows));
       if (v->h8) save_hidden(v, h, i, rows);
       const Fp8Copy g8 = linear_.cast_activation(activation(), h, rows, F);
       here.reset();
@@ -874,8 +884,9 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, Fp8Co
   }
   const T* in = normed ? n.get() : v->x + i * C;
   if (!dh8) dh8 = linear_.cast_gradient(dh, rows, UP);
-  if (all.up) linear_.wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more);
-  else linear_wgrad(at.up, dh, dh8, in, rows, UP, C, more);
+  const auto of_in = maxima(v->largest2, i, rows);
+  if (all.up) linear_.wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more, of_in);
+  else linear_wgrad(at.up, dh, dh8, in, rows, UP, C, more, of_in);
   if (at.up_bias.exists()) {
     Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, F), "partial sums");
     if (all.up_bias) ops::bias_grad<T, A>(s, all.up_bias, dh, partials, rows, F, F, more);
@@ -934,7 +945,8 @@ Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int6
   const Fp8Copy up8 = cast_weight(at.up, UP, C, Sides::rows);
   for (int64_t j = 0, some; j < rows; j += some) {
     some = forward_piece(i + j);
-    linear_.forward(h + j * UP, in + j * C, block_weight(at.up), up8, weight_if_any(at.up_bias), nullptr, some, UP, C);
+    linear_.forward(h + j * UP, in + j * C, block_weight(at.up), up8, weight_if_any(at.up_bias), nullptr, some, UP, C,
+                    maxima(v->largest2, i + j, some));
   }
   return h;
 }

@@ -58,14 +58,17 @@ class Model {
   struct Saved {
     Buffer<T> x;       // (M, C) the block's input
     Buffer<A> stats1;  // (M, 2) of its norm
-    Buffer<T> qkv;     // (M, row) q (H*D), k and v (key_heads*D each), with NSA gates
-    Buffer<T> gate_h;  // (M, gate_hidden) the gates' hidden layer before its activation
-    Buffer<T> o;       // (M, H*D) attention's output; dense
-    Buffer<A> lse;     // (B, H, T) log-sum-exp; dense
-    NsaSaved<T> nsa;   // in place of o and lse
-    Buffer<T> x2;      // (M, C) the MLP's input, x + Wo o
-    Buffer<A> stats2;  // (M, 2) of its norm
-    Buffer<T> h;       // (M, F), SwiGLU (M, 2F): the hidden layer before its activation
+    // In fp8: the largest numbers that the products of this block read, for the backward to cast alike.
+    Buffer<float> largest1, largest2;  // (M) of the norms' rows
+    Buffer<float> largest_o;           // (1) of attention's output
+    Buffer<T> qkv;                     // (M, row) q (H*D), k and v (key_heads*D each), with NSA gates
+    Buffer<T> gate_h;                  // (M, gate_hidden) the gates' hidden layer before its activation
+    Buffer<T> o;                       // (M, H*D) attention's output; dense
+    Buffer<A> lse;                     // (B, H, T) log-sum-exp; dense
+    NsaSaved<T> nsa;                   // in place of o and lse
+    Buffer<T> x2;                      // (M, C) the MLP's input, x + Wo o
+    Buffer<A> stats2;                  // (M, 2) of its norm
+    Buffer<T> h;                       // (M, F), SwiGLU (M, 2F): the hidden layer before its activation
     // Or the same in e4m3, with a scale for each piece that the forward pass made it in.
     Buffer<uint8_t> h8;
     Buffer<float> h8_unscales;
@@ -98,7 +101,12 @@ class Model {
   typename Linear<T>::Weight block_weight(const ParamRef& p);  // q, k, v's, o's or the MLP's
   Fp8Copy cast_weight(const ParamRef& p, int64_t N, int64_t K, Sides sides);
   void linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
-                    bool accumulate);
+                    bool accumulate, typename Linear<T>::Maxima of_x = {});
+  // Of a norm's rows [i, i + rows); none if not in fp8.
+  typename Linear<T>::Maxima maxima(const Buffer<float>& largest, int64_t i, int64_t rows) const {
+    if (!largest) return {};
+    return {largest.get() + i, rows};
+  }
   void wgrad(const ParamRef& p, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
   PhiWeights<const T> phi_weights(const BlockParams& at) const;
   PhiWeights<G> phi_grads(const BlockParams& at) const;

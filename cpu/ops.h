@@ -152,6 +152,23 @@ void add(T* y, const T* a, const T* b, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = T(acc_t<T>(a[i]) + acc_t<T>(b[i]));
 }
 
+// Of |x|^p; of infinity, the largest.
+template <class X>
+double power_sum(GradNorm p, const X* x, int64_t n) {
+  if (p == GradNorm::inf) {
+    double most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const double a = std::fabs(double(float(x[i])));
+      most = std::max(most, a == a ? a : double(INFINITY));
+    }
+    return most;
+  }
+  return sum_of<double>(n, [=](int64_t i) {
+    const double a = std::fabs(double(float(x[i])));
+    return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
+  });
+}
+
 // -------------------------------------------------------------------------------------------------------------- norms
 
 // y = (x - mean) / std * gamma + beta for one row; forward and apply share it and so agree in every bit.
@@ -173,7 +190,7 @@ void norm_apply(Norm, T* y, const acc_t<T>* stats, const T* x, const T* gamma, c
 // The statistics are those of the sum as it is stored (rounded to T): the backward has nothing else.
 template <class T>
 void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma, const T* beta,
-                  int64_t M, int64_t C, double eps) {
+                  int64_t M, int64_t C, double eps, float* largest = nullptr) {
   using A = acc_t<T>;
   for (int64_t m = 0; m < M; ++m) {
     const T* row = x + m * C;
@@ -185,6 +202,7 @@ void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T*
     const A variance = sum_of<A>(C, [=](int64_t c) { return (A(row[c]) - mean) * (A(row[c]) - mean); }) / A(C);
     stats[2 * m] = mean, stats[2 * m + 1] = A(1) / std::sqrt(variance + A(eps));
     normalize_row(y + m * C, row, stats + 2 * m, gamma, beta, C);
+    if (largest) largest[m] = float(power_sum(GradNorm::inf, y + m * C, C));
   }
 }
 
@@ -406,22 +424,6 @@ void cast(To* to, const From* from, int64_t n) {
   if constexpr (std::is_same_v<To, From>) std::memmove(to, from, n * sizeof(To));
   else
     for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
-}
-// Of |x|^p; of infinity, the largest.
-template <class X>
-double power_sum(GradNorm p, const X* x, int64_t n) {
-  if (p == GradNorm::inf) {
-    double most = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const double a = std::fabs(double(float(x[i])));
-      most = std::max(most, a == a ? a : double(INFINITY));
-    }
-    return most;
-  }
-  return sum_of<double>(n, [=](int64_t i) {
-    const double a = std::fabs(double(float(x[i])));
-    return p == GradNorm::one ? a : p == GradNorm::two ? a * a : a * a * a;
-  });
 }
 inline void total_power(GradNorm p, double* out, const double* pieces, int64_t n) {
   double total = 0;

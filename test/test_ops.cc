@@ -772,21 +772,28 @@ TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
 }
 
 namespace {
-// y of norm_forward and of norm_apply on the same input, on one backend.
+// y of norm_forward and of norm_apply on the same input, on one backend, and the largest of its rows.
 template <class T>
 bool apply_repeats_forward(Backend backend, Norm kind, int64_t M, int64_t C) {
   const auto r = run_on(backend, [&](Space& a) {
     auto *y = a.out<T>(M * C), *again = a.out<T>(M * C), *sum = a.work<T>(M * C), *x = a.in<T>(M * C),
          *delta = a.in<T>(M * C), *gamma = a.in<T>(C), *beta = kind == Norm::layer ? a.in<T>(C) : nullptr;
     auto* stats = a.work<acc_t<T>>(2 * M);
-    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C, 1e-5);
+    auto* largest = a.out<float>(M);
+    ops::norm_forward<T>(a.s, kind, y, sum, stats, x, delta, gamma, beta, M, C, 1e-5, largest);
     ops::norm_apply<T>(a.s, kind, again, stats, sum, gamma, beta, M, C);
   });
-  return same_bits(r[0].bits, r[1].bits) && !std::isnan(r[0].values[M * C - 1]);
+  bool largest = true;
+  for (int64_t m = 0; m < M; ++m) {
+    double most = 0;
+    for (int64_t c = 0; c < C; ++c) most = std::max(most, std::abs(r[0].values[m * C + c]));
+    largest = largest && r[2].values[m] == double(float(most));
+  }
+  return largest && same_bits(r[0].bits, r[1].bits) && !std::isnan(r[0].values[M * C - 1]);
 }
 }  // namespace
 
-TEST_CASE("norm_apply gives norm_forward's bits", "[ops]") {
+TEST_CASE("norm_apply gives norm_forward's bits, and each row has its largest", "[ops]") {
   for (Norm kind : {Norm::layer, Norm::rms})
     for (int64_t C : {1, 7, 64, 770}) {
       CHECK(apply_repeats_forward<float>(Backend::cpu, kind, 5, C));
@@ -798,7 +805,7 @@ TEST_CASE("norm_apply gives norm_forward's bits", "[ops]") {
 #define NEEDS_GPU() \
   if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
 
-TEST_CASE("GPU: norm_apply gives norm_forward's bits", "[ops][gpu]") {
+TEST_CASE("GPU: norm_apply gives norm_forward's bits, and each row has its largest", "[ops][gpu]") {
   NEEDS_GPU();
   for (Norm kind : {Norm::layer, Norm::rms})
     for (int64_t C : {64, 257, 768, 4096, 16384, 20000}) {

@@ -158,6 +158,21 @@ __device__ __forceinline__ void row_sums(A& a, A& b, RowSums<A>& shared) {
   b = warp_sum(lane < warps ? shared.warps[1][first + lane] : A(0));
 }
 
+// The largest of the threads' a >= 0, over threads as row_sums is and with its `shared`.
+__device__ __forceinline__ float row_largest(float a, RowSums<float>& shared) {
+  const auto over_warp = [](float x) {
+#pragma unroll
+    for (int o = warp / 2; o > 0; o /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+  };
+  a = over_warp(a);
+  const int warps = blockDim.x / warp, lane = threadIdx.x % warp, first = threadIdx.y * warps;
+  if (warps == 1) return a;
+  if (lane == 0) shared.warps[0][first + threadIdx.x / warp] = a;
+  __syncthreads();
+  return over_warp(lane < warps ? shared.warps[0][first + lane] : 0.0f);
+}
+
 // ---------------------------------------------------------------------------------------------------- elementwise
 
 // F at index 0 .. n-1: a thread owns N consecutive elements, one 16-byte vector of the narrowest type; the last few

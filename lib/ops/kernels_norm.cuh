@@ -1,6 +1,8 @@
 // LayerNorm and RMSNorm. Limits (bf16, M rows of C): forward with a residual moves 8 M C bytes, backward 8 M C.
 #pragma once
 
+#include <type_traits>
+
 #include "lib/ops/kernels.cuh"
 #include "lib/ops/ops.h"
 
@@ -26,26 +28,34 @@ inline NormShape norm_shape(int64_t vectors, int most) {
   return {0, dim3(512)};
 }
 
-// y (N) from x (N), at N channels of gamma and beta (N; beta may be null). One function, without anything that a
-// compiler may contract in different ways, so that norm_apply repeats the bits of norm_forward.
+// y (N) from x (N), at N channels of gamma and beta (N; beta may be null), and the largest |y|, of a NaN infinity. One
+// function, without anything that a compiler may contract in different ways, so that norm_apply repeats the bits of
+// norm_forward.
 template <class T, int N>
-__device__ __forceinline__ void normalize(T* y, const Pack<T, N>& x, float mean, float inv_std, const T* gamma,
-                                          const T* beta) {
+__device__ __forceinline__ float normalize(T* y, const Pack<T, N>& x, float mean, float inv_std, const T* gamma,
+                                           const T* beta) {
   float v[N], g[N], b[N] = {};
   widen(v, x), load(g, gamma);
   if (beta) load(b, beta);
 #pragma unroll
   for (int j = 0; j < N; ++j) v[j] = __fmaf_rn(__fmul_rn(__fsub_rn(v[j], mean), inv_std), g[j], b[j]);
-  store(y, v);
+  const Pack<T, N> rounded = narrow<T>(v);
+  store(y, rounded);
+  widen(v, rounded);
+  float largest = 0;
+#pragma unroll
+  for (int j = 0; j < N; ++j) largest = fmaxf(largest, v[j] != v[j] ? INFINITY : fabsf(v[j]));
+  return largest;
 }
 
-// y, sum, x, delta (M,C), stats (M), gamma, beta (C); delta and beta may be null, sum too where delta is.
-// A block owns blockDim.y rows, the blockDim.x threads of a row `each` vectors apiece, blockDim.x apart. x and delta
-// are read once and stay in registers as sum, rounded to T; sum, y and the statistics are written once.
-template <class T, int each>
+// y, sum, x, delta (M,C), stats (M), gamma, beta (C), largest (M), the largest |y| of each row, unless no_largest;
+// delta and beta may be null, sum too where delta is. A block owns blockDim.y rows, the blockDim.x threads of a row
+// `each` vectors apiece, blockDim.x apart. x and delta are read once and stay in registers as sum, rounded to T; sum, y
+// and the statistics are written once.
+template <class T, int each, bool no_largest>
 __global__ void __launch_bounds__(1024)
-    norm_forward_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
-                        const T* beta, int64_t M, int64_t C, float eps) {
+    norm_forward_kernel(bool layer, T* y, T* sum, float2* stats, float* largest, const T* x, const T* delta,
+                        const T* gamma, const T* beta, int64_t M, int64_t C, float eps) {
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -92,10 +102,17 @@ __global__ void __launch_bounds__(1024)
   row_sums(squares, unused, shared[1]);
   const float inv_std = rsqrtf(squares / C + eps);
   if (m < M && threadIdx.x == 0) stats[m] = make_float2(mean, inv_std);
+  float most = 0;
 #pragma unroll
   for (int k = 0; k < each; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
-    if (i < mine) normalize(y + m * C + i * N, p[k], mean, inv_std, gamma + i * N, beta ? beta + i * N : nullptr);
+    if (i < mine)
+      most =
+          fmaxf(most, normalize(y + m * C + i * N, p[k], mean, inv_std, gamma + i * N, beta ? beta + i * N : nullptr));
+  }
+  if constexpr (!no_largest) {
+    most = row_largest(most, shared[0]);
+    if (m < M && threadIdx.x == 0) largest[m] = most;
   }
 }
 
@@ -103,8 +120,8 @@ __global__ void __launch_bounds__(1024)
 // only its own channels, so sum needs no barrier.
 template <class T>
 __global__ void __launch_bounds__(512)
-    norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, const T* x, const T* delta, const T* gamma,
-                            const T* beta, int64_t C, float eps) {
+    norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, float* largest, const T* x, const T* delta,
+                            const T* gamma, const T* beta, int64_t C, float eps) {
   __shared__ RowSums<float> shared[2];
   const int64_t row = int64_t(blockIdx.x) * C;
   const T* from = delta ? sum : x;
@@ -124,31 +141,37 @@ __global__ void __launch_bounds__(512)
   row_sums(squares, unused, shared[1]);
   const float inv_std = rsqrtf(squares / C + eps);
   if (threadIdx.x == 0) stats[blockIdx.x] = make_float2(mean, inv_std);
+  float most = 0;
   for (int64_t c = threadIdx.x; c < C; c += blockDim.x)
-    normalize(y + row + c, load<1>(from + row + c), mean, inv_std, gamma + c, beta ? beta + c : nullptr);
+    most = fmaxf(most,
+                 normalize(y + row + c, load<1>(from + row + c), mean, inv_std, gamma + c, beta ? beta + c : nullptr));
+  if (!largest) return;
+  most = row_largest(most, shared[0]);
+  if (threadIdx.x == 0) largest[blockIdx.x] = most;
 }
 
 template <class T>
 void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stats, const T* x, const T* delta,
-                  const T* gamma, const T* beta, int64_t M, int64_t C, double eps) {
+                  const T* gamma, const T* beta, int64_t M, int64_t C, double eps, float* largest) {
   constexpr int N = width<T>;
   if (M == 0) return;
-  const bool layer = kind == ops::Norm::layer;
+  const bool layer = kind == ops::Norm::layer, vectors = C % N == 0 && aligned(y, sum, x, delta, gamma, beta);
   float2* s = reinterpret_cast<float2*>(stats);
-  const bool vectors = C % N == 0 && aligned(y, sum, x, delta, gamma, beta);
   const NormShape shape = norm_shape(C / N, 4);
   const unsigned blocks = unsigned(ceil_div(M, shape.threads.y));
+  const auto with = [&](auto each, auto no_largest) {
+    norm_forward_kernel<T, each.value, no_largest.value>
+        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, largest, x, delta, gamma, beta, M, C, float(eps));
+  };
+  const auto with_each = [&](auto each) {
+    return largest ? with(each, std::false_type()) : with(each, std::true_type());
+  };
   if (!vectors || shape.each == 0)
-    norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, C, float(eps));
-  else if (shape.each == 4)
-    norm_forward_kernel<T, 4>
-        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C, float(eps));
-  else if (shape.each == 2)
-    norm_forward_kernel<T, 2>
-        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C, float(eps));
-  else
-    norm_forward_kernel<T, 1>
-        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, x, delta, gamma, beta, M, C, float(eps));
+    norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, largest, x, delta, gamma, beta, C,
+                                                             float(eps));
+  else if (shape.each == 4) with_each(std::integral_constant<int, 4>());
+  else if (shape.each == 2) with_each(std::integral_constant<int, 2>());
+  else with_each(std::integral_constant<int, 1>());
   CUDA_CHECK_LAUNCH();
 }
 

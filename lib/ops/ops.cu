@@ -96,13 +96,13 @@ void add(Stream& s, T* y, const T* a, const T* b, int64_t n) {
 
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
-                  const T* beta, int64_t M, int64_t C, double eps) {
+                  const T* beta, int64_t M, int64_t C, double eps, float* largest) {
   if (delta && !s.device().fuse) {
     add(s, sum, x, delta, M * C);
-    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C, eps);
+    return norm_forward<T>(s, kind, y, nullptr, stats, sum, nullptr, gamma, beta, M, C, eps, largest);
   }
   RUN(is_double<T>, moves<T>((delta ? 4 : 2) * M * C), norm_forward, kind, y, sum, stats, x, delta, gamma, beta, M, C,
-      eps);
+      eps, largest);
 }
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
@@ -286,7 +286,7 @@ void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, 
 
 #define FOR(T)                                                                                                        \
   template void norm_forward(Stream&, Norm, T*, T*, acc_t<T>*, const T*, const T*, const T*, const T*, int64_t,       \
-                             int64_t, double);                                                                        \
+                             int64_t, double, float*);                                                                \
   template void norm_apply(Stream&, Norm, T*, const acc_t<T>*, const T*, const T*, const T*, int64_t, int64_t);       \
   template void add_bias(Stream&, T*, const T*, int64_t, int64_t, int64_t);                                           \
   template void add(Stream&, T*, const T*, const T*, int64_t);                                                        \

@@ -120,10 +120,10 @@ void add(Stream& s, T* y, const T* a, const T* b, int64_t n);
 enum class Norm { layer, rms };
 // sum (M,C) = x (M,C) + delta (M,C); y (M,C) = norm(sum) * gamma (C) (+ beta (C)); stats (M,2): mean (0 for rms) and
 // 1/std of each row, of the variance + eps. delta may be null: then sum is not written and may be null. sum may equal x
-// or delta.
+// or delta. largest (M; may be null): the largest |y| of each row, of a NaN infinity.
 template <class T>
 void norm_forward(Stream& s, Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T* delta, const T* gamma,
-                  const T* beta, int64_t M, int64_t C, double eps);
+                  const T* beta, int64_t M, int64_t C, double eps, float* largest = nullptr);
 // y (M,C) again from the saved input x (M,C) and stats (M,2): the same bits as norm_forward's y.
 template <class T>
 void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, const T* gamma, const T* beta, int64_t M,
