@@ -103,7 +103,7 @@ void Fsdp<T, G>::keep_state() {
     s.m = moment(" first moment"), s.v = moment(" second moment");
     if (const int64_t n = int64_t(u.scaled.size()); n > 0) {
       s.amax = mem.keep<float>(n, u.name + " largest numbers", Purpose::workspace);
-      s.unscale = mem.keep<float>(n, u.name + " scales", Purpose::workspace);
+      s.unscale = mem.keep<float>(n * fp8::scale_stride, u.name + " scales", Purpose::workspace);
     }
     // Adjacent parameters make one range, hence one AdamW kernel: usually the shard has but one.
     for (const Param& p : u.params) {
@@ -407,7 +407,7 @@ const float* Fsdp<T, G>::unscale(int u, int64_t offset) const {
   const std::vector<Unit::Scaled>& scaled = units_[size_t(u)].scaled;
   const auto at = std::find_if(scaled.begin(), scaled.end(), [&](auto s) { return s.offset == offset; });
   ASSERT(at != scaled.end());
-  return state_[size_t(u)].unscale + (at - scaled.begin());
+  return state_[size_t(u)].unscale + (at - scaled.begin()) * fp8::scale_stride;
 }
 
 // Behind this event, and no sooner, another unit may be gathered into the slot. It is the one that is easy to forget:

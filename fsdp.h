@@ -204,7 +204,8 @@ class Fsdp {
     Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
     Buffer<float> unsharded_gradient;  // summed over micro-batches, where only the last one reduces
     int reductions = 0;                // so far in this micro-batch
-    float *amax = nullptr, *unscale = nullptr;  // (scaled) of what is gathered in fp8; on all ranks alike
+    // (scaled), and (scaled, scale_stride), of what is gathered in fp8; on all ranks alike.
+    float *amax = nullptr, *unscale = nullptr;
     bool amax_is_current = false;
     std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
   };

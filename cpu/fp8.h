@@ -46,7 +46,8 @@ inline void to_e4m3(uint8_t* codes, const float* x, const float* amax, int64_t n
   for (int64_t i = 0; i < n; ++i) codes[i] = fp8::encode(x[i] * scale, fp8::e4m3);
 }
 inline void unscales(float* unscale, const float* amax, int64_t n, Dtype format) {
-  for (int64_t i = 0; i < n; ++i) unscale[i] = 1 / fp8::scale_for(amax[i], fp8::format(format).largest);
+  for (int64_t i = 0; i < n; ++i)
+    unscale[i * fp8::scale_stride] = 1 / fp8::scale_for(amax[i], fp8::format(format).largest);
 }
 inline void transpose_codes(uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
   for (int64_t r = 0; r < R; ++r)

@@ -18,6 +18,10 @@ namespace fp8 {
 enum class Scaling { tensor, row };
 inline int64_t scales(Scaling s, int64_t R, int64_t C) { return s == Scaling::row ? R + C : 1; }
 
+// Where several tensors have their scales one behind the other: so many numbers apart, because cuBLASLt takes a scale
+// that is aligned as a buffer is.
+constexpr int64_t scale_stride = 64;
+
 // What a GPU's tensor cores take. A scale for each row is what cuBLASLt knows on compute capability 9.0 alone.
 enum class Support { none, by_tensor, by_row };
 inline Support support(int compute_capability) {

@@ -311,7 +311,8 @@ __global__ void __launch_bounds__(256) to_e4m3_kernel(uint8_t* codes, const floa
   *reinterpret_cast<uint2*>(codes + i) = make_uint2(four(a), four(b));
 }
 __global__ void unscales_kernel(float* unscale, const float* amax, int64_t n, float largest) {
-  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) unscale[i] = 1 / fp8::scale_for(amax[i], largest);
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x)
+    unscale[i * fp8::scale_stride] = 1 / fp8::scale_for(amax[i], largest);
 }
 inline dim3 fp8_tiles(int64_t R, int64_t C) {
   return dim3(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));

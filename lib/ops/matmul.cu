@@ -84,7 +84,8 @@ Key key_of(const Device& dev, const Call& c) {
   const int64_t flags =
       c.transpose_a + 2 * c.transpose_b + 4 * dev.tf32 + 8 * c.fast_sums + 16 * how_c + 64 * int(c.scaling);
   int64_t places = 0;
-  for (const void* p : {c.a, c.b, c.c, static_cast<const void*>(c.d), c.bias}) places = places * 512 + alignment(p);
+  for (const void* p : std::initializer_list<const void*>{c.a, c.b, c.c, c.d, c.bias, c.unscale_a, c.unscale_b})
+    places = places * 512 + alignment(p);
   return {c.m, c.n, c.k, types, flags, c.epilogue, places, dev.blas_workspace_bytes, dev.ordinal};
 }
 
@@ -545,6 +546,7 @@ void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums
 #if FSDP_CUDA
   if (s.on_gpu()) {
     ASSERT(M % 16 == 0 && N % 16 == 0 && K % 16 == 0);
+    ASSERT(alignment(a.unscale) >= 16 && alignment(b.unscale) >= 16);
     if constexpr (std::is_same_v<T, double>) refuse_double("matmul_fp8");
     else return multiply(s, fp8_call(z, a, b, sums, bias, residual, M, N, K));
   }

@@ -64,7 +64,7 @@ struct Fp8Matrix {
 struct Fp8Factor {
   Dtype format = Dtype::e4m3;
   const uint8_t* data = nullptr;
-  const float* unscale = nullptr;  // one number, or one for each row
+  const float* unscale = nullptr;  // one number, or one for each row; on a GPU aligned to 16 bytes
   fp8::Scaling scaling = fp8::Scaling::tensor;
 };
 // Casts x (R,C) so that amax (1), the largest of it, becomes the format's largest; scaled by row, amax (R + C), the
@@ -72,8 +72,8 @@ struct Fp8Factor {
 // neither is a product of `to`.
 template <class T>
 void to_fp8(Stream& s, const Fp8Matrix& to, const T* x, const float* amax, int64_t R, int64_t C);
-// codes (n) in e4m3 of x (n), cast as to_fp8 does; aligned to 8 numbers. unscale (n): what is undone by a scale of each
-// amax (n).
+// codes (n) in e4m3 of x (n), cast as to_fp8 does; aligned to 8 numbers. unscale (n, scale_stride apart): what undoes
+// the scale of each amax (n).
 void to_e4m3(Stream& s, uint8_t* codes, const float* x, const float* amax, int64_t n);
 void unscales(Stream& s, float* unscale, const float* amax, int64_t n, Dtype format);
 // columns (C,R): the transpose of codes (R,C).
