@@ -271,7 +271,7 @@ static Cost cost(const NsaShape& a, bool backward) {
       int(3 + (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * (backward ? 2 + 3 * p.segments : 2 * p.segments));
   if (c.dtype == Dtype::f32) c.flops = visits * (backward ? 10 : 4) * double(a.D) * piece_keys, c.share = 0.035;
   else if (!backward) c.bytes = visits * (3 * double(a.D) * sizeof(T) + 8);
-  else c.flops = visits * 10 * double(a.D) * piece_keys, c.share = a.D > 64 ? 0.23 : 0.19;
+  else c.flops = visits * 10 * double(a.D) * piece_keys, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;
 }
 
