@@ -39,6 +39,7 @@ Rows traces(const SweepMachine& m);
 Rows scale(const SweepMachine& m);
 Rows losses(const SweepMachine& m);
 Rows nsa_loss(const SweepMachine& m);
+Rows fp8(const SweepMachine& m);
 Rows fp8_loss(const SweepMachine& m);
 Rows targets(const SweepMachine& m);
 Rows step_shares(const SweepMachine& m);

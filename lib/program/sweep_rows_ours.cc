@@ -168,6 +168,18 @@ Rows nsa_loss(const SweepMachine& m) {
   return rows;
 }
 
+// What can be in fp8, one after another and together.
+Rows fp8(const SweepMachine& m) {
+  Rows rows;
+  for (const std::string options :
+       {"", "--matmul-dtype fp8", "--matmul-dtype fp8 --fp8-scaling row", "--matmul-dtype fp8 --gather-dtype fp8",
+        "--matmul-dtype fp8 --save-dtype fp8", "--matmul-dtype fp8 --gather-dtype fp8 --save-dtype fp8"}) {
+    const std::string name = options.empty() ? "bf16" : options;
+    rows.push_back({name, {{"options", options.empty() ? name : "`" + name + "`"}}, shape(m, "rope", options)});
+  }
+  return rows;
+}
+
 // What rounding to fp8 costs a model of 0.3 B parameters, beside what another seed does.
 Rows fp8_loss(const SweepMachine& m) {
   const char* const small =

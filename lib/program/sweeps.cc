@@ -46,6 +46,7 @@ const std::vector<Sweep>& sweeps() {
       {"scale", "", "47 B parameters on up to 4,096 GPUs, by the plan", K::planned, scale},
       {"losses", "", "the loss of one model on a CPU and on GPUs", K::training, losses},
       {"nsa-loss", "", "the losses of NSA and dense attention on text", K::training, nsa_loss},
+      {"fp8", "", "what is in fp8: matmuls, scaled by tensor or row, gathers, saved layers", K::training, fp8, "", {"--comm-timing"}},
       {"fp8-loss", "", "the losses of matmuls in bf16 and fp8 on text, three seeds", K::training, fp8_loss},
       {"targets", "", "goals for the speed of a step, and what was there when they were set", K::training, targets},
       {"step-shares", "", "where a step goes: products, attention, memory, waiting, beside the chip's limits", K::training, step_shares, "", {"--profile"}},

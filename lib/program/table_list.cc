@@ -36,6 +36,7 @@ const Columns of_class = {{pytorch, "tokens_per_sec"}, {pytorch, "peak_mib"}, {p
 const Columns of_precision = {{pytorch, "step_ms"}, {pytorch, "peak_mib"}, {pytorch, "last_loss"}, {ours, "step_ms"}, {ours, "peak_mib"}, {ours, "last_loss"}, {ratio, "step_ms"}};
 const Columns of_graph = {{ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "gpu_utilization"}, {ours, "peak_mib"}};
 const Columns of_knobs = {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "exposed_ms"}, {ours, "init_mib"}, {ours, "before_step_mib"}, {ours, "peak_mib"}};
+const Columns of_fp8 = {{ours, "step_ms"}, {ours, "exposed_ms"}, {ours, "before_step_mib"}, {ours, "peak_mib"}};
 const Columns of_options = {{theirs, "peak_mib"}, {theirs, "step_ms"}, {pytorch, "first_peak_mib"}, {pytorch, "second_peak_mib"}, {pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "first_peak_mib"}, {ours, "second_peak_mib"}, {ours, "peak_mib"}, {ours, "step_ms"}};
 const Columns of_targets = {{figure_of_target, ""}, {before, ""}, {goal, ""}, {aim, ""}, {pytorch, ""}, {ours, ""}, {ratio, "step_ms"}};
 const Columns of_shares = {{ours, "step_ms"}, {ours, "products_ms"}, {ours, "products_limit_ms"}, {ours, "products_of_limit"}, {ours, "attention_ms"}, {ours, "attention_limit_ms"}, {ours, "attention_of_limit"}, {ours, "memory_bound_ms"}, {ours, "memory_bound_limit_ms"}, {ours, "memory_bound_of_limit"}, {ours, "waiting_ms"}};
@@ -69,6 +70,7 @@ const std::vector<OfSweep>& of_sweeps() {
       {"context", pair, pair_in_short},
       {"knobs", of_knobs},
       {"graph", of_graph},
+      {"fp8", of_fp8},
   };
   return all;
 }
