@@ -16,11 +16,18 @@ using ll = long long;
 
 constexpr double launch_s = 7, compile_s = 25;  // seconds: until ./train and until PyTorch make a step
 
+// PyTorch's step: a little longer than ours, but not shorter than its host takes to issue it, which is about 6.5 ms
+// for the forward and backward of a block (results/class-1gpu.jsonl: 78 to 90 ms for two micro-batches of 6 blocks).
+static double peer_step_s(const Task& t) {
+  const auto count = [&](const char* key) { return double(t.plan.config.value(key, int64_t(1))); };
+  return std::max(1.2 * t.plan.seconds, 0.0065 * count("depth") * count("grad_accum"));
+}
+
 static double seconds_of(const SweepRun& run, const Task& t) {
   if (!runs(t)) return 0;
-  const double steps = double(t.warm + (t.steps > 0 ? t.steps : 128)) * t.plan.seconds;
-  double s = launch_s + steps;
-  if (run.peers == Peers::on) s += double(t.row.peers.size()) * (compile_s + 1.2 * steps);
+  const double steps = double(t.warm + (t.steps > 0 ? t.steps : 128));
+  double s = launch_s + steps * t.plan.seconds;
+  if (run.peers == Peers::on) s += double(t.row.peers.size()) * (compile_s + steps * peer_step_s(t));
   return s * double(run.rounds);
 }
 
