@@ -102,7 +102,7 @@ class Model {
   Fp8Copy cast_weight(const ParamRef& p, int64_t N, int64_t K, Sides sides);
   void linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N, int64_t K,
                     bool accumulate, typename Linear<T>::Maxima of_x = {});
-  // Of a norm's rows [i, i + rows); none if not in fp8.
+  // Of a norm's rows [i, i + rows), or what there is one of; none if not in fp8.
   typename Linear<T>::Maxima maxima(const Buffer<float>& largest, int64_t i, int64_t rows) const {
     if (!largest) return {};
     return {largest.get() + i, rows};

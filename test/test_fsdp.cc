@@ -1223,15 +1223,15 @@ TEST_CASE("in fp8 W ranks train as one rank does, and as in bf16", "[fsdp][fp8]"
   for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
     by_row = !by_row;
     INFO(name << (by_row ? ", scaled by row" : ""));
-    // The first gradient is of the same weights; what NSA selects in ten steps follows any rounding.
-    const double in_ten_steps = model.sparse ? 0.2 : 0.1;
+    // The first gradient is of the same weights; what NSA selects later follows any rounding.
+    const double later = model.sparse ? 0.2 : 0.1;
     const auto alike = [&](const Outcome& a, const Outcome& b) {
       CHECK(furthest(a.losses, b.losses) < 2e-2);
       CHECK(furthest({a.norms[0]}, {b.norms[0]}) < 0.05);
-      CHECK(furthest(a.norms, b.norms) < in_ten_steps);
+      CHECK(furthest(a.norms, b.norms) < later);
     };
     Setup s;
-    s.model = model;
+    s.model = model, s.steps = 6;
     const Outcome wide = train<bf16, float>(s, test_world());
     s.model.fp8 = true;
     if (by_row) s.model.fp8_scaling = fp8::Scaling::row;

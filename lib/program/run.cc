@@ -88,10 +88,12 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
 void check_gather_fp8(const Options& o, const ModelConfig& c, int shards) {
   if (o.gather_dtype.empty()) return;
   REQUIRE_USER(!o.matmul_dtype.empty(), "--gather-dtype fp8 gathers what is multiplied in fp8; add --matmul-dtype fp8");
-  REQUIRE_USER(o.fp8_scaling == "tensor",
-               "--gather-dtype fp8 casts shards, which have parts of a tensor's columns; drop --fp8-scaling row");
+  REQUIRE_USER(
+      o.fp8_scaling == "tensor",
+      "--gather-dtype fp8 scales a tensor as a whole, because no rank has all of its columns; drop --fp8-scaling row");
   REQUIRE_USER(o.autocast.empty(), "--gather-dtype fp8: --autocast gathers in fp32; drop one");
-  REQUIRE_USER(o.freeze.empty(), "--gather-dtype fp8 gathers what is trained, and in bf16 what is not; drop --freeze");
+  REQUIRE_USER(o.freeze.empty(),
+               "--gather-dtype fp8 does not know frozen parameters, which are gathered apart; drop --freeze");
   std::vector<Unit> units = parameter_table(c);
   lay_out(&units, shards);
   REQUIRE_USER(
