@@ -133,7 +133,8 @@ template <class T, class G>
 void Fsdp<T, G>::keep_gather_slots() {
   const Purpose purpose = Purpose::gather_slots;
   auto add = [&](int owner, int64_t numel, const std::string& name) {
-    const bool is_master = std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1 && !units_[owner].in_fp8;
+    const bool is_master =
+        std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1 && units_[size_t(owner)].in_fp8 == 0;
     T* p = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : dev_.mem.keep<T>(numel, name, purpose);
     const bool gathered = owner < 0 || shards(owner) > 1;
     float* wide = options_.gather_wide && gathered ? dev_.mem.keep<float>(numel, name + ", fp32", purpose) : nullptr;

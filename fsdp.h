@@ -101,6 +101,7 @@ struct Issued {
     const bool reduces = kind == all_reduce || kind == amax;
     return ::sent(reduces ? Collective::all_reduce : Collective::all_gather, double(bytes), ranks);
   }
+  bool of_gather() const { return kind == all_gather || kind == amax; }
   bool moves() const { return bytes > 0 || kind == optimizer; }
 };
 const char* name_of(const Issued& i);

@@ -20,10 +20,11 @@ void Linear<T>::find_amaxes(float* out, const T* x, int64_t R, int64_t C, Sides 
 template <class T>
 Fp8Copy Linear<T>::empty_copy(int64_t R, int64_t C, Dtype format, Sides sides) {
   Fp8Copy copy;
-  copy.format = format, copy.scaling = scaling_, copy.R = R;
   if (sides != Sides::columns) copy.rows = dev_.mem.take<uint8_t>(R * C, "fp8");
   if (sides != Sides::rows) copy.columns = dev_.mem.take<uint8_t>(R * C, "fp8, transposed");
   copy.unscale = dev_.mem.take<float>(fp8::scales(scaling_, R, C), "fp8, scale");
+  copy.by_rows = {format, copy.rows, copy.unscale, scaling_};
+  copy.by_columns = {format, copy.columns, copy.unscale.get() + (scales_rows() ? R : 0), scaling_};
   return copy;
 }
 template <class T>
@@ -47,9 +48,10 @@ Fp8Copy Linear<T>::cast_weight(const Weight& w, int64_t N, int64_t K, Sides side
   if (!in_fp8_) return Fp8Copy();
   if (w.codes) {
     Fp8Copy copy;
-    copy.gathered = w.codes, copy.gathered_unscale = w.unscale;
+    copy.by_rows = {Dtype::e4m3, w.codes, w.unscale};
     if (sides == Sides::rows) return copy;
     copy.columns = dev_.mem.take<uint8_t>(N * K, "fp8, transposed");
+    copy.by_columns = {Dtype::e4m3, copy.columns, w.unscale};
     ops::transpose_codes(dev_.compute(), copy.columns, w.codes, N, K);
     return copy;
   }
@@ -104,13 +106,13 @@ void Linear<T>::forward(T* y, const T* x, const Weight& w, const Fp8Copy& w8, co
 template <class T>
 void Linear<T>::forward(T* y, const Fp8Copy& x8, const Fp8Copy& w8, const T* bias, const T* residual, int64_t M,
                         int64_t N, int64_t K) {
-  ops::matmul_fp8<T>(dev_.compute(), y, x8.by_rows(), w8.by_rows(), ops::Fp8Sums::fast, bias, residual, M, N, K);
+  ops::matmul_fp8<T>(dev_.compute(), y, x8.by_rows, w8.by_rows, ops::Fp8Sums::fast, bias, residual, M, N, K);
 }
 template <class T>
 void Linear<T>::dgrad(T* dx, const T* dy, const Fp8Copy& dy8, const Weight& w, const Fp8Copy& w8, int64_t M, int64_t N,
                       int64_t K, bool accumulate) {
   if (!w8) return ops::matmul_dgrad<T>(dev_.compute(), dx, dy, w.w, M, N, K, accumulate);
-  ops::matmul_fp8<T>(dev_.compute(), dx, dy8.by_rows(), w8.by_columns(), ops::Fp8Sums::fp32, nullptr,
+  ops::matmul_fp8<T>(dev_.compute(), dx, dy8.by_rows, w8.by_columns, ops::Fp8Sums::fp32, nullptr,
                      accumulate ? dx : nullptr, M, K, N);
 }
 template <class T>
@@ -123,7 +125,7 @@ void Linear<T>::wgrad(E* dw, const T* dy, const Fp8Copy& dy8, const T* x, int64_
 template <class T>
 template <class E>
 void Linear<T>::wgrad(E* dw, const Fp8Copy& dy8, const Fp8Copy& x8, int64_t M, int64_t N, int64_t K, bool accumulate) {
-  ops::matmul_fp8<E>(dev_.compute(), dw, dy8.by_columns(), x8.by_columns(), ops::Fp8Sums::fp32, nullptr,
+  ops::matmul_fp8<E>(dev_.compute(), dw, dy8.by_columns, x8.by_columns, ops::Fp8Sums::fp32, nullptr,
                      accumulate ? dw : nullptr, N, K, M);
 }
 

@@ -9,27 +9,15 @@
 #include "lib/device/device.h"
 #include "lib/ops/ops.h"
 
-// A matrix (R,C) in fp8, as it lies and transposed, as far as its products want it. Empty where they take the matrix
-// itself.
+// A matrix in fp8 as products read it, as it lies and transposed, and what of that is this copy's own: a weight that
+// was gathered in fp8 lies in its unit's slot, and is good while the unit is in use. Empty where products take the
+// matrix itself.
 struct Fp8Copy {
-  Dtype format = Dtype::e4m3;
+  ops::Fp8Factor by_rows, by_columns;
   Buffer<uint8_t> rows, columns;
   Buffer<float> unscale;
-  // Of a weight that was gathered in fp8, in place of rows and unscale; good while its unit is in use.
-  const uint8_t* gathered = nullptr;
-  const float* gathered_unscale = nullptr;
-  fp8::Scaling scaling = fp8::Scaling::tensor;
-  int64_t R = 0;
-  explicit operator bool() const { return unscale.get() || gathered; }
-  ops::Fp8Factor by_rows() const {
-    return gathered ? ops::Fp8Factor{format, gathered, gathered_unscale}
-                    : ops::Fp8Factor{format, rows, unscale, scaling};
-  }
-  ops::Fp8Factor by_columns() const {
-    if (gathered) return {format, columns, gathered_unscale};
-    return {format, columns, unscale.get() + (scaling == fp8::Scaling::row ? R : 0), scaling};
-  }
-  ops::Fp8Matrix matrix() const { return {format, rows, columns, unscale, scaling}; }
+  explicit operator bool() const { return by_rows.unscale != nullptr; }
+  ops::Fp8Matrix matrix() const { return {by_rows.format, rows, columns, unscale, by_rows.scaling}; }
 };
 
 template <class T>
@@ -55,7 +43,6 @@ class Linear {
   };
 
   Linear(Device& dev, bool in_fp8, fp8::Scaling scaling) : dev_(dev), in_fp8_(in_fp8), scaling_(scaling) {}
-  bool in_fp8() const { return in_fp8_; }
   bool scales_rows() const { return scaling_ == fp8::Scaling::row; }
 
   // Factors; empty if not in fp8.

@@ -150,7 +150,7 @@ typename Linear<T>::Weight Model<T, G>::block_weight(const ParamRef& p) {
 }
 template <class T, class G>
 Fp8Copy Model<T, G>::cast_weight(const ParamRef& p, int64_t N, int64_t K, Sides sides) {
-  return c_.fp8 ? linear_.cast_weight(block_weight(p), N, K, sides) : Fp8Copy();
+  return linear_.cast_weight(block_weight(p), N, K, sides);
 }
 template <class T, class G>
 void Model<T, G>::linear_wgrad(const ParamRef& p, const T* dy, const Fp8Copy& dy8, const T* x, int64_t M, int64_t N,

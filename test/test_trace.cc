@@ -127,7 +127,7 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
     std::vector<Unit> units = parameter_table(r.model);
     for (const Issued& e : plan(dev, world, Transport::nccl, r)) {
       if (e.bytes == 0 || e.ranks == 1) continue;
-      (e.kind == Issued::all_gather || e.kind == Issued::amax ? gathers : reductions)
+      (e.of_gather() ? gathers : reductions)
           .emplace_back(name_of(e), e.unit < 0 ? "norm and loss" : units[size_t(e.unit)].name);
     }
     auto collectives = [&](int track) {

@@ -48,11 +48,11 @@ __device__ __forceinline__ float normalize(T* y, const Pack<T, N>& x, float mean
   return largest;
 }
 
-// y, sum, x, delta (M,C), stats (M), gamma, beta (C), largest (M), the largest |y| of each row, unless no_largest;
+// y, sum, x, delta (M,C), stats (M), gamma, beta (C), largest (M), the largest |y| of each row, if finds_largest;
 // delta and beta may be null, sum too where delta is. A block owns blockDim.y rows, the blockDim.x threads of a row
 // `each` vectors apiece, blockDim.x apart. x and delta are read once and stay in registers as sum, rounded to T; sum, y
 // and the statistics are written once.
-template <class T, int each, bool no_largest>
+template <class T, int each, bool finds_largest>
 __global__ void __launch_bounds__(1024)
     norm_forward_kernel(bool layer, T* y, T* sum, float2* stats, float* largest, const T* x, const T* delta,
                         const T* gamma, const T* beta, int64_t M, int64_t C, float eps) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(1024)
       most =
           fmaxf(most, normalize(y + m * C + i * N, p[k], mean, inv_std, gamma + i * N, beta ? beta + i * N : nullptr));
   }
-  if constexpr (!no_largest) {
+  if constexpr (finds_largest) {
     most = row_largest(most, shared[0]);
     if (m < M && threadIdx.x == 0) largest[m] = most;
   }
@@ -159,12 +159,12 @@ void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stat
   float2* s = reinterpret_cast<float2*>(stats);
   const NormShape shape = norm_shape(C / N, 4);
   const unsigned blocks = unsigned(ceil_div(M, shape.threads.y));
-  const auto with = [&](auto each, auto no_largest) {
-    norm_forward_kernel<T, each.value, no_largest.value>
+  const auto with = [&](auto each, auto finds_largest) {
+    norm_forward_kernel<T, each.value, finds_largest.value>
         <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, largest, x, delta, gamma, beta, M, C, float(eps));
   };
   const auto with_each = [&](auto each) {
-    return largest ? with(each, std::false_type()) : with(each, std::true_type());
+    return largest ? with(each, std::true_type()) : with(each, std::false_type());
   };
   if (!vectors || shape.each == 0)
     norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, largest, x, delta, gamma, beta, C,

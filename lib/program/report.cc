@@ -185,8 +185,7 @@ std::string schedule_text(const std::vector<Issued>& issued, const ModelConfig& 
     if (e.bytes == 0) text += unit + "\n";
     else if (e.ranks == 1) text += strf("%-20s one rank: nothing moves\n", unit.c_str());
     else text += strf("%-20s %12.3f  %s, %d ranks\n", unit.c_str(), mib(e.bytes), name_of(e.dtype), e.ranks);
-    (e.kind == Issued::all_gather || e.kind == Issued::amax ? gathered : reduced) +=
-        double(e.times) * e.sent() / (1 << 20);
+    (e.of_gather() ? gathered : reduced) += double(e.times) * e.sent() / (1 << 20);
   }
   return text + strf("each of %d ranks sends and receives %.1f MiB in gathers and %.1f MiB in reductions\n", world_size,
                      gathered, reduced);
@@ -197,7 +196,7 @@ std::string fsdp_text(const Run& r, int world_size) {
   const Options& o = r.o;
   const bool wide = r.dtype == Dtype::f32 || f.gather_wide, keeps = !f.reshard_after_forward;
   const char* gathered = name_of(wide ? Dtype::f32 : r.dtype);
-  const std::string fp8 = r.model.gather_fp8 ? std::string(name_of(Dtype::e4m3)) + " and " : "";
+  const std::string narrow = r.model.gather_fp8 ? std::string(name_of(Dtype::e4m3)) + " and " : "";
   std::string ours = strf(
       "FSDP: shard %s over %d of %d ranks, wrap %s, limit-all-gathers %s, gradient-slots %d, "
       "reshard-after-forward %d, forward-prefetch %d, backward-prefetch %s, accum-sync %s; "
@@ -205,7 +204,7 @@ std::string fsdp_text(const Run& r, int world_size) {
       o.shard.c_str(), f.shards(world_size), world_size, o.wrap.c_str(),
       keeps || f.gather_slots == 0 ? "off" : std::to_string(f.gather_slots).c_str(), f.gradient_slots, !keeps,
       std::min(r.model.forward_prefetch, int(parameter_table(r.model).size()) - 1), o.backward_prefetch.c_str(),
-      o.accum_sync.c_str(), name_of(f.moment_dtype), fp8.c_str(), gathered, name_of(r.reduce_dtype));
+      o.accum_sync.c_str(), name_of(f.moment_dtype), narrow.c_str(), gathered, name_of(r.reduce_dtype));
   const bool hybrid = f.shard_ranks > 1;
   const char* strategy = f.shard_ranks == 1 ? "NO_SHARD"
                          : hybrid           ? (keeps ? "_HYBRID_SHARD_ZERO2" : "HYBRID_SHARD")

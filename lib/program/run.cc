@@ -60,10 +60,10 @@ void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu) {
   REQUIRE_USER(!(c.fp8 || c.save_fp8) || has != fp8::Support::none,
                "%s fp8: %s has no fp8, which came with compute capability 8.9; drop the option", fp8_option(c),
                gpu.c_str());
-  REQUIRE_USER(c.fp8_scaling == fp8::Scaling::tensor || has == fp8::Support::by_row,
-               "--fp8-scaling row: cuBLASLt knows it on compute capability 9.0 alone (H100, H200), which %s has not; "
-               "drop the option",
-               gpu.c_str());
+  REQUIRE_USER(
+      c.fp8_scaling == fp8::Scaling::tensor || has == fp8::Support::by_row,
+      "--fp8-scaling row: cuBLASLt supports it on compute capability 9.0 only (H100, H200), not on %s; drop the option",
+      gpu.c_str());
 }
 
 namespace {
@@ -87,19 +87,18 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
 
 void check_gather_fp8(const Options& o, const ModelConfig& c, int shards) {
   if (o.gather_dtype.empty()) return;
-  REQUIRE_USER(!o.matmul_dtype.empty(), "--gather-dtype fp8 gathers what is multiplied in fp8; add --matmul-dtype fp8");
-  REQUIRE_USER(
-      o.fp8_scaling == "tensor",
-      "--gather-dtype fp8 scales a tensor as a whole, because no rank has all of its columns; drop --fp8-scaling row");
+  REQUIRE_USER(!o.matmul_dtype.empty(),
+               "--gather-dtype fp8 gathers the weights of fp8 matmuls; add --matmul-dtype fp8");
+  REQUIRE_USER(o.fp8_scaling == "tensor",
+               "--gather-dtype fp8 supports per-tensor scales only, since a rank casts a part of each tensor; drop "
+               "--fp8-scaling row");
   REQUIRE_USER(o.autocast.empty(), "--gather-dtype fp8: --autocast gathers in fp32; drop one");
-  REQUIRE_USER(o.freeze.empty(),
-               "--gather-dtype fp8 does not know frozen parameters, which are gathered apart; drop --freeze");
+  REQUIRE_USER(o.freeze.empty(), "--gather-dtype fp8 does not support frozen parameters; drop --freeze");
   std::vector<Unit> units = parameter_table(c);
   lay_out(&units, shards);
   REQUIRE_USER(
       std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; }),
-      "--gather-dtype fp8: every unit has so much beside the blocks' matrices, in bf16, that no bytes are saved; "
-      "use --wrap block");
+      "--gather-dtype fp8: no unit would be smaller, since too many of its parameters stay in bf16; use --wrap block");
 }
 
 // A number of decimal digits, below 10^digits; 0: it is none.
@@ -311,8 +310,8 @@ Run resolve(const Options& o, int world_size, int gpus) {
   r.model.fp8 = o.matmul_dtype == "fp8", r.model.save_fp8 = o.save_dtype == "fp8";
   r.model.fp8_scaling = o.fp8_scaling == "row" ? fp8::Scaling::row : fp8::Scaling::tensor;
   r.model.gather_fp8 = o.gather_dtype == "fp8";
-  REQUIRE_USER(r.model.fp8 || o.fp8_scaling == "tensor",
-               "--fp8-scaling %s is about matmuls in fp8; add --matmul-dtype fp8", o.fp8_scaling.c_str());
+  REQUIRE_USER(r.model.fp8 || o.fp8_scaling == "tensor", "--fp8-scaling %s scales fp8 matmuls; add --matmul-dtype fp8",
+               o.fp8_scaling.c_str());
   check_config(r.model, r.batch, r.backend, r.dtype);
   if ((r.model.fp8 || r.model.save_fp8) && gpu) check_fp8_sizes(r.model, r.batch, r.dtype);
   REQUIRE_USER(double(r.global_batch) * double(r.model.seq) < 9e15,

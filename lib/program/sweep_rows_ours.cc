@@ -26,6 +26,13 @@ Rows context(const SweepMachine& m) {
   return rows;
 }
 
+// `rope` with these options; named after them, or `without` any.
+static SweepRow rope_with(const SweepMachine& m, const std::string& options, const std::string& without) {
+  return {options.empty() ? without : options,
+          {{"options", options.empty() ? without : "`" + options + "`"}},
+          shape(m, "rope", options)};
+}
+
 Rows knobs(const SweepMachine& m) {
   const char* const all[] = {"",
                              "--gather nccl",
@@ -62,8 +69,7 @@ Rows knobs(const SweepMachine& m) {
   for (const std::string options : all) {
     if (!m.gpu && (options == "--graph 1" || options == "--gather nccl")) continue;
     if (options == "--shard hybrid:2" && m.ranks % 2) continue;
-    const std::string name = options.empty() ? "as it is" : options;
-    rows.push_back({name, {{"options", options.empty() ? name : "`" + name + "`"}}, shape(m, "rope", options)});
+    rows.push_back(rope_with(m, options, "as it is"));
   }
   return rows;
 }
@@ -173,10 +179,8 @@ Rows fp8(const SweepMachine& m) {
   Rows rows;
   for (const std::string options :
        {"", "--matmul-dtype fp8", "--matmul-dtype fp8 --fp8-scaling row", "--matmul-dtype fp8 --gather-dtype fp8",
-        "--matmul-dtype fp8 --save-dtype fp8", "--matmul-dtype fp8 --gather-dtype fp8 --save-dtype fp8"}) {
-    const std::string name = options.empty() ? "bf16" : options;
-    rows.push_back({name, {{"options", options.empty() ? name : "`" + name + "`"}}, shape(m, "rope", options)});
-  }
+        "--matmul-dtype fp8 --save-dtype fp8", "--matmul-dtype fp8 --gather-dtype fp8 --save-dtype fp8"})
+    rows.push_back(rope_with(m, options, "bf16"));
   return rows;
 }
 

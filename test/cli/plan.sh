@@ -23,7 +23,7 @@ good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync e
 good "products in fp8" "rope with NSA: 1.0 G parameters, bf16, matmuls in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 on a GPU without it" "--matmul-dtype fp8: A100 has no fp8" --preset rope --gpu a100 --matmul-dtype fp8
 good "products in fp8 scaled by row" "bf16, matmuls scaled by row in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8 --fp8-scaling row
-judge_plan "rows scaled where cuBLAS cannot" "--fp8-scaling row: cuBLASLt knows it on compute capability 9.0 alone" --preset rope --gpu l40s --matmul-dtype fp8 --fp8-scaling row
+judge_plan "rows scaled where cuBLAS cannot" "--fp8-scaling row: cuBLASLt supports it on compute capability 9.0 only (H100, H200), not on L40S" --preset rope --gpu l40s --matmul-dtype fp8 --fp8-scaling row
 judge_plan "rows of nothing in fp8" "add --matmul-dtype fp8" --preset rope --gpu h200 --fp8-scaling row
 good "blocks gathered in fp8" "bf16, matmuls, gathers and saved hidden layers in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8 --gather-dtype fp8 --save-dtype fp8
 judge_plan "gathers of what is not multiplied in fp8" "add --matmul-dtype fp8" --preset rope --gpu h200 --gather-dtype fp8
