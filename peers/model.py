@@ -129,6 +129,7 @@ def init_parameter(p, spec, seed):
         shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         assert tuple(shape) == tuple(local.shape) and not any(offset[1:])
         first = offset[0] * (p.numel() // p.shape[0])
+        local = getattr(local, "_tensor", local)  # torchao's, of a weight that is gathered in fp8
     if local.numel() == 0:
         return
     if spec.std == 0:

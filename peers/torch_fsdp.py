@@ -20,6 +20,7 @@ parameters. FSDP2 has no switch for the rate limiter, so --limit-all-gathers nee
 before they are sharded; with --wrap sublayer and auto, attention and MLP are. The unit that holds the head, and the
 model as one unit, are not resharded after the forward, as in ./train. Tied embeddings belong to the root, which stays
 gathered from the embedding to the head; --wrap auto with --parallel fsdp1 is size_based_auto_wrap_policy.
+--matmul-dtype fp8 needs torchao, whose float8 replaces the linear layers of the blocks, as ./train does.
 """
 
 import os
@@ -35,6 +36,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -124,6 +126,9 @@ def make_parser():
     add("--seed", type=int, default=0)
     add("--param-dtype", choices=list(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     add("--reduce-dtype", choices=list(DTYPES), help="default: that of --param-dtype")
+    add("--matmul-dtype", choices=["fp8"], help="by torchao, with --parallel fsdp2")
+    add("--fp8-scaling", choices=["tensor", "row"], help="torchao's recipe, tensorwise (default) or rowwise")
+    add("--gather-dtype", choices=["fp8"], help="torchao's enable_fsdp_float8_all_gather")
     add("--tf32", action="store_true")
     add("--autocast", choices=["bf16"])
     add("--moments", choices=["fp32", "bf16"], default="fp32")
@@ -177,6 +182,7 @@ def resolve(a, world):
     resolve_parallel(a, world)
     resolve_numbers(a, gpu)
     resolve_units(a, world)
+    resolve_fp8(a, gpu)
     check_memory(a)
     check_run(a)
     a.steps = a.steps or (200 if gpu else 32)
@@ -304,6 +310,29 @@ def resolve_units(a, world):
         a.replicate_below and a.optimizer_in_backward,
         "--optimizer-in-backward 1: what FSDP2 ignores (--replicate-below) is reduced behind the backward",
     )
+
+
+def resolve_fp8(a, gpu):
+    for name in ("fp8_scaling", "gather_dtype"):
+        given = getattr(a, name) is not None
+        refuse_if(given and not a.matmul_dtype, f"--{name.replace('_', '-')} needs --matmul-dtype fp8")
+    if not a.matmul_dtype:
+        return
+    a.fp8_scaling = a.fp8_scaling or "tensor"
+    refuse_if(a.parallel != "fsdp2", f"--matmul-dtype fp8 needs --parallel fsdp2, not {a.parallel}")
+    refuse_if(
+        a.replicate_below, "--matmul-dtype fp8: torchao's linear layers cannot cast what --replicate-below leaves in fp32"
+    )
+    refuse_if(
+        a.gather_dtype and a.fp8_scaling == "row", "--gather-dtype fp8: torchao gathers in fp8 with a scale per tensor only"
+    )
+    refuse_if(
+        gpu and torch.cuda.get_device_capability() < (8, 9), "--matmul-dtype fp8 needs a GPU of compute capability 8.9"
+    )
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as e:
+        raise Refused(f"--matmul-dtype fp8 needs torchao ({e}); install it with pip install torchao") from e
 
 
 def check_memory(a):
@@ -446,6 +475,18 @@ def replicated_parameters(a, model):
     return [p for name, p in model.named_parameters() if our_name(name) in small]
 
 
+def use_fp8(a, model, world):
+    """Puts torchao's layers in place of the blocks' linear ones. A CPU has no such products: it rounds and multiplies."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(f"{a.fp8_scaling}wise"),
+        enable_fsdp_float8_all_gather=bool(a.gather_dtype),
+        emulate=not world.gpu,
+    )
+    convert_to_float8_training(model.block, config=config)
+
+
 def build_fsdp2(a, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -462,6 +503,8 @@ def build_fsdp2(a, world):
     for m in model.modules():
         if isinstance(m, Casting):
             m.cast = bool(replicated) and a.param_dtype == "bf16"
+    if a.matmul_dtype:
+        use_fp8(a, model, world)
     compile_parts(a, model)
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[a.param_dtype] if a.param_dtype != "fp32" else None,
@@ -729,6 +772,12 @@ class Training:
         for p, mean in zip(self.ignored, flat.split([p.numel() for p in self.ignored])):
             p.grad.copy_(mean.view_as(p))
 
+    def find_scales(self):
+        """Of all the weights that are gathered in fp8, with one all-reduce; without it each gather has its own."""
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(self.model)
+
     def step(self):
         a = self.a
         self.steps_run += 1
@@ -747,6 +796,8 @@ class Training:
             clip_gradients(a, self.model, self.trained)
         if a.clip > 0 or self.ignored:
             self.optimizers[0].step()
+        if a.gather_dtype:
+            self.find_scales()
         for o in self.optimizers:
             o.zero_grad(set_to_none=True)
         return total.float()
@@ -858,6 +909,7 @@ def versions():
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "python": platform.python_version(),
+        "torchao": sys.modules["torchao"].__version__ if "torchao" in sys.modules else None,
     }
 
 

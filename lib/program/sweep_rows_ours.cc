@@ -179,8 +179,10 @@ Rows fp8(const SweepMachine& m) {
   Rows rows;
   for (const std::string options :
        {"", "--matmul-dtype fp8", "--matmul-dtype fp8 --fp8-scaling row", "--matmul-dtype fp8 --gather-dtype fp8",
-        "--matmul-dtype fp8 --save-dtype fp8", "--matmul-dtype fp8 --gather-dtype fp8 --save-dtype fp8"})
+        "--matmul-dtype fp8 --save-dtype fp8", "--matmul-dtype fp8 --gather-dtype fp8 --save-dtype fp8"}) {
     rows.push_back(rope_with(m, options, "bf16"));
+    rows.back().peers = {{"", {}}};
+  }
   return rows;
 }
 
@@ -261,7 +263,6 @@ Rows targets(const SweepMachine& m) {
     if (m.gpu) r.target = a.target;
     const std::string options = a.workload.options;
     if (options.find("nsa") != std::string::npos) r.no_peer = "PyTorch has no NSA";
-    else if (options.find("fp8") != std::string::npos) r.no_peer = "PyTorch has no products in fp8 without torchao";
     else r.peers = {{"", {}}};
     rows.push_back(std::move(r));
   }

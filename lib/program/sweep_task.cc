@@ -49,8 +49,8 @@ std::vector<Task> tasks_of(const SweepRun& run) {
       try {
         t.plan = planned(t.row.options, t.ranks, run.machine.gpu ? run.machine.chip : "");
       } catch (const UsageError& e) { t.refused = e.what(); }
-      if (t.plan.config.value("matmul_dtype", "") == "fp8" && !t.row.peers.empty())
-        t.row.peers.clear(), t.row.no_peer = "PyTorch's fp8 is torchao's, which is not beside it here";
+      if (!t.plan.config.value("save_dtype", "").empty() && !t.row.peers.empty())
+        t.row.peers.clear(), t.row.no_peer = "torchao saves nothing in fp8";
     }
     t.only_planned = run.machine.gpu && t.ranks > run.machine.gpus;
     choose_steps(run, &t);
@@ -98,11 +98,14 @@ static const char told[] =
     "tf32 recompute keep_attention moments clip lr min_lr_ratio warmup beta1 beta2 eps weight_decay seed "
     "optimizer_in_backward tie_embeddings freeze data";
 static const char told_of_units[] = " wrap reshard_after_forward forward_prefetch backward_prefetch";
+static const char told_of_fp8[] = " matmul_dtype fp8_scaling gather_dtype";
 
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
   Words words;
-  const bool shards = t.plan.config.value("shard", "") != "none";
-  for (const std::string& key : words_of(std::string(told) + (shards ? told_of_units : ""))) {
+  const bool shards = t.plan.config.value("shard", "") != "none",
+             fp8 = t.plan.config.value("matmul_dtype", "") == "fp8";
+  for (const std::string& key :
+       words_of(std::string(told) + (shards ? told_of_units : "") + (fp8 ? told_of_fp8 : ""))) {
     if (!t.plan.config.contains(key)) continue;
     const json& value = t.plan.config[key];
     std::string option = "--" + key;
