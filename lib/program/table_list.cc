@@ -40,6 +40,7 @@ const Columns of_fp8 = {{pytorch, "step_ms"}, {pytorch, "peak_mib"}, {ours, "ste
 const Columns of_options = {{theirs, "peak_mib"}, {theirs, "step_ms"}, {pytorch, "first_peak_mib"}, {pytorch, "second_peak_mib"}, {pytorch, "peak_mib"}, {pytorch, "step_ms"}, {ours, "first_peak_mib"}, {ours, "second_peak_mib"}, {ours, "peak_mib"}, {ours, "step_ms"}};
 const Columns of_targets = {{figure_of_target, ""}, {before, ""}, {goal, ""}, {aim, ""}, {pytorch, ""}, {ours, ""}, {ratio, "step_ms"}};
 const Columns of_shares = {{ours, "step_ms"}, {ours, "products_ms"}, {ours, "products_limit_ms"}, {ours, "products_of_limit"}, {ours, "attention_ms"}, {ours, "attention_limit_ms"}, {ours, "attention_of_limit"}, {ours, "memory_bound_ms"}, {ours, "memory_bound_limit_ms"}, {ours, "memory_bound_of_limit"}, {ours, "waiting_ms"}};
+const Columns of_losses = {{ours, "step_ms"}, {ours, "last_loss"}, {ours, "best_loss"}};
 const Columns headline = {{ours, "step_ms"}, {ours, "tokens_per_sec"}, {ours, "mfu"}, {ours, "peak_mib"}};
 // clang-format on
 
@@ -49,6 +50,7 @@ struct OfSweep {
   const char* name;
   Columns columns;
   Columns beside = {};  // of NAME-gpus; none: there is no such table
+  Table::Form form = Table::companion;
 };
 
 const std::vector<OfSweep>& of_sweeps() {
@@ -71,6 +73,8 @@ const std::vector<OfSweep>& of_sweeps() {
       {"knobs", of_knobs},
       {"graph", of_graph},
       {"fp8", of_fp8},
+      {"losses", of_losses},
+      {"step-shares", of_shares, {}, Table::lines},
   };
   return all;
 }
@@ -79,17 +83,18 @@ std::vector<Table> all_tables() {
   std::vector<Table> list;
   static std::vector<std::string> names;  // what Table::name points at
   names.reserve(4 * of_sweeps().size());
-  const auto add = [&](const std::string& name, Words files, const Columns& columns, Layout layout = Layout::stacked) {
+  const auto add = [&](const std::string& name, Words files, const Columns& columns, Table::Form form,
+                       Layout layout = Layout::stacked) {
     names.push_back(name);
-    list.push_back({names.back().c_str(), std::move(files), Table::companion, columns, layout});
+    list.push_back({names.back().c_str(), std::move(files), form, columns, layout});
   };
   for (const OfSweep& s : of_sweeps()) {
     const std::string name = s.name;
-    add(name, {name + "-2gpu", name + "-planned"}, s.columns);
-    add(name + "-1gpu", {name + "-1gpu"}, s.columns);
-    add(name + "-4gpu", {name + "-4gpu"}, s.columns);
+    add(name, {name + "-2gpu", name + "-planned"}, s.columns, s.form);
+    add(name + "-1gpu", {name + "-1gpu"}, s.columns, s.form);
+    add(name + "-4gpu", {name + "-4gpu"}, s.columns, s.form);
     if (!s.beside.empty())
-      add(name + "-gpus", {name + "-1gpu", name + "-2gpu", name + "-4gpu"}, s.beside, Layout::side_by_side);
+      add(name + "-gpus", {name + "-1gpu", name + "-2gpu", name + "-4gpu"}, s.beside, s.form, Layout::side_by_side);
   }
   // A file has every row: what a machine's GPUs can run is measured there, the row of one GPU too, and more are
   // planned.
@@ -97,9 +102,7 @@ std::vector<Table> all_tables() {
   list.push_back({"world", worlds, Table::companion, joined(joined(figures_of_theirs, pair), {{ours, "exposed_ms"}})});
   list.push_back({"global-batch", global_batches, Table::companion, joined(figures_of_theirs, pair)});
 
-  const Columns loss = {{ours, "step_ms"}, {ours, "last_loss"}, {ours, "best_loss"}};
-  list.push_back({"losses", {"losses-2gpu"}, Table::companion, loss});
-  list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, joined(loss, {{ours, "val_loss"}})});
+  list.push_back({"nsa-loss", {"nsa-loss-1gpu"}, Table::companion, joined(of_losses, {{ours, "val_loss"}})});
   list.push_back({"fp8-loss",
                   {"fp8-loss-1gpu"},
                   Table::companion,
@@ -107,7 +110,6 @@ std::vector<Table> all_tables() {
   list.push_back(
       {"scale", {"scale-planned"}, Table::companion, {{ours, "step_ms"}, {ours, "mfu"}, {ours, "peak_mib"}}});
   list.push_back({"targets", {"targets-2gpu"}, Table::companion, of_targets});
-  list.push_back({"step-shares", {"step-shares-2gpu"}, Table::lines, of_shares});
   Table estimate = {
       "estimate", {}, Table::companion, {{ours, "step_ms"}, {ours, "estimated_ms"}, {ours, "estimate_error"}}};
   for (const char* sweep : {"world", "recompute", "seq", "depth", "width", "mlp-1024", "nsa-fsdp", "class"})
@@ -172,12 +174,17 @@ std::string machine_of(const std::string& file) {
   return n.empty() ? "" : n + (n == "1" ? " GPU" : " GPUs");
 }
 
+// "PyTorch 2.11.0"; "".
 std::string torch_of(const json& row) {
   for (const char* pointer : {"/versions/torch", "/result/torch"}) {
     const json::json_pointer p(pointer);
-    if (row.contains(p) && row[p].is_string()) return row[p];
+    if (row.contains(p) && row[p].is_string()) return "PyTorch " + row[p].get<std::string>();
   }
   return "";
+}
+std::string torchao_of(const json& row) {
+  const json::json_pointer p("/versions/torchao");
+  return row.contains(p) && row[p].is_string() ? "torchao " + row[p].get<std::string>() : "";
 }
 
 std::string listed(const std::set<std::string>& all, const char* between) {
@@ -189,18 +196,19 @@ std::string listed(const std::set<std::string>& all, const char* between) {
 // "`./bench --sweep depth --peer` on 2 x NVIDIA H200, commit abc1234, 2026-11-22, PyTorch 2.11.0: [depth-2gpu](...)"
 std::string provenance(const std::string& file, const std::vector<json>& rows, Table::Form form,
                        const std::string& links) {
-  std::set<std::string> machines, commits, dates, torch;
+  std::set<std::string> machines, commits, dates, beside;
   for (const json& row : rows) {
     if (row.contains("hardware")) machines.insert(row["hardware"].value("name", "?"));
     if (row.contains("commit")) commits.insert(row.value("commit", ""));
     if (row.contains("date")) dates.insert(row.value("date", "").substr(0, 10));
-    if (!torch_of(row).empty()) torch.insert(torch_of(row));
+    for (const std::string& of : {torch_of(row), torchao_of(row)})
+      if (!of.empty()) beside.insert(of);
   }
   std::string text = command_of(file, form) + (is_plan(file) ? ", planned" : " on " + machine_of(file));
   if (!machines.empty()) text += " (" + listed(machines, ", ") + ")";
   if (!commits.empty()) text += strf(", commit%s ", commits.size() > 1 ? "s" : "") + listed(commits, ", ");
   if (!dates.empty()) text += ", " + (dates.size() > 1 ? *dates.begin() + " to " + *dates.rbegin() : *dates.begin());
-  if (!torch.empty()) text += ", PyTorch " + listed(torch, ", ");
+  if (!beside.empty()) text += ", " + listed(beside, ", ");
   return text + ": [" + file + "](" + links + file + ".jsonl)";
 }
 
