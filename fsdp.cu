@@ -42,15 +42,17 @@ int64_t largest_gather(const std::vector<Unit>& units) {
 bool any_in_fp8(const std::vector<Unit>& units) {
   return std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; });
 }
+// The least staging memory of an all_reduce, for each rank: 64 of the widest numbers (lib/comm/channel.cc).
+constexpr int64_t piece_bytes = 64 * int64_t(sizeof(double));
 // What a gather's MPI stages: on a GPU all of it, and anywhere the all_reduce of largest numbers.
 int64_t gather_staging(const std::vector<Unit>& units, Backend backend, int64_t element_bytes, int ranks) {
   const int64_t gathers = backend == Backend::gpu ? largest_gather(units) * element_bytes : 0;
-  return any_in_fp8(units) ? std::max<int64_t>(gathers, ranks * 512) : gathers;
+  return any_in_fp8(units) ? std::max<int64_t>(gathers, ranks * piece_bytes) : gathers;
 }
-// Bytes of the largest reduction among `ranks`; at least a multiple of what an all_reduce's pieces are rounded to.
+// Bytes of the largest reduction among `ranks`.
 int64_t largest_reduction(const std::vector<Unit>& units, int64_t FlatParam::*numel, Dtype dtype, int ranks) {
   return std::max<int64_t>(largest(units, [&](const Unit& u) { return u.with_gradient.*numel; }) * size_of(dtype),
-                           ranks * 512);
+                           ranks * piece_bytes);
 }
 }  // namespace
 

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
   bf16* to = (which ? dv : dk) + (int64_t(b) * a.keys + j) * a.ld_dkv + head * a.D + c;
-  *reinterpret_cast<uint2*>(to) = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
+  *reinterpret_cast<uint2*>(to) = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
 }
 
 template <class E>

@@ -257,8 +257,8 @@ __device__ inline void add_scaled(float (&sum)[8], float f, const uint4& y) {
   const uint32_t z[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    sum[2 * e] += f * __uint_as_float(z[e] << 16);
-    sum[2 * e + 1] += f * __uint_as_float(z[e] & 0xffff0000u);
+    sum[2 * e] += f * low_bf16(z[e]);
+    sum[2 * e + 1] += f * high_bf16(z[e]);
   }
 }
 
@@ -298,8 +298,8 @@ __global__ void __launch_bounds__(256) merge_slots(bf16* o, float* lse, const bf
   }
   const float f = total > 0 ? 1 / total : 0.f;
   *reinterpret_cast<uint4*>(o + ((int64_t(own.b) * a.T + own.t) * a.H + own.h) * D + own.c) = {
-      pack(sum[0] * f, sum[1] * f), pack(sum[2] * f, sum[3] * f), pack(sum[4] * f, sum[5] * f),
-      pack(sum[6] * f, sum[7] * f)};
+      pack_bf16(sum[0] * f, sum[1] * f), pack_bf16(sum[2] * f, sum[3] * f), pack_bf16(sum[4] * f, sum[5] * f),
+      pack_bf16(sum[6] * f, sum[7] * f)};
   if (own.c == 0)
     lse[(int64_t(own.b) * a.H + own.h) * a.T + own.t] =
         total > 0 ? (top + log2f(total)) * 0.6931471805599453f : -INFINITY;
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(256)
     add_scaled(
         sum, 1,
         *reinterpret_cast<const uint4*>(dq_compressed + ((int64_t(own.b) * a.T + own.t) * a.H + own.h) * D + own.c));
-  *to = {pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7])};
+  *to = {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
 }
 
 // Statistics of (B,T,H): lse in units of log2, and delta = rowsum(do * o). A gate multiplies do: taken off lse as its
@@ -429,7 +429,8 @@ __global__ void __launch_bounds__(256)
   const float4 x = *reinterpret_cast<const float4*>(from), y = *reinterpret_cast<const float4*>(from + 4);
   const float f = which ? 1.f : a.scale;
   *reinterpret_cast<uint4*>((which ? dv : dk) + (int64_t(b) * a.T + t) * a.ld + head * D + c) = {
-      pack(x.x * f, x.y * f), pack(x.z * f, x.w * f), pack(y.x * f, y.y * f), pack(y.z * f, y.w * f)};
+      pack_bf16(x.x * f, x.y * f), pack_bf16(x.z * f, x.w * f), pack_bf16(y.x * f, y.y * f),
+      pack_bf16(y.z * f, y.w * f)};
 }
 
 }  // namespace attention::selected

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
           uint32_t x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            x[i] = pack(acc[m][4 * i + 2 * r] * inverse[m][r], acc[m][4 * i + 2 * r + 1] * inverse[m][r]);
+            x[i] = pack_bf16(acc[m][4 * i + 2 * r] * inverse[m][r], acc[m][4 * i + 2 * r + 1] * inverse[m][r]);
           transpose_quad(x);
           const int at = __shfl_sync(~0u, here, m * 16 + r * 8 + lane / 4);
           if (at >= 0)
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(block_threads, 2)
         for (int r = 0; r < 2; ++r) {
           uint32_t x[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[i] = pack(acc[m][4 * i + 2 * r], acc[m][4 * i + 2 * r + 1]);
+          for (int i = 0; i < 4; ++i) x[i] = pack_bf16(acc[m][4 * i + 2 * r], acc[m][4 * i + 2 * r + 1]);
           transpose_quad(x);
           const int at = info(n, 2)[r0 + m * 16 + r * 8 + lane / 4];
           if (at >= 0)

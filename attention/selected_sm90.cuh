@@ -82,8 +82,8 @@ __device__ inline void store_slots(bf16* slots, const float (&d)[D / 2], const i
     for (int i = 0; i < 2; ++i)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                        room + in * 64 + ((2 * i + lane / 16) ^ (in / 2 & 3)) * 16),
-                   "r"(pack(x[8 * i], x[8 * i + 1])), "r"(pack(x[8 * i + 2], x[8 * i + 3])),
-                   "r"(pack(x[8 * i + 4], x[8 * i + 5])), "r"(pack(x[8 * i + 6], x[8 * i + 7]))
+                   "r"(pack_bf16(x[8 * i], x[8 * i + 1])), "r"(pack_bf16(x[8 * i + 2], x[8 * i + 3])),
+                   "r"(pack_bf16(x[8 * i + 4], x[8 * i + 5])), "r"(pack_bf16(x[8 * i + 6], x[8 * i + 7]))
                    : "memory");
     __syncwarp();
 #pragma unroll

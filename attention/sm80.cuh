@@ -100,8 +100,9 @@ __device__ inline void store_rows(bf16* to, int64_t ld, int valid, const float (
 #pragma unroll
   for (int i = 0; i < D / 8; ++i) {
     int c = i * 8 + lane % 4 * 2;
-    if (r < valid) *reinterpret_cast<uint32_t*>(to + r * ld + c) = pack(d[4 * i] * f0, d[4 * i + 1] * f0);
-    if (r + 8 < valid) *reinterpret_cast<uint32_t*>(to + (r + 8) * ld + c) = pack(d[4 * i + 2] * f1, d[4 * i + 3] * f1);
+    if (r < valid) *reinterpret_cast<uint32_t*>(to + r * ld + c) = pack_bf16(d[4 * i] * f0, d[4 * i + 1] * f0);
+    if (r + 8 < valid)
+      *reinterpret_cast<uint32_t*>(to + (r + 8) * ld + c) = pack_bf16(d[4 * i + 2] * f1, d[4 * i + 3] * f1);
   }
 }
 

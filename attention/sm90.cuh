@@ -145,8 +145,9 @@ __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, u
     int piece = i + lane / 16;  // of 8 columns
     uint32_t at = to + piece / 8 * R * 128 + r * 128 + ((piece % 8) ^ (r % 8)) * 16;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(pack(d[4 * i] * f0, d[4 * i + 1] * f0)), "r"(pack(d[4 * i + 2] * f1, d[4 * i + 3] * f1)),
-                 "r"(pack(d[4 * i + 4] * f0, d[4 * i + 5] * f0)), "r"(pack(d[4 * i + 6] * f1, d[4 * i + 7] * f1))
+                 "r"(pack_bf16(d[4 * i] * f0, d[4 * i + 1] * f0)), "r"(pack_bf16(d[4 * i + 2] * f1, d[4 * i + 3] * f1)),
+                 "r"(pack_bf16(d[4 * i + 4] * f0, d[4 * i + 5] * f0)),
+                 "r"(pack_bf16(d[4 * i + 6] * f1, d[4 * i + 7] * f1))
                  : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

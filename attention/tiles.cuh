@@ -1,7 +1,10 @@
-// What the attention kernels of every architecture share: which keys a query sees, the arguments, and bf16 packing.
+// What the attention kernels of every architecture share: which keys a query sees, and the arguments.
 #pragma once
 
 #include "attention/dense.h"
+#ifdef __CUDACC__
+#include "lib/device/intrinsics.cuh"
+#endif
 
 namespace attention {
 
@@ -110,17 +113,6 @@ inline HD int64_t part_at(const Problem& a, int parts, int which, int part, int 
 }
 
 #ifdef __CUDACC__
-// Two floats as a pair of bf16, `lo` at the lower address.
-inline __device__ uint32_t pack(float lo, float hi) {
-  uint32_t d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-inline __device__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // Over the four lanes that hold one row of an accumulator, in mma.sync and wgmma alike.
 inline __device__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -136,7 +128,7 @@ inline __device__ float row_sum(float x) {
 template <int N>
 inline __device__ void pack_rows(uint32_t (&p)[N / 2], const float (&s)[N]) {
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < N / 2; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 #endif
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "lib/device/intrinsics.cuh"
 #include "lib/device/stream.h"
 
 namespace gpu {
@@ -91,18 +92,13 @@ __device__ __forceinline__ void widen(float (&f)[N], const Pack<T, N>& v) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         if constexpr (sizeof(T) == 2) {
-          f[8 * i + 2 * j] = __uint_as_float(w[j] << 16);
-          f[8 * i + 2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+          f[8 * i + 2 * j] = low_bf16(w[j]);
+          f[8 * i + 2 * j + 1] = high_bf16(w[j]);
         } else {
           f[4 * i + j] = __uint_as_float(w[j]);
         }
     }
   }
-}
-__device__ __forceinline__ uint32_t two_bf16(float low, float high) {
-  uint32_t w;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
-  return w;
 }
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> narrow(const float (&f)[N]) {
@@ -115,7 +111,7 @@ __device__ __forceinline__ Pack<T, N> narrow(const float (&f)[N]) {
       uint32_t w[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if constexpr (sizeof(T) == 2) w[j] = two_bf16(f[8 * i + 2 * j], f[8 * i + 2 * j + 1]);
+        if constexpr (sizeof(T) == 2) w[j] = pack_bf16(f[8 * i + 2 * j], f[8 * i + 2 * j + 1]);
         else w[j] = __float_as_uint(f[4 * i + j]);
       v.q[i] = make_uint4(w[0], w[1], w[2], w[3]);
     }

@@ -11,21 +11,10 @@ namespace gpu {
 
 // ------------------------------------------------------------------------------------------------------ activations
 
-// One instruction each; what is smaller than a normal number is zero.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // The fast exponential (relative error about 2^-21) is far below bf16's rounding; float keeps the exact one.
 template <class T>
 __device__ __forceinline__ float sigmoid(float x) {
-  if constexpr (sizeof(T) == 2) return reciprocal(1.0f + exp2_fast(-1.4426950408889634f * x));
+  if constexpr (sizeof(T) == 2) return reciprocal_approx(1.0f + exp2_approx(-1.4426950408889634f * x));
   else return 1.0f / (1.0f + expf(-x));
 }
 

@@ -32,8 +32,6 @@ __device__ __forceinline__ void load(Eight& w, const bf16* x) {
   const uint4 v = *reinterpret_cast<const uint4*>(x);
   w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
 }
-__device__ __forceinline__ float low(uint32_t w) { return __uint_as_float(w << 16); }
-__device__ __forceinline__ float high(uint32_t w) { return __uint_as_float(w & 0xffff0000); }
 
 template <Dtype format>
 struct Matrix {
@@ -52,7 +50,7 @@ struct Gelu {  // g
   __device__ void at(Eight (&w)[1], int64_t r, int64_t c) const {
     load(w[0], h + r * F + c);
 #pragma unroll
-    for (uint32_t& x : w[0]) x = two_bf16(gelu<bf16>(low(x)).x, gelu<bf16>(high(x)).x);
+    for (uint32_t& x : w[0]) x = pack_bf16(gelu<bf16>(low_bf16(x)).x, gelu<bf16>(high_bf16(x)).x);
   }
 };
 struct GeluGradients {  // dh, g
@@ -65,8 +63,8 @@ struct GeluGradients {  // dh, g
     load(w[0], dg + r * F + c), load(w[1], h + r * F + c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 a = gelu<bf16>(low(w[1][i])), b = gelu<bf16>(high(w[1][i]));
-      w[0][i] = two_bf16(low(w[0][i]) * a.y, high(w[0][i]) * b.y), w[1][i] = two_bf16(a.x, b.x);
+      const float2 a = gelu<bf16>(low_bf16(w[1][i])), b = gelu<bf16>(high_bf16(w[1][i]));
+      w[0][i] = pack_bf16(low_bf16(w[0][i]) * a.y, high_bf16(w[0][i]) * b.y), w[1][i] = pack_bf16(a.x, b.x);
     }
   }
 };
@@ -81,7 +79,8 @@ struct Swiglu {  // g
     load(w[0], h + 2 * r * F + c), load(up, h + 2 * r * F + F + c);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      w[0][i] = two_bf16(swiglu<bf16>(low(w[0][i]), low(up[i])), swiglu<bf16>(high(w[0][i]), high(up[i])));
+      w[0][i] = pack_bf16(swiglu<bf16>(low_bf16(w[0][i]), low_bf16(up[i])),
+                          swiglu<bf16>(high_bf16(w[0][i]), high_bf16(up[i])));
   }
 };
 struct SwigluGradients {  // the two halves of dh, which have one scale, and g
@@ -94,9 +93,9 @@ struct SwigluGradients {  // the two halves of dh, which have one scale, and g
     load(w[0], h + 2 * r * F + c), load(w[1], h + 2 * r * F + F + c), load(w[2], dg + r * F + c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const SwigluGradient a = swiglu_gradient<bf16>(low(w[0][i]), low(w[1][i]), low(w[2][i]));
-      const SwigluGradient b = swiglu_gradient<bf16>(high(w[0][i]), high(w[1][i]), high(w[2][i]));
-      w[0][i] = two_bf16(a.gate, b.gate), w[1][i] = two_bf16(a.up, b.up), w[2][i] = two_bf16(a.g, b.g);
+      const SwigluGradient a = swiglu_gradient<bf16>(low_bf16(w[0][i]), low_bf16(w[1][i]), low_bf16(w[2][i]));
+      const SwigluGradient b = swiglu_gradient<bf16>(high_bf16(w[0][i]), high_bf16(w[1][i]), high_bf16(w[2][i]));
+      w[0][i] = pack_bf16(a.gate, b.gate), w[1][i] = pack_bf16(a.up, b.up), w[2][i] = pack_bf16(a.g, b.g);
     }
   }
 };
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(sum_threads) amax_kernel(float* partials, F f,
   }
 #pragma unroll
   for (int k = 0; k < F::amaxes; ++k) {
-    const float a = term_of<Term::largest>(low(most[k])), b = term_of<Term::largest>(high(most[k]));
+    const float a = term_of<Term::largest>(low_bf16(most[k])), b = term_of<Term::largest>(high_bf16(most[k]));
     const float all = block_total<Term::largest>(both<Term::largest>(a, b));
     if (threadIdx.x == 0) partials[k * gridDim.x + blockIdx.x] = all;
     __syncthreads();
@@ -157,7 +156,8 @@ __device__ __forceinline__ uint32_t four_fp8(Dtype format, float4 x) {
   return two(x.x, x.y) | two(x.z, x.w) << 16;
 }
 __device__ __forceinline__ uint32_t four_fp8(Dtype format, uint32_t a, uint32_t b, float4 scale) {
-  return four_fp8(format, make_float4(low(a) * scale.x, high(a) * scale.y, low(b) * scale.z, high(b) * scale.w));
+  return four_fp8(format, make_float4(low_bf16(a) * scale.x, high_bf16(a) * scale.y, low_bf16(b) * scale.z,
+                                      high_bf16(b) * scale.w));
 }
 // Where a matrix goes; its rows are parts of rows of ld numbers. amax and unscale: fp8::scales numbers.
 struct Fp8Target {
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(fp8_threads)
     for (int four = 0; four < fp8_tile / 4; ++four) two = larger(two, column_most[four][i / 2]);
   else
     for (int eight = 0; eight < fp8_tile / 8; ++eight) two = larger(two, row_most[i][eight]);
-  const float a = term_of<Term::largest>(low(two)), b = term_of<Term::largest>(high(two));
+  const float a = term_of<Term::largest>(low_bf16(two)), b = term_of<Term::largest>(high_bf16(two));
   if (column && columns && c0 + i < C) columns[int64_t(blockIdx.y) * C + c0 + i] = i % 2 ? b : a;
   if (!column && rows && r0 + i < R) rows[int64_t(blockIdx.x) * R + r0 + i] = both<Term::largest>(a, b);
 }
@@ -425,7 +425,7 @@ inline void transpose_codes(cudaStream_t stream, uint8_t* columns, const uint8_t
 // Back to bf16: two numbers from two bytes, the first in the lower. Both formats are parts of half's.
 __device__ __forceinline__ uint32_t two_from_fp8(uint16_t codes, Dtype format, float unscale) {
   const __half2 x = __half2(__nv_cvt_fp8x2_to_halfraw2(codes, format == Dtype::e5m2 ? __NV_E5M2 : __NV_E4M3));
-  return two_bf16(__low2float(x) * unscale, __high2float(x) * unscale);
+  return pack_bf16(__low2float(x) * unscale, __high2float(x) * unscale);
 }
 // A thread takes 16 numbers.
 __global__ void __launch_bounds__(256) from_fp8_kernel(bf16* x, ops::Fp8Factor from, int64_t n) {

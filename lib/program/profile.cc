@@ -63,10 +63,7 @@ void StepProfiler::report(const Device::Profile& marks, double host_ms, const st
   p.marks = sums(marks.device), p.host_ms = host_ms;
   p.kernels = rows_of(ran, /*kernels=*/true), p.copies = rows_of(ran, /*kernels=*/false);
   p.nccl_share = nccl_share(ran);
-  if (!ran.empty()) {
-    const Chip* chip = chip_named(job_.dev->name);
-    p.shares = shares_of(ran, chip ? std::optional(price(job_.r, job_.world, *chip).limits) : std::nullopt);
-  }
+  if (!ran.empty()) p.shares = shares_of(ran, job_.price ? std::optional(job_.price->limits) : std::nullopt);
   if (sampler_) p.gpu = sampler_->summary(sampled_from_, unix_seconds());
   sampler_.reset();
   report_profile(p, job_.telemetry.get());

@@ -338,7 +338,7 @@ void note_rows(const char* title, const std::vector<StepProfile::Row>& rows, siz
 // Each kind of work beside its limit, and what of both they come to together.
 void note_shares(const std::vector<StepProfile::Share>& shares, Telemetry* telemetry) {
   double sum = 0;
-  telemetry->note("where the step went, ms, the least that the chip allows, and how many times that it took");
+  telemetry->note("where the step went: ms, the lower bound on this chip, and the ratio");
   for (const auto& s : shares) {
     sum += s.ms;
     telemetry->note(strf("  %-36s %9.3f", s.name, s.ms) + (s.limit_ms < 0 ? "" : strf(" %9.3f", s.limit_ms)) +

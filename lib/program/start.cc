@@ -11,7 +11,6 @@
 #include "lib/program/checkpoint.h"
 #include "lib/program/init.h"
 #include "lib/program/outputs.h"
-#include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
@@ -155,8 +154,9 @@ void begin(Job* job) {
   const bool over_mpi = job->transport == Transport::mpi || r.fsdp.gather_over_mpi;
   double estimated_ms = -1;
   if (job->world.rank == 0) {
-    const Chip* chip = r.backend == Backend::gpu && !over_mpi ? chip_named(dev.name) : nullptr;
-    if (chip) estimated_ms = 1e3 * price(r, job->world, *chip).seconds;
+    const Chip* chip = r.backend == Backend::gpu ? chip_named(dev.name) : nullptr;
+    if (chip) job->price = price(r, job->world, *chip);
+    if (job->price && !over_mpi) estimated_ms = 1e3 * job->price->seconds;
     std::printf("%s%s", places_text(job->ranks).c_str(),
                 opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
     std::fflush(stdout);

@@ -17,6 +17,7 @@
 #include "lib/program/evaluation.h"
 #include "lib/program/launch.h"
 #include "lib/program/model_folder.h"
+#include "lib/program/plan.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
 
@@ -35,7 +36,8 @@ struct Job {
   std::unique_ptr<Telemetry> telemetry = {};  // rank 0's
   std::unique_ptr<Diagnostics> diagnostics = {};
   std::vector<RankFacts> ranks = {};
-  std::string command = {};  // as it was typed, behind mpirun
+  std::optional<Price> price = {};  // on a GPU that chips.h knows; rank 0's
+  std::string command = {};         // as it was typed, behind mpirun
 };
 
 // Collective. An error that all ranks can know of is agreed on and thrown on every rank, UsageError where the user

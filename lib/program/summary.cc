@@ -40,7 +40,7 @@ void add_losses(const Numbers& losses, json* run) {
   Numbers finite;
   std::copy_if(losses.begin(), losses.end(), std::back_inserter(finite), [](double l) { return std::isfinite(l); });
   (*run)["best_loss"] = finite.empty() ? json("NaN") : json(*std::min_element(finite.begin(), finite.end()));
-  const size_t n = std::min(losses.size(), std::max<size_t>(5, losses.size() / 10));
+  const size_t n = tail_steps(losses.size());
   const auto from = losses.end() - long(n);
   const double mean = std::accumulate(from, losses.end(), 0.0) / double(n);
   double squares = 0;

@@ -18,6 +18,8 @@ bool has_number(const json& j, const char* key) { return j.is_object() && j.cont
 bool is_planned(const json& row) { return row.contains("planned") && row["planned"] == true; }
 bool is_training(const json& row) { return row.contains("row") && row["row"].is_string(); }
 
+size_t tail_steps(size_t losses) { return std::min(losses, std::max<size_t>(5, losses / 10)); }
+
 static json mean_of_last(const json& losses, size_t n) {
   double sum = 0;
   for (size_t i = losses.size() - n; i < losses.size(); ++i) {
@@ -33,7 +35,7 @@ json figures_of(const json& row) {
   if (!validated.empty()) result["val_loss"] = validated.back().at(1);
   const json losses = row.value("losses", json::array());
   if (!losses.empty()) result["mean_loss"] = mean_of_last(losses, losses.size());
-  if (losses.size() >= 10) result["tail_loss"] = mean_of_last(losses, losses.size() / 10);
+  if (!losses.empty()) result["tail_loss"] = mean_of_last(losses, tail_steps(losses.size()));
   if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
     result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
   if (has_number(result, "tokens_per_sec") && row.value("ranks", 0) > 0)

@@ -71,6 +71,9 @@ struct Table {
 // column of labels.
 std::string training_table(const std::vector<nlohmann::json>& rows, const Table& table);
 
+// How many losses at the end of a run its tail_loss is the mean of: the last tenth, five at least.
+size_t tail_steps(size_t losses);
+
 // Rows that are not of training: a table for each kind.
 std::string plain_table(const std::vector<nlohmann::json>& rows);
 

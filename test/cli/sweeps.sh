@@ -117,9 +117,12 @@ wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
 grep -q 'PyTorch: .*--nproc_per_node=2 peers/torch_fsdp.py .*--arch mlp .*--reduce-dtype bf16' "$dir/out" || wrong="$wrong; no command of PyTorch's"
 verdict "--dry-run says what would run" "$wrong"
-bench --sweep precision --dry-run --peer --gpu h200 --ranks 2
-grep -A1 '^9 fp8, dense: .*--matmul-dtype fp8' "$dir/out" | grep -q PyTorch
-verdict "PyTorch in bf16 is not put beside fp8" "$([ $? = 1 ] && grep -q '^9 fp8, dense: ' "$dir/out" || echo "it is, or there is no row")"
+bench --sweep fp8 --dry-run --peer --gpu h200 --ranks 2
+wrong=""
+grep -A1 '^3 --matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8 --fp8-scaling row' || wrong="no fp8 beside fp8"
+! grep -A1 '^1 bf16: ' "$dir/out" | grep 'PyTorch: .*fp8' || wrong="$wrong; fp8 beside bf16"
+! grep -A1 '^5 .*--save-dtype fp8: ' "$dir/out" | grep PyTorch || wrong="$wrong; PyTorch beside what it cannot do"
+verdict "PyTorch is told what is in fp8" "$wrong"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
 bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
