@@ -212,10 +212,14 @@ includes := -I. $(CPPFLAGS) $(found_mpi_flags) $(found_openblas_flags) $(addpref
   /usr/local/include $(cuda_include),$(nccl_include) $(cupti_include)))
 debug := $(if $(filter 1,$(DEBUG)),-g)
 sanitize := $(if $(filter 1,$(SAN)),-g -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
-host_flags := $(if $(sanitize),-O1,-O3) -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)
-cxx_compile := $(CXX) -std=c++17 $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
+# Half of the compiler's time went into making fast what need not be. Not with the CPU's kernels and random numbers, which
+# are inline: all copies of them must round alike, and the linker keeps any.
+cold := $(shell grep -LE '"(cpu/|lib/ops/philox)' $(wildcard lib/program/*.cc test/*.cc test/fuzz/*.cc))
+level = $(if $(sanitize)$(filter $(cold),$<),-O1,-O3)
+host_flags := -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)
+cxx_compile = $(CXX) -std=c++17 $(level) $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
 nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(archs)) --expt-relaxed-constexpr \
-  $(foreach f,$(filter-out -O3,$(host_flags)),-Xcompiler=$(subst $(comma),\$(comma),$(f))) $(if $(debug),-lineinfo) $(defines) $(includes) $(NVCCFLAGS)
+  $(foreach f,$(host_flags),-Xcompiler=$(subst $(comma),\$(comma),$(f))) $(if $(debug),-lineinfo) $(defines) $(includes) $(NVCCFLAGS)
 # A directory that the run-time linker does not search is written into the programs.
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The sources: they compile without CUDA and NCCL, and NOTES.md leads to the right lines of them.
+# The sources: they compile without CUDA and NCCL, the CPU's kernels in one way, and NOTES.md leads to the right lines.
 # shellcheck source=common.sh
 . "${BASH_SOURCE[0]%/*}/common.sh"
 
@@ -10,6 +10,15 @@ wrong=""
 [ "$status" = 0 ] || wrong="exit status $status"
 ! grep -q "[0-9]: warning:" "$dir/out" || wrong="$wrong; it has warnings"
 verdict "compiles without CUDA and NCCL" "$wrong"
+
+# Whoever has the CPU's kernels in it, by way of a header too, is compiled as they are (Makefile, cold).
+wrong=""
+kernels='(cpu/|lib/ops/philox)'
+for depends in build/lib/program/*.d build/test/*.d; do
+  source=${depends#build/} source=${source%.d}
+  ! grep -qE "(^| )$kernels" "$depends" || grep -qE "\"$kernels" "$source".c[cu] || wrong="$wrong; $source includes them through a header"
+done
+verdict "one way to compile the CPU's kernels" "$wrong"
 
 # NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
 wrong=""
