@@ -424,13 +424,6 @@ __global__ void __launch_bounds__(threads, teams(D, step))
     if (q0 + at.row(i) < a.T) write_row<D>(dq + (row + at.row(i)) * a.ld_dq + h * a.D, acc, i, a.scale, a.D, at);
 }
 
-template <class Kernel, class... Args>
-void launch(cudaStream_t stream, Kernel kernel, int blocks, int block, int bytes, const Args&... args) {
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kernel<<<blocks, block, bytes, stream>>>(args...);
-  CUDA_CHECK_LAUNCH();
-}
-
 template <int D, class Mask>
 void forward(cudaStream_t stream, float* o, float* lse, const float* q, const float* k, const float* v,
              const Problem& a, const Mask& mask) {

@@ -134,13 +134,10 @@ static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const 
   static_assert(sm80::block_threads == sm90::block_threads);
   const auto kernel = arch == 90 ? sm90::forward_kernel<D> : sm80::forward_kernel<D>;
   const int bytes = arch == 90 ? sm90::Forward<D>::bytes : sm80::forward_bytes<D>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once))
     for (int s = 0; s < a.segments; ++s) {
       const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
-      kernel<<<unsigned(pairs * p.max_units), sm80::block_threads, bytes, stream>>>(rows, slot_lse, q, k, v, a, pair0,
-                                                                                    s);
-      CUDA_CHECK_LAUNCH();
+      launch(stream, kernel, pairs * p.max_units, sm80::block_threads, bytes, rows, slot_lse, q, k, v, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
       const auto merge = a.parts == 1 ? merge_slots<D, true> : merge_slots<D, false>;
       merge<<<blocks(pairs * queries * a.group * D / 8), 256, 0, stream>>>(o, lse, rows, slot_lse, a, pair0, pairs, s);
@@ -166,14 +163,12 @@ static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* 
   const int bytes = arch == 90 ? sm90::Backward<D>::bytes
                     : roomy    ? sm80::Backward<D, 2>::bytes
                                : sm80::Backward<D, fewer>::bytes;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once)) {
     const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
     CUDA_CHECK(cudaMemsetAsync(sums, 0, size_t(pairs) * 2 * a.T * D * 4, stream));
     for (int s = 0; s < a.segments; ++s) {
-      kernel<<<unsigned(pairs * p.max_units), sm80::block_threads, bytes, stream>>>(rows, sums, splits, d_o, q, k, v,
-                                                                                    stats, a, pair0, s);
-      CUDA_CHECK_LAUNCH();
+      launch(stream, kernel, pairs * p.max_units, sm80::block_threads, bytes, rows, sums, splits, d_o, q, k, v, stats,
+             a, pair0, s);
       add_splits<D><<<unsigned(pairs * split_blocks<D>), 256, 0, stream>>>(sums, splits, a, pair0, s);
       CUDA_CHECK_LAUNCH();
       const int64_t queries = a.last_query(s) - a.first_query(s);

@@ -319,10 +319,8 @@ __global__ void __launch_bounds__(threads, 1)
 template <int D, class Mask>
 void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v, const Problem& a,
              const Mask& mask) {
-  auto kernel = forward_kernel<D, Mask>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, forward_bytes<D>));
-  kernel<<<a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>, stream>>>(o, lse, q, k, v, a, mask);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, forward_kernel<D, Mask>, a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>, o, lse, q, k, v,
+         a, mask);
 }
 
 template <int D, class Mask>
@@ -330,15 +328,10 @@ void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
   constexpr int bytes = backward_bytes<D>;
-  auto kv = backward_kv<D, Mask>;
-  CUDA_CHECK(cudaFuncSetAttribute(kv, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kv<<<a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes, stream>>>(dk, dv, d_o, q, k, v, lse2, delta, a,
-                                                                               mask, parts, part_sums);
-  CUDA_CHECK_LAUNCH();
-  auto dq_kernel = backward_q<D, Mask>;
-  CUDA_CHECK(cudaFuncSetAttribute(dq_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  dq_kernel<<<a.B * a.H * ceil_div(a.T, rows), threads, bytes, stream>>>(dq, d_o, q, k, v, lse2, delta, a, mask);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, backward_kv<D, Mask>, a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes, dk, dv, d_o, q, k,
+         v, lse2, delta, a, mask, parts, part_sums);
+  launch(stream, backward_q<D, Mask>, a.B * a.H * ceil_div(a.T, rows), threads, bytes, dq, d_o, q, k, v, lse2, delta, a,
+         mask);
 }
 
 }  // namespace attention::sm80
