@@ -71,5 +71,21 @@ if needs "exported models in PyTorch" torch,numpy; then
   done
   verdict "PyTorch finds our validation loss in what is exported" "$wrong"
 fi
+if needs "PyTorch on our rows" torch,torchao,numpy; then
+  wrong=""
+  # Not scaled by row: torchao rounds those scales to powers of two.
+  for in_fp8 in "" "--matmul-dtype fp8" "--matmul-dtype fp8 --gather-dtype fp8"; do
+    row="--preset tiny --dim 64 --seq 64 --device cpu --steps 2 $in_fp8"
+    # shellcheck disable=SC2086
+    mpi -np 2 ./train $row --attn dense --log "$dir/row.jsonl"
+    ours=$(grep -o '"loss":[0-9.]*' "$dir/row.jsonl" | head -n 1 | cut -d: -f2)
+    # shellcheck disable=SC2086
+    theirs=$(timeout 100 python3 -m torch.distributed.run --standalone --nproc_per_node=2 peers/torch_fsdp.py $row --compile none \
+      --first 1 --last 2 2>"$dir/out" | sed -n 's/.*"losses": \[\([0-9.]*\).*/\1/p')
+    awk -v a="${ours:-nan}" -v b="${theirs:-nan}" 'BEGIN { exit !(a - b < 1e-6 * b && b - a < 1e-6 * b && a > 1) }' ||
+      wrong="$wrong; ${in_fp8:-in fp32}: $ours here, $theirs in PyTorch"
+  done
+  verdict "PyTorch's first loss is ours, in fp8 too" "$wrong"
+fi
 
 done_testing
