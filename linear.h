@@ -1,6 +1,6 @@
 // Products with a block's weights, forward and backward: in the model's dtype, or in fp8 (Micikevicius et al., "FP8
-// Formats for Deep Learning", 2022), where every factor is cast on its way, scaled by its own largest number as it is
-// now. Nothing is kept from step to step.
+// Formats for Deep Learning", 2022), where a factor is cast on its way, scaled by its own largest number as it is now;
+// weights may have been cast before they were gathered (fsdp.h). Nothing is kept from step to step.
 //
 // w (N,K), x (M,K), y (M,N), as in ops::matmul, matmul_dgrad and matmul_wgrad. In fp8 the forward pass reads rows of x
 // and w; dgrad rows of dy and columns of w; wgrad columns of dy and of x.

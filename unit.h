@@ -71,5 +71,6 @@ Fp8Layout fp8_layout(const Unit& u, int shards, int64_t element_bytes);
 
 // Sorts the parameters; drops fp8 where a unit has so much beside it that it would take no fewer bytes than bf16; fills
 // in has_gradient, the offsets, and all numbers of the units, for `shards` ranks of a shard group. Sizes of parameters
-// must be multiples of 8 (16-byte loads of any). Calling it again, for another number of shards, is allowed.
+// must be multiples of 8 (16-byte loads of any). Calling it again, for another number of shards, is allowed; what has
+// dropped fp8 stays without.
 void lay_out(std::vector<Unit>* units, int shards);

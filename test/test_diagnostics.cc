@@ -460,7 +460,7 @@ TEST_CASE("the environment that is written holds what changes a run, and no secr
 
 TEST_CASE("the report of types names every parameter once", "[diagnostics]") {
   const Run r = resolve(options({"--autocast", "bf16", "--moments", "bf16"}), 2, 0);
-  const std::string text = dtypes_text(r);
+  const std::string text = dtypes_text(r, 2);
   CHECK(text.rfind(strf("# DTYPE SUMMARY (elements) - FSDP\nfp32: %lld (100.00%%)\n\n",
                         static_cast<long long>(parameter_count(r.model))),
                    0) == 0);
@@ -469,6 +469,23 @@ TEST_CASE("the report of types names every parameter once", "[diagnostics]") {
   CHECK(says(text, "\nPARAM embedding.weight fp32 [256, 128]\n"));
   CHECK(says(text, "USE gathered_parameters fp32\nUSE activations bf16\nUSE unsharded_gradients fp32\n"));
   CHECK(says(text, "USE moments bf16\n"));
+}
+
+TEST_CASE("a unit that is not gathered in fp8 where others are is told", "[diagnostics]") {
+  const auto resolved = [](std::initializer_list<const char*> more) {
+    std::vector<const char*> all = {"--attn",         "nsa", "--nsa-phi",      "mlp",
+                                    "--matmul-dtype", "fp8", "--gather-dtype", "fp8"};
+    all.insert(all.end(), more);
+    return resolve(options(all), 2, 0);
+  };
+  const Run r = resolved({"--wrap", "sublayer"});  // tiny, whose compression has more parameters than q, k, v and o
+  const std::string text = dtypes_text(r, 2);
+  CHECK(says(text, "USE gathered_matrices_of_block.0.mlp e4m3\n"));
+  CHECK_FALSE(says(text, "gathered_matrices_of_block.0.attention"));
+  REQUIRE(r.notices.size() == 1);
+  CHECK(says(r.notices[0], "2 of 4 units"));
+  // Where none is, the way out is one that helps.
+  CHECK_THROWS_WITH(resolved({"--nsa-gate", "mlp"}), Catch::Contains("use --wrap sublayer"));
 }
 
 // ---------------------------------------------------------------------------------------------------------- all ranks

@@ -1,4 +1,4 @@
-// Casts to fp8. Bytes: 2 read a number, and 1 written for each copy, as it lies and transposed. Where an activation
+// Casts to fp8. Bytes: 2 read a number (4 of a master weight), and 1 written for each copy, as it lies and transposed. Where an activation
 // makes the numbers its layer is read instead, once for the largest and once for the cast.
 #pragma once
 

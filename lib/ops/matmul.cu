@@ -42,7 +42,7 @@ namespace {
   if (status == CUBLAS_STATUS_NOT_INITIALIZED || status == CUBLAS_STATUS_ALLOC_FAILED)
     remedy = "; the GPU may be out of memory: lower --batch or --seq";
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE)
-    remedy = "; bf16 wants dimensions that are multiples of 8 and 16-byte aligned pointers";
+    remedy = "; bf16 wants dimensions that are multiples of 8, fp8 of 16, and both want 16-byte aligned pointers";
   if (status == CUBLAS_STATUS_ARCH_MISMATCH) remedy = "; this cuBLAS does not know the GPU: install a matching CUDA";
   if (status == CUBLAS_STATUS_EXECUTION_FAILED) remedy = "; run under compute-sanitizer to find the kernel";
   throw CublasError(strf("cuBLAS: %s failed at %s:%d on rank %d: %s%s", call, file, line, this_rank(),

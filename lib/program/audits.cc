@@ -79,7 +79,7 @@ json environment_json(const json& header, const Device& dev) {
   return j;
 }
 
-std::string dtypes_text(const Run& r) {
+std::string dtypes_text(const Run& r, int shards) {
   const Dtype master = Dtype::f32;
   std::string parameters;
   int64_t elements = 0;
@@ -91,7 +91,10 @@ std::string dtypes_text(const Run& r) {
   std::string uses;
   auto use = [&](const char* what, Dtype type) { uses += strf("USE %s %s\n", what, name_of(type)); };
   use("gathered_parameters", r.fsdp.gather_wide ? Dtype::f32 : r.dtype);
-  if (r.model.gather_fp8) use("gathered_block_matrices", Dtype::e4m3);
+  std::vector<Unit> units = parameter_table(r.model);
+  lay_out(&units, shards);
+  for (const Unit& u : units)
+    if (u.in_fp8 > 0) use(("gathered_matrices_of_" + u.name).c_str(), Dtype::e4m3);
   use("activations", r.dtype);
   if (r.model.fp8) use("block_matmuls", Dtype::e4m3), use("block_matmul_gradients", Dtype::e5m2);
   if (r.model.save_fp8) use("saved_hidden_layers", Dtype::e4m3);

@@ -12,8 +12,8 @@
 nlohmann::json environment_json(const nlohmann::json& header, const Device& dev);
 
 // dtypes_report_fsdp.txt: how many elements of each type the master weights have; the parameters one by one, `PARAM
-// name type [shape]`; and what else has a type, `USE what type`.
-std::string dtypes_text(const Run& r);
+// name type [shape]`; and what else has a type, `USE what type`. shards: ranks of a shard group.
+std::string dtypes_text(const Run& r, int shards);
 
 // mem_fsdp_*.json and .txt. m: as planned; what is free is asked now.
 nlohmann::json memory_json(const MemoryReport& m, const Device& dev);

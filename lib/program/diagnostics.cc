@@ -155,7 +155,7 @@ void Diagnostics::start_files(const json& header) {
       }
   write_file(dir_ + "/" + environment_name,
              environment_json(header, dev_).dump(2, ' ', false, json::error_handler_t::replace) + "\n");
-  write_file(dir_ + "/" + dtypes_name, dtypes_text(r_));
+  write_file(dir_ + "/" + dtypes_name, dtypes_text(r_, r_.fsdp.shards(world_.size)));
   write_file(dir_ + "/" + optimizer_name, strf("%.2f\n", mib(memory_.before_step[int(Purpose::moments)])));
   training_ = std::make_unique<LineFile>(dir_ + "/" + training_name);
   if (r_.model.sparse) {

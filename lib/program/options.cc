@@ -113,7 +113,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"reduce-dtype", "TYPE", &Options::reduce_dtype, one_of({"bf16", "fp32"}), "type in which gradients are reduced", "that of --param-dtype"},
   {"matmul-dtype", "TYPE", &Options::matmul_dtype, one_of({"fp8"}), "run the matmuls of q, k, v, o and the MLP in fp8, scaled by this step's amax: e4m3, gradients in e5m2", "that of --param-dtype"},
   {"fp8-scaling", "WHAT", &Options::fp8_scaling, one_of({"tensor", "row"}), "granularity of the scales of --matmul-dtype fp8: one per tensor, or one per row (per column where a product reduces over rows), which is more accurate and slower; row needs compute capability 9.0"},
-  {"gather-dtype", "TYPE", &Options::gather_dtype, one_of({"fp8"}), "all-gather the weights of --matmul-dtype fp8 in fp8, each tensor scaled by its amax over all ranks: half the bytes on the wire and in the slot", "that of --param-dtype"},
+  {"gather-dtype", "TYPE", &Options::gather_dtype, one_of({"fp8"}), "all-gather the weights of --matmul-dtype fp8 in fp8, each tensor scaled by its amax over all ranks: down to half the bytes on the wire and in the slot", "that of --param-dtype"},
   {"save-dtype", "TYPE", &Options::save_dtype, one_of({"fp8"}), "keep the MLP's hidden layer for the backward pass in fp8 (e4m3), half the size; its gradients are then of the rounded layer", "that of --param-dtype"},
   {"tf32", "", &Options::tf32, flag, "let fp32 matmuls round their inputs to TF32"},
   {"autocast", "TYPE", &Options::autocast, one_of({"bf16"}), "gather parameters in fp32 and cast them for the matmuls; gradients are reduced in fp32", "off"},

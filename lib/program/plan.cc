@@ -143,6 +143,17 @@ namespace {
 using Change = std::pair<std::string, std::function<void(Options*)>>;
 using Changes = std::vector<std::vector<Change>>;  // one of each group at most
 
+// What is saved in fp8 is the MLP's; most modes keep nothing of it.
+Change recomputing(const Options& o, const std::string& mode, int64_t keep) {
+  const bool drops = !o.save_dtype.empty() && mode != "attn";
+  return {
+      strf("--recompute %s%s%s", mode.c_str(), keep ? " --keep-attention 1" : "", drops ? " without --save-dtype" : ""),
+      [=](Options* c) {
+        c->recompute = mode, c->keep_attention = keep;
+        if (drops) c->save_dtype.clear();
+      }};
+}
+
 // What can be changed in a run that does not fit.
 Changes possible_changes(const Options& o, int ranks) {
   const Run now = resolve(o, ranks, 0);
@@ -150,9 +161,7 @@ Changes possible_changes(const Options& o, int ranks) {
   groups.emplace_back();
   for (const char* mode : {"mlp", "attn", "both", "block"})
     for (int64_t keep : {0, 1})
-      if (o.recompute != mode || o.keep_attention != keep)
-        groups.back().push_back({strf("--recompute %s%s", mode, keep ? " --keep-attention 1" : ""),
-                                 [=](Options* c) { c->recompute = mode, c->keep_attention = keep; }});
+      if (o.recompute != mode || o.keep_attention != keep) groups.back().push_back(recomputing(o, mode, keep));
   if (!now.fsdp.reshard_after_forward || now.fsdp.shard_ranks > 0)
     groups.push_back({{"--shard full", [](Options* c) { c->shard = "full", c->reshard_after_forward = -1; }}});
   if (o.moments == "fp32") groups.push_back({{"--moments bf16", [](Options* c) { c->moments = "bf16"; }}});
@@ -227,7 +236,8 @@ struct MoreRanks {
   double bytes = 0;  // of a GPU
 };
 MoreRanks ranks_that_fit(Options o, int from, double least, const Chip& chip) {
-  o.recompute = "block", o.keep_attention = 0, o.shard = "full", o.reshard_after_forward = -1;
+  recomputing(o, "block", 0).second(&o);
+  o.shard = "full", o.reshard_after_forward = -1;
   double before = 0;  // bytes, of half as many ranks
   for (int64_t ranks = from; ranks <= 65536; ranks *= 2) {
     if (!fits(least / double(ranks), chip)) continue;
@@ -264,8 +274,8 @@ std::string advice(const Options& o, int ranks, const Chip& chip) {
   const std::string none = looked_at[fits(least / ranks, chip) ? changes - 1 : 3];
   const MoreRanks more = ranks_that_fit(o, changes == 1 ? ranks : 2 * ranks, least, chip);
   if (more.ranks > 0)
-    return strf("%s on %d GPUs; --recompute block on %d does: %.1f GB\n", none.c_str(), ranks, more.ranks,
-                1e-9 * more.bytes);
+    return strf("%s on %d GPU%s; %s on %d does: %.1f GB\n", none.c_str(), ranks, ranks == 1 ? "" : "s",
+                recomputing(o, "block", 0).first.c_str(), more.ranks, 1e-9 * more.bytes);
   return "no change makes it fit: a micro-batch is too large for one GPU; lower --batch or --seq\n";
 }
 

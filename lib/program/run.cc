@@ -77,6 +77,9 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
                  what, ll(size));
   };
   check(c.hidden, "--hidden"), check(batch * c.seq, "--batch x --seq");
+  const int64_t most = int64_t(65535) * 128;  // tiles of a cast, in the second dimension of a launch
+  REQUIRE_USER(batch * c.seq <= most, "%s fp8: --batch x --seq = %lld, but a cast to fp8 takes at most %lld rows",
+               fp8_option(c), ll(batch * c.seq), ll(most));
   if (!c.fp8) return;
   check(c.dim, "--dim");
   if (!c.attends()) return;
@@ -85,7 +88,30 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
                           : "the width of q, k and v");
 }
 
-void check_gather_fp8(const Options& o, const ModelConfig& c, int shards) {
+// Units that have weights of fp8 matmuls, and of those the ones that are gathered in fp8.
+struct Fp8Units {
+  int64_t with = 0, gathered = 0;
+};
+Fp8Units fp8_units(const ModelConfig& c, int shards) {
+  std::vector<Unit> units = parameter_table(c);
+  Fp8Units n;
+  for (const Unit& u : units)
+    n.with += std::any_of(u.params.begin(), u.params.end(), [](const Param& p) { return p.fp8; });
+  lay_out(&units, shards);
+  for (const Unit& u : units) n.gathered += u.in_fp8 > 0;
+  return n;
+}
+const char* wrap_that_gathers_fp8(ModelConfig c, int shards) {
+  for (const auto& [wrap, text] :
+       {std::pair(Wrap::block, "use --wrap block"), std::pair(Wrap::sublayer, "use --wrap sublayer")}) {
+    c.wrap = wrap;
+    if (fp8_units(c, shards).gathered > 0) return text;
+  }
+  return "drop it";
+}
+
+void check_gather_fp8(Run* r, int shards) {
+  const Options& o = r->o;
   if (o.gather_dtype.empty()) return;
   REQUIRE_USER(!o.matmul_dtype.empty(),
                "--gather-dtype fp8 gathers the weights of fp8 matmuls; add --matmul-dtype fp8");
@@ -94,11 +120,16 @@ void check_gather_fp8(const Options& o, const ModelConfig& c, int shards) {
                "--fp8-scaling row");
   REQUIRE_USER(o.autocast.empty(), "--gather-dtype fp8: --autocast gathers in fp32; drop one");
   REQUIRE_USER(o.freeze.empty(), "--gather-dtype fp8 does not support frozen parameters; drop --freeze");
-  std::vector<Unit> units = parameter_table(c);
-  lay_out(&units, shards);
-  REQUIRE_USER(
-      std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; }),
-      "--gather-dtype fp8: no unit would be smaller, since too many of its parameters stay in bf16; use --wrap block");
+  const Fp8Units units = fp8_units(r->model, shards);
+  REQUIRE_USER(units.gathered > 0,
+               "--gather-dtype fp8: no unit's all-gather over %d rank%s would be smaller, beside the parameters that "
+               "fp8 matmuls do not take; %s",
+               shards, shards == 1 ? "" : "s", wrap_that_gathers_fp8(r->model, shards));
+  if (units.gathered < units.with)
+    r->notices.push_back(
+        strf("--gather-dtype fp8: %lld of %lld units with fp8 matmuls have too much beside and are "
+             "gathered in %s",
+             ll(units.with - units.gathered), ll(units.with), name_of(r->dtype)));
 }
 
 // A number of decimal digits, below 10^digits; 0: it is none.
@@ -318,7 +349,7 @@ Run resolve(const Options& o, int world_size, int gpus) {
                "%d ranks x --batch %lld x --grad-accum %lld x --seq %lld are more than 9e15 tokens a step", world_size,
                ll(r.batch), ll(r.grad_accum), ll(r.model.seq));
   check_frozen(r.model, o.freeze);
-  check_gather_fp8(o, r.model, r.fsdp.shards(world_size));
+  check_gather_fp8(&r, r.fsdp.shards(world_size));
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);
   resolve_schedule(o, (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step(), &r);

@@ -15,7 +15,7 @@ struct Planned {
   double init_mib = 0, before_step_mib = 0, peak_mib = 0;
   double tokens_per_sec = 0;  // of all GPUs
   double mfu = 0;
-  nlohmann::json config;  // all options, as they were resolved
+  nlohmann::json config = nlohmann::json::object();  // all options, as they were resolved
 };
 
 // options: of ./train. chip: as --gpu has it; "": on a CPU, of whose time nothing is known. Throws UsageError for

@@ -117,6 +117,12 @@ wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
 grep -q 'PyTorch: .*--nproc_per_node=2 peers/torch_fsdp.py .*--arch mlp .*--reduce-dtype bf16' "$dir/out" || wrong="$wrong; no command of PyTorch's"
 verdict "--dry-run says what would run" "$wrong"
+bench --list --gpu a100 --ranks 2
+wrong=""
+[ "$status" = 0 ] || wrong="--list: exit status $status"
+bench --sweep fp8 --gpu a100 --ranks 2 --out "$dir/a100.jsonl"
+[ "$(grep -c '"result":{.*"row":"bf16"' "$dir/a100.jsonl")$(grep -c '"error":".* has no fp8' "$dir/a100.jsonl")" = 15 ] || wrong="$wrong; not one plan and five refusals"
+verdict "a chip that cannot run every row" "$wrong"
 bench --sweep fp8 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
 grep -A1 '^3 --matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8 --fp8-scaling row' || wrong="no fp8 beside fp8"
