@@ -1,4 +1,4 @@
-// Launches of kernels that want more shared memory than a block has unasked.
+// Launches kernels with more dynamic shared memory than a block may have by default.
 #pragma once
 
 #include <unordered_map>
@@ -7,7 +7,7 @@
 
 namespace attention {
 
-// The driver is asked once for a kernel, and again only for more.
+// Asks the driver once for each kernel, and again only for more.
 inline void allow_shared(const void* kernel, int bytes) {
   static thread_local std::unordered_map<const void*, int> allowed;
   int& most = allowed[kernel];

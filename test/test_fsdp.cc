@@ -1323,6 +1323,7 @@ TEST_CASE("gathered in fp8 every rank has the same codes, and half the bytes hav
     lay_out(&units, s.fsdp.shards(world.size));
     check_gathered_in_fp8(units, exact, in_fp8.weights);
     CHECK(furthest(in_fp8.losses, in_bf16.losses) < 2e-2);
+    CHECK(furthest(in_fp8.norms, in_bf16.norms) < 0.1);
     CHECK(furthest({in_fp8.norms[0]}, {in_bf16.norms[0]}) < 0.05);
 
     // A scale is agreed on once a step, and blocks move as bytes.

@@ -1,5 +1,5 @@
-// Casts to fp8. Bytes: 2 read a number (4 of a master weight), and 1 written for each copy, as it lies and transposed. Where an activation
-// makes the numbers its layer is read instead, once for the largest and once for the cast.
+// Casts to fp8. Bytes: 2 read a number (4 of a master weight), and 1 written for each copy, as it lies and transposed.
+// Where an activation makes the numbers its layer is read instead, once for the largest and once for the cast.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -314,6 +314,7 @@ __global__ void unscales_kernel(float* unscale, const float* amax, int64_t n, fl
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x)
     unscale[i * fp8::scale_stride] = 1 / fp8::scale_for(amax[i], largest);
 }
+static_assert(ops::fp8_most_rows == 65535 * int64_t(fp8_tile));  // of a grid's second dimension
 inline dim3 fp8_tiles(int64_t R, int64_t C) {
   return dim3(unsigned(ceil_div(C, fp8_tile)), unsigned(ceil_div(R, fp8_tile)));
 }

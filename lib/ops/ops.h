@@ -42,7 +42,7 @@ void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t 
 // ---- fp8 (lib/device/fp8.h). Current scaling: a matrix is cast with a scale of its own, from its own largest number,
 // or with one for each row (and, of its transpose, for each column), from that row's. On a GPU (compute capability 8.9
 // and later) matrices are bf16, and M, N, K, R and C multiples of 16.
-//
+constexpr int64_t fp8_most_rows = 65535 * 128;  // R of a cast on a GPU
 // out (1) = the largest |x| of x (n), also fp32 on a GPU; of a NaN infinity. partials: sum_partials() numbers.
 template <class T>
 void amax(Stream& s, float* out, const T* x, float* partials, int64_t n);

@@ -83,7 +83,8 @@ std::string dtypes_text(const Run& r, int shards) {
   const Dtype master = Dtype::f32;
   std::string parameters;
   int64_t elements = 0;
-  for (const Unit& u : parameter_table(r.model))
+  std::vector<Unit> units = parameter_table(r.model);
+  for (const Unit& u : units)
     for (const Param& p : u.params) {
       parameters += strf("PARAM %s %s %s\n", p.name.c_str(), name_of(master), shape_text(p.shape).c_str());
       elements += p.numel;
@@ -91,7 +92,6 @@ std::string dtypes_text(const Run& r, int shards) {
   std::string uses;
   auto use = [&](const char* what, Dtype type) { uses += strf("USE %s %s\n", what, name_of(type)); };
   use("gathered_parameters", r.fsdp.gather_wide ? Dtype::f32 : r.dtype);
-  std::vector<Unit> units = parameter_table(r.model);
   lay_out(&units, shards);
   for (const Unit& u : units)
     if (u.in_fp8 > 0) use(("gathered_matrices_of_" + u.name).c_str(), Dtype::e4m3);

@@ -77,9 +77,9 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
                  what, ll(size));
   };
   check(c.hidden, "--hidden"), check(batch * c.seq, "--batch x --seq");
-  const int64_t most = int64_t(65535) * 128;  // tiles of a cast, in the second dimension of a launch
-  REQUIRE_USER(batch * c.seq <= most, "%s fp8: --batch x --seq = %lld, but a cast to fp8 takes at most %lld rows",
-               fp8_option(c), ll(batch * c.seq), ll(most));
+  REQUIRE_USER(batch * c.seq <= ops::fp8_most_rows,
+               "%s fp8: --batch x --seq = %lld is more than the %lld tokens that a cast to fp8 takes; lower --batch",
+               fp8_option(c), ll(batch * c.seq), ll(ops::fp8_most_rows));
   if (!c.fp8) return;
   check(c.dim, "--dim");
   if (!c.attends()) return;
@@ -101,7 +101,7 @@ Fp8Units fp8_units(const ModelConfig& c, int shards) {
   for (const Unit& u : units) n.gathered += u.in_fp8 > 0;
   return n;
 }
-const char* wrap_that_gathers_fp8(ModelConfig c, int shards) {
+const char* remedy_for_gather_fp8(ModelConfig c, int shards) {
   for (const auto& [wrap, text] :
        {std::pair(Wrap::block, "use --wrap block"), std::pair(Wrap::sublayer, "use --wrap sublayer")}) {
     c.wrap = wrap;
@@ -122,13 +122,13 @@ void check_gather_fp8(Run* r, int shards) {
   REQUIRE_USER(o.freeze.empty(), "--gather-dtype fp8 does not support frozen parameters; drop --freeze");
   const Fp8Units units = fp8_units(r->model, shards);
   REQUIRE_USER(units.gathered > 0,
-               "--gather-dtype fp8: no unit's all-gather over %d rank%s would be smaller, beside the parameters that "
-               "fp8 matmuls do not take; %s",
-               shards, shards == 1 ? "" : "s", wrap_that_gathers_fp8(r->model, shards));
+               "--gather-dtype fp8 saves nothing over %d rank%s: in every unit the parameters outside fp8 matmuls "
+               "outweigh the saving; %s",
+               shards, shards == 1 ? "" : "s", remedy_for_gather_fp8(r->model, shards));
   if (units.gathered < units.with)
     r->notices.push_back(
-        strf("--gather-dtype fp8: %lld of %lld units with fp8 matmuls have too much beside and are "
-             "gathered in %s",
+        strf("--gather-dtype fp8: %lld of %lld units are gathered in %s, since their parameters "
+             "outside fp8 matmuls outweigh the saving",
              ll(units.with - units.gathered), ll(units.with), name_of(r->dtype)));
 }
 

@@ -50,7 +50,7 @@ std::vector<Task> tasks_of(const SweepRun& run) {
         t.plan = planned(t.row.options, t.ranks, run.machine.gpu ? run.machine.chip : "");
       } catch (const UsageError& e) { t.refused = e.what(); }
       if (!t.plan.config.value("save_dtype", "").empty() && !t.row.peers.empty())
-        t.row.peers.clear(), t.row.no_peer = "torchao saves nothing in fp8";
+        t.row.peers.clear(), t.row.no_peer = "torchao does not save activations in fp8";
     }
     t.only_planned = run.machine.gpu && t.ranks > run.machine.gpus;
     choose_steps(run, &t);

@@ -8,6 +8,7 @@
 
 #include "lib/device/error.h"
 #include "lib/program/process.h"
+#include "lib/program/table_parts.h"
 #include "lib/program/tables.h"
 
 namespace {
@@ -198,7 +199,8 @@ std::string provenance(const std::string& file, const std::vector<json>& rows, T
                        const std::string& links) {
   std::set<std::string> machines, commits, dates, beside;
   for (const json& row : rows) {
-    if (row.contains("hardware")) machines.insert(row["hardware"].value("name", "?"));
+    if (row.contains("hardware") && (is_plan(file) || !is_planned(row)))
+      machines.insert(row["hardware"].value("name", "?"));
     if (row.contains("commit")) commits.insert(row.value("commit", ""));
     if (row.contains("date")) dates.insert(row.value("date", "").substr(0, 10));
     for (const std::string& of : {torch_of(row), torchao_of(row)})

@@ -34,8 +34,10 @@ json figures_of(const json& row) {
   const json validated = row.value("val_losses", json::array());  // [step, loss]
   if (!validated.empty()) result["val_loss"] = validated.back().at(1);
   const json losses = row.value("losses", json::array());
-  if (!losses.empty()) result["mean_loss"] = mean_of_last(losses, losses.size());
-  if (!losses.empty()) result["tail_loss"] = mean_of_last(losses, tail_steps(losses.size()));
+  if (!losses.empty()) {
+    result["mean_loss"] = mean_of_last(losses, losses.size());
+    result["tail_loss"] = mean_of_last(losses, tail_steps(losses.size()));
+  }
   if (has_number(result, "estimated_ms") && has_number(result, "step_ms") && !is_planned(row))
     result["estimate_error"] = result["estimated_ms"].get<double>() / result["step_ms"].get<double>() - 1;
   if (has_number(result, "tokens_per_sec") && row.value("ranks", 0) > 0)

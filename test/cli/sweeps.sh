@@ -128,6 +128,8 @@ wrong=""
 grep -A1 '^3 --matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8 --fp8-scaling row' || wrong="no fp8 beside fp8"
 ! grep -A1 '^1 bf16: ' "$dir/out" | grep 'PyTorch: .*fp8' || wrong="$wrong; fp8 beside bf16"
 ! grep -A1 '^5 .*--save-dtype fp8: ' "$dir/out" | grep PyTorch || wrong="$wrong; PyTorch beside what it cannot do"
+bench --sweep precision --dry-run --peer --gpu h200 --ranks 2
+grep -A1 '^9 fp8, dense: .*--matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8' || wrong="$wrong; not in precision's row"
 verdict "PyTorch is told what is in fp8" "$wrong"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
