@@ -135,6 +135,8 @@ template class Linear<double>;
 template void Linear<float>::find_amax(float*, const float*, int64_t);
 template void Linear<bf16>::find_amax(float*, const bf16*, int64_t);
 template void Linear<double>::find_amax(float*, const double*, int64_t);
+template void Linear<bf16>::find_amax(float*, const float*, int64_t);  // of what attention's kernels have found
+template void Linear<double>::find_amax(float*, const float*, int64_t);
 #define FOR(T, E)                                                                                                  \
   template void Linear<T>::wgrad(E*, const T*, const Fp8Copy&, const T*, int64_t, int64_t, int64_t, bool, Maxima); \
   template void Linear<T>::wgrad(E*, const Fp8Copy&, const Fp8Copy&, int64_t, int64_t, int64_t, bool);

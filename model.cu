@@ -495,13 +495,21 @@ template <class T, class G>
 Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran) {
   const int64_t M = M_, D = c_.head_dim(), H = c_.heads;
   Buffer<T> o = dev_.mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
+  Buffer<float> largest;
+  if (c_.fp8 && !linear_.scales_rows() && !v->largest_o)
+    largest = dev_.mem.take<float>(M * H, "largest numbers of attention");
   if (c_.sparse) {
-    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(params_[size_t(block)]), c_.nsa_shape(M / c_.seq), life, ran);
+    nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(params_[size_t(block)]), c_.nsa_shape(M / c_.seq), life, ran,
+                   largest);
   } else {
     dev_.mark("attention");
     v->lse = dev_.mem.take<A>(M * H, "log-sum-exp", life);
     attention_forward<T>(dev_.compute(), o, v->lse, v->qkv, v->qkv + H * D, v->qkv + (H + c_.kv_heads) * D,
-                         attention_shape());
+                         attention_shape(), largest);
+  }
+  if (largest) {
+    v->largest_o = dev_.mem.take<float>(1, "largest number of attention", Purpose::activations);
+    linear_.find_amax(v->largest_o.get(), largest.get(), M * H);
   }
   return o;
 }
@@ -513,10 +521,6 @@ void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
   dev_.mark("projections");
   const ParamRef& w = params_[size_t(block)].o;
   const int64_t C = c_.dim, K = c_.heads * c_.head_dim();
-  if (c_.fp8 && !linear_.scales_rows() && !v->largest_o) {
-    v->largest_o = dev_.mem.take<float>(1, "largest number of attention", Purpose::activations);
-    linear_.find_amax(v->largest_o.get(), o, M_ * K);
-  }
   linear_.forward(v->x2, o, block_weight(w), cast_weight(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K,
                   maxima(v->largest_o, 0, 1));
 }

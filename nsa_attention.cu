@@ -228,7 +228,7 @@ bool leaves_idle(const NsaShape& a) { return a.B * a.H * ((a.T + 127) / 128) <= 
 
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
-                 Purpose life, NsaKernels* ran) {
+                 Purpose life, NsaKernels* ran, float* amax) {
   check_nsa(a);
   using A = acc_t<T>;
   const auto record = [&](Stage stage, const Kernel& k) {
@@ -286,7 +286,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   if (!beside) window();
   branch.join();
   dev.mark("gates");
-  record(Stage::gates, nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a));
+  record(Stage::gates, nsa_combine<T>(s, o, v.o_compressed, v.o_selected, v.o_window, x, a, amax));
   if (saved) *saved = std::move(v);
 }
 
@@ -358,7 +358,7 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
 
 #define INSTANTIATE(T)                                                                                          \
   template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose, \
-                            NsaKernels*);
+                            NsaKernels*, float*);
 #define INSTANTIATE_G(T, G)                                                                                    \
   template void nsa_backward(Device&, T*, PhiWeights<G>, const T*, const T*, PhiWeights<const T>, NsaSaved<T>, \
                              const NsaShape&, NsaKernels*);

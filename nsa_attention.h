@@ -68,20 +68,21 @@ struct NsaSaved {
 };
 // o (B*T, H D) from x (B*T, ld). saved null: nothing is kept. A recomputed forward passes a `saved` that has the first
 // one's indices, which are then used and not chosen again. life: how long the plan keeps what is saved. ran: counts the
-// kernels launched; may be null.
+// kernels launched; may be null. amax: as attention_forward's.
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
-                 Purpose life, NsaKernels* ran = nullptr);
+                 Purpose life, NsaKernels* ran = nullptr, float* amax = nullptr);
 // dx (B*T, ld) from d_o (B*T, H D): all columns are written, the padding with zeros. dphi: gradients of phi's
 // parameters, written.
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
                   NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran = nullptr);
 // The last stage of the forward by itself, for a backward that recomputes o: o (B*T, H D) = sum over branches of
-// sigmoid(gate) * branch, each (B*T, H D), with the gates of x (B*T, ld); summed in fp32, rounded once.
+// sigmoid(gate) * branch, each (B*T, H D), with the gates of x (B*T, ld); summed in fp32, rounded once. amax: as
+// attention_forward's.
 template <class T>
 Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
-                   const NsaShape& a);
+                   const NsaShape& a, float* amax = nullptr);
 
 // ------------------------------------------------------------------------------------------------------ diagnostics
 // What a layer's gates and selection do, from x's gates and the indices (B, HKV, T, n); and which kernels ran.

@@ -61,8 +61,8 @@ Kernel nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t row
 
 template <class T>
 Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
-                   const NsaShape& a) {
-  RUN(T, moves<T>(4 * a.B * a.T * a.H * a.D), nsa_combine, o, compressed, selected, window, x, a);
+                   const NsaShape& a, float* amax) {
+  RUN(T, moves<T>(4 * a.B * a.T * a.H * a.D), nsa_combine, o, compressed, selected, window, x, a, amax);
 }
 
 int64_t nsa_stats_partials() { return stats_partials * int64_t(sizeof(StatsSum) / sizeof(double)); }
@@ -86,7 +86,7 @@ void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* 
   template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                     \
   template Kernel nsa_heads_first(Stream&, T*, const T*, int64_t, int64_t, int64_t);                    \
   template void nsa_stats(Stream&, const std::vector<NsaCounted<T>>&, const int32_t*, const NsaShape&); \
-  template Kernel nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&);
+  template Kernel nsa_combine(Stream&, T*, const T*, const T*, const T*, const T*, const NsaShape&, float*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

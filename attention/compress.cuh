@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(256) rows_kernel(F f, int M, int vectors) {
 }
 template <int N, class F>
 void rows_by(cudaStream_t stream, F f, int64_t M, int64_t C) {
+  if (M > 1 << 30 || C > 1 << 23) throw Error("nsa: too many rows or columns for one launch");
   const Grid2 g = rows_by_vectors(M, C / N);
   rows_kernel<N><<<g.blocks, g.threads, 0, stream>>>(f, int(M), int(C / N));
   CUDA_CHECK_LAUNCH();
@@ -33,7 +34,6 @@ void rows_by(cudaStream_t stream, F f, int64_t M, int64_t C) {
 template <class T, class F>
 Kernel rows(cudaStream_t stream, F f, int64_t M, int64_t C, bool vectors) {
   if (M == 0 || C == 0) return {};
-  if (M > 1 << 30 || C > 1 << 23) throw Error("nsa: too many rows or columns for one launch");
   vectors ? rows_by<width<T>>(stream, f, M, C) : rows_by<1>(stream, f, M, C);
   return {"cuda", vectors ? "vectors" : "single numbers", !vectors};
 }
@@ -159,13 +159,14 @@ struct MoveHeads {
   }
 };
 
-template <class T>
+template <class T, bool finds_amax>
 struct Combine {
   T* o;                                     // (B*T, H D)
   const T *compressed, *selected, *window;  // (B*T, H D)
   const T* gates;                           // columns of (B*T, ld): H of each branch, one branch after another
   int64_t ld;
-  int H, D;
+  int tokens, H, D;
+  float* amax;  // (B,H,T), if finds_amax
   template <int N>
   __device__ void at(int row, int c) const {
     const int64_t from = int64_t(row) * H * D + c;
@@ -180,7 +181,18 @@ struct Combine {
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] += g * v[j];
     }
-    store(o + from, sum);
+    const Pack<T, N> rounded = narrow<T>(sum);
+    store(o + from, rounded);
+    if constexpr (finds_amax) {
+      uint32_t most = 0;
+      widen(sum, rounded);
+#pragma unroll
+      for (int j = 0; j < N; ++j) most = max(most, magnitude(sum[j]));
+      const int lanes = D / N, first = threadIdx.x % warp / lanes * lanes;  // those that hold this row of the head
+      for (int across = lanes / 2; across > 0; across /= 2)
+        most = max(most, __shfl_xor_sync(((1u << lanes) - 1) << first, most, across));
+      if (c % D == 0) amax[(int64_t(row / tokens) * H + c / D) * tokens + row % tokens] = amax_of(most);
+    }
   }
 };
 
@@ -237,10 +249,18 @@ Kernel nsa_heads_first(cudaStream_t stream, T* out, const T* x, int64_t heads, i
 
 template <class T>
 Kernel nsa_combine(cudaStream_t stream, T* o, const T* compressed, const T* selected, const T* window, const T* x,
-                   const NsaShape& a) {
-  const compress::Combine<T> f{o, compressed, selected, window, x + a.gate(0), a.ld, int(a.H), int(a.D)};
-  return compress::rows<T>(stream, f, a.B * a.T, a.H * a.D,
-                           a.D % width<T> == 0 && aligned(o, compressed, selected, window));
+                   const NsaShape& a, float* amax) {
+  const bool vectors = a.D % width<T> == 0 && aligned(o, compressed, selected, window);
+  const auto combine = [&](auto finds_amax) {
+    return compress::Combine<T, finds_amax.value>{o,    compressed, selected, window,   x + a.gate(0),
+                                                  a.ld, int(a.T),   int(a.H), int(a.D), amax};
+  };
+  if (!amax) return compress::rows<T>(stream, combine(std::false_type()), a.B * a.T, a.H * a.D, vectors);
+  const int64_t lanes = a.D / width<T>;  // of a warp's hold a row of a head
+  if (!vectors || lanes > warp / 2 || (lanes & (lanes - 1)))
+    throw Error(strf("nsa: no kernel finds the largest numbers of heads of %lld", (long long)a.D));
+  compress::rows_by<width<T>>(stream, combine(std::true_type()), a.B * a.T, a.H * a.D);
+  return {"cuda", "vectors"};
 }
 
 }  // namespace gpu

@@ -112,17 +112,18 @@ static Kernel launched(int arch, bool narrow) { return {!narrow ? "fp32" : arch 
 
 template <class T>
 Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
-                         const AttentionShape& shape) {
+                         const AttentionShape& shape, float* amax) {
   using namespace attention;
   const Problem a(shape);
   attention::check<T>(a, shape, {o, q, k, v});
   with_mask(shape, [&](const auto& mask) {
     if constexpr (std::is_same_v<T, bf16>) {
-      if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, q, k, v, a, mask);
-      if (arch == 90) return sm90::forward<64>(stream, o, lse, q, k, v, a, mask);
-      if (a.D == 128) return sm80::forward<128>(stream, o, lse, q, k, v, a, mask);
-      return sm80::forward<64>(stream, o, lse, q, k, v, a, mask);
+      if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, amax, q, k, v, a, mask);
+      if (arch == 90) return sm90::forward<64>(stream, o, lse, amax, q, k, v, a, mask);
+      if (a.D == 128) return sm80::forward<128>(stream, o, lse, amax, q, k, v, a, mask);
+      return sm80::forward<64>(stream, o, lse, amax, q, k, v, a, mask);
     } else {
+      if (amax) throw Error("attention: fp32 kernels do not find the largest numbers of their output");
       a.D > 64 ? fp32::forward<128>(stream, o, lse, q, k, v, a, mask)
                : fp32::forward<64>(stream, o, lse, q, k, v, a, mask);
     }
@@ -179,9 +180,9 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
 }
 
 template Kernel attention_forward(cudaStream_t, int, float*, float*, const float*, const float*, const float*,
-                                  const AttentionShape&);
+                                  const AttentionShape&, float*);
 template Kernel attention_forward(cudaStream_t, int, bf16*, float*, const bf16*, const bf16*, const bf16*,
-                                  const AttentionShape&);
+                                  const AttentionShape&, float*);
 template Kernel attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
                                    const float*, const float*, const float*, float*, const AttentionShape&, Gate<float>,
                                    BackwardKernels);
@@ -213,16 +214,17 @@ static Cost cost(const AttentionShape& a, bool backward) {
 }
 
 template <class T>
-Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a) {
+Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
+                         float* amax) {
   check(a);
   if (s.off()) return s.spend(cost<T>(a, false)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
-    else return gpu::attention_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, a);
+    else return gpu::attention_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, a, amax);
   }
 #endif
-  s.enqueue([=] { cpu::attention_forward(o, lse, q, k, v, a); });
+  s.enqueue([=] { cpu::attention_forward(o, lse, q, k, v, a, amax); });
   return plain_loops;
 }
 
@@ -259,10 +261,11 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
   return plain_loops;
 }
 
-#define INSTANTIATE(T)                                                                                            \
-  template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&); \
-  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels);                       \
-  template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
+#define INSTANTIATE(T)                                                                                           \
+  template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&, \
+                                    float*);                                                                     \
+  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels);                      \
+  template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
                                      const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>);
 INSTANTIATE(float)
 INSTANTIATE(double)

@@ -53,9 +53,11 @@ struct Kernel {
 constexpr Kernel plain_loops = {"plain loops"};
 std::string name_of(const Kernel& k);
 
-// o (B,T,H,D) and lse (B,H,T) from q (B,T,H,D), k and v (B,keys,HKV,D).
+// o (B,T,H,D) and lse (B,H,T) from q (B,T,H,D), k and v (B,keys,HKV,D). amax (B,H,T), of each query and head the
+// largest |o|, of a NaN infinity: for a cast to fp8; null: not wanted. A GPU has it in bf16 alone.
 template <class T>
-Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a);
+Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
+                         float* amax = nullptr);
 
 // On Hopper, in bf16: a pair of kernels that do seven products, or, for causal attention, one that does five but waits
 // at its start and takes memory for sums of dq. `suits`: whichever is faster.
@@ -87,7 +89,7 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
 namespace gpu {
 template <class T>
 Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
-                         const AttentionShape& a);
+                         const AttentionShape& a, float* amax = nullptr);
 template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,

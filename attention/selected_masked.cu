@@ -37,7 +37,7 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
   word_kernel<<<unsigned(a.B * a.HKV * mask.n), 64, 0, stream>>>(words, indices, p.T, int(a.selected), mask.n);
   CUDA_CHECK_LAUNCH();
   const auto run = a.D == 128 ? sm90::forward<128, Chosen> : sm90::forward<64, Chosen>;
-  run(stream, o, lse, q, k, v, p, mask);
+  run(stream, o, lse, nullptr, q, k, v, p, mask);
 }
 
 #endif

@@ -116,14 +116,14 @@ __device__ inline void store_rows_fp32(float* to, int valid, const float (&d)[D 
                                                                                          d[2 * i + 1] * f};
 }
 
-// o, q (B,T,H,D), k, v (B,keys,HKV,D), lse (B,H,T). A block owns 128 queries of one head and walks their keys, 64 at a
-// time, from the diagonal down.
+// o, q (B,T,H,D), k, v (B,keys,HKV,D), lse, amax (B,H,T), which may be null. A block owns 128 queries of one head and
+// walks their keys, 64 at a time, from the diagonal down.
 template <int D>
 constexpr int forward_bytes = (rows + 2 * 2 * 64) * D * 2;
 
 template <int D, class Mask>
-__global__ void __launch_bounds__(threads, 1)
-    forward_kernel(bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v, Problem a, Mask mask) {
+__global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse, float* amax, const bf16* q,
+                                                             const bf16* k, const bf16* v, Problem a, Mask mask) {
   constexpr int BN = 64, tile = BN * D * 2;
   const uint32_t q_tile = shared_base(), k_tiles = q_tile + rows * D * 2, v_tiles = k_tiles + 2 * tile;
   const int tiles = ceil_div(a.T, rows);
@@ -180,12 +180,17 @@ __global__ void __launch_bounds__(threads, 1)
     __syncthreads();
   }
   float inverse[2];
+  const int64_t at = int64_t(b * a.H + h) * a.T + t;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = row_sum(sum[r]);
     inverse[r] = total > 0 ? 1 / total : 0.f;
-    if (lane % 4 == 0 && t + 8 * r < a.T)
-      lse[int64_t(b * a.H + h) * a.T + t + 8 * r] = total > 0 ? top[r] * a.scale + logf(total) : -INFINITY;
+    if (lane % 4 == 0 && t + 8 * r < a.T) lse[at + 8 * r] = total > 0 ? top[r] * a.scale + logf(total) : -INFINITY;
+  }
+  if (amax) {
+    const float2 most = row_amax(acc, inverse[0], inverse[1]);
+    if (lane % 4 == 0 && t < a.T) amax[at] = most.x;
+    if (lane % 4 == 0 && t + 8 < a.T) amax[at + 8] = most.y;
   }
   int t0 = q0 + row;
   store_rows<D>(o + (int64_t(b) * a.T + t0) * a.ld_o + h * D, a.ld_o, a.T - t0, acc, inverse[0], inverse[1]);
@@ -317,10 +322,10 @@ __global__ void __launch_bounds__(threads, 1)
 }
 
 template <int D, class Mask>
-void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v, const Problem& a,
-             const Mask& mask) {
-  launch(stream, forward_kernel<D, Mask>, a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>, o, lse, q, k, v,
-         a, mask);
+void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* q, const bf16* k, const bf16* v,
+             const Problem& a, const Mask& mask) {
+  launch(stream, forward_kernel<D, Mask>, a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>, o, lse, amax, q,
+         k, v, a, mask);
 }
 
 template <int D, class Mask>

@@ -260,12 +260,12 @@ struct Forward {
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
-// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse (B,H,T).
+// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse, amax (B,H,T), which may be null.
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map, float* lse,
-                   Problem a, Mask mask, int list) {
+                   float* amax, Problem a, Mask mask, int list) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Forward<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
@@ -399,12 +399,17 @@ __global__ void __launch_bounds__(384, 1)
       ++n;
 
       float inverse[2];
+      const int64_t at = int64_t(b * a.H + h) * a.T + t;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float total = row_sum(sum[r]);
         inverse[r] = total > 0 ? 1 / total : 0.f;
-        if (lane % 4 == 0 && t + 8 * r < a.T)
-          lse[int64_t(b * a.H + h) * a.T + t + 8 * r] = total > 0 ? row[r] * a.scale + logf(total) : -INFINITY;
+        if (lane % 4 == 0 && t + 8 * r < a.T) lse[at + 8 * r] = total > 0 ? row[r] * a.scale + logf(total) : -INFINITY;
+      }
+      if (amax) {
+        const float2 most = row_amax(o, inverse[0], inverse[1]);
+        if (lane % 4 == 0 && t < a.T) amax[at] = most.x;
+        if (lane % 4 == 0 && t + 8 < a.T) amax[at + 8] = most.y;
       }
       if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
       named_barrier(1 + wg, 128);
@@ -777,12 +782,12 @@ inline int next_list() {
 }
 
 template <int D, class Mask>
-void forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v, const Problem& a,
-             const Mask& mask) {
+void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* q, const bf16* k, const bf16* v,
+             const Problem& a, const Mask& mask) {
   const int items = a.B * a.H * ceil_div(a.T, Forward<D>::BM);
   launch(stream, forward_kernel<D, Mask>, persistent_blocks(items), 384, Forward<D>::bytes,
          tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
-         tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, a, mask, next_list());
+         tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, amax, a, mask, next_list());
 }
 
 template <int D, class Mask>

@@ -123,6 +123,19 @@ inline __device__ float row_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
+// The largest |d f| of this thread's two rows, all of their columns, as it is rounded to bf16.
+template <int N>
+inline __device__ float2 row_amax(const float (&d)[N], float f0, float f1) {
+  uint32_t most[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < N; ++i) most[i / 2 % 2] = max(most[i / 2 % 2], magnitude(d[i] * (i / 2 % 2 ? f1 : f0)));
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int o = 1; o <= 2; o *= 2) most[r] = max(most[r], __shfl_xor_sync(~0u, most[r], o));
+  const uint32_t pair = pack_bf16(__uint_as_float(most[0]), __uint_as_float(most[1]));
+  return {amax_of(magnitude(low_bf16(pair))), amax_of(magnitude(high_bf16(pair)))};
+}
 
 // The accumulators of mma.sync and wgmma are laid out as their left operands are: two groups of 8 columns make one
 // step 16 deep.

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention/dense.h"
+#include "cpu/ops.h"
 
 namespace cpu {
 namespace attention_detail {
@@ -126,7 +127,8 @@ inline int64_t end_seen(const AttentionShape& a, int64_t t) {
 }  // namespace attention_detail
 
 template <class T>
-void attention_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a) {
+void attention_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
+                       float* amax = nullptr) {
   using namespace attention_detail;
   using A = acc_t<T>;
   const int64_t T_ = a.T, D = a.D, group = a.H / a.HKV, keys = rows_of_keys(a), ldk = padded(keys);
@@ -159,8 +161,11 @@ void attention_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, 
           }
           for (int j = 0; j < n; j += BN)
             multiply_add(out.data(), D, &s[j], n, 1, &vs[(lo + j) * D], D, whole_rows(m), int(D), std::min(BN, n - j));
-          for (int i = 0; i < m; ++i)
-            for (int64_t d = 0; d < D; ++d) o[(b * T_ + t0 + i) * a.ld_o + h * D + d] = T(out[i * D + d]);
+          for (int i = 0; i < m; ++i) {
+            T* const row = o + (b * T_ + t0 + i) * a.ld_o + h * D;
+            for (int64_t d = 0; d < D; ++d) row[d] = T(out[i * D + d]);
+            if (amax) amax[(b * a.H + h) * T_ + t0 + i] = float(power_sum(GradNorm::inf, row, D));
+          }
         }
     }
 }

@@ -316,7 +316,8 @@ void nsa_selected_backward(T* dq, T* dk, T* dv, const T* dq_compressed, const T*
 // ------------------------------------------------------------------------------------------------------------- gates
 
 template <class T>
-void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, const T* x, const NsaShape& a) {
+void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, const T* x, const NsaShape& a,
+                 float* amax) {
   using A = acc_t<T>;
   const T* branch[3] = {compressed, selected, window};
   for (int64_t r = 0; r < a.B * a.T; ++r)
@@ -326,6 +327,7 @@ void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, 
       const int64_t at = (r * a.H + h) * a.D;
       for (int64_t d = at; d < at + a.D; ++d)
         o[d] = T(g[0] * A(branch[0][d]) + g[1] * A(branch[1][d]) + g[2] * A(branch[2][d]));
+      if (amax) amax[(r / a.T * a.H + h) * a.T + r % a.T] = float(power_sum(GradNorm::inf, o + at, a.D));
     }
 }
 

@@ -83,6 +83,7 @@ struct Tensors {
   bool gated;
   Columns<T> q, kv, d_o, gate, o, dq, dkv, dgate;
   Columns<acc_t<T>> lse;
+  Columns<float> amax;  // of float kernels on a GPU untouched
   explicit Tensors(const AttentionShape& s, uint64_t seed = 1, bool gated = false)
       : a(s),
         gated(gated),
@@ -94,7 +95,8 @@ struct Tensors {
         dq(s.B * s.T, s.H * s.D, 32),
         dkv(s.B * keys_of(s), 2 * s.HKV * s.D, 40),
         dgate(s.B * s.T, s.H, 3),
-        lse(1, s.B * s.H * s.T, 5) {
+        lse(1, s.B * s.H * s.T, 5),
+        amax(1, s.B * s.H * s.T, 5) {
     a.ld_q = q.ld, a.ld_kv = kv.ld, a.ld_o = o.ld, a.ld_dq = dq.ld, a.ld_dkv = dkv.ld;
     fill(q, seed, 1), fill(kv, seed, 2), fill(d_o, seed, 3), fill(gate, seed, 4);
   }
@@ -109,7 +111,7 @@ struct Tensors {
   Gate<T> gates() { return gated ? Gate<T>{gate.p(), dgate.p(), gate.ld} : Gate<T>{}; }
   bool untouched_outside() const {
     return o.untouched_outside() && dq.untouched_outside() && dkv.untouched_outside() && dgate.untouched_outside() &&
-           lse.untouched_outside();
+           lse.untouched_outside() && amax.untouched_outside();
   }
 };
 
@@ -172,10 +174,27 @@ void check_unseen(Tensors<T>& x) {
   CHECK(broken == 0);
 }
 
+// amax is the largest |o| of each query and head, to the bit, of a NaN infinity.
+template <class T>
+void check_amax(Tensors<T>& x) {
+  const AttentionShape& a = x.a;
+  int64_t broken = 0;
+  for (int64_t row = 0; row < a.B * a.T; ++row)
+    for (int64_t h = 0; h < a.H; ++h) {
+      float most = 0;
+      for (int64_t c = h * a.D; c < (h + 1) * a.D; ++c) {
+        const float o = float(x.o.at(row, c));
+        most = std::max(most, std::isnan(o) ? INFINITY : std::abs(o));
+      }
+      broken += x.amax.p()[(row / a.T * a.H + h) * a.T + row % a.T] != most;
+    }
+  CHECK(broken == 0);
+}
+
 template <class T>
 bool same_results(const Tensors<T>& x, const Tensors<T>& y) {
-  return same_bits(x.o.v, y.o.v) && same_bits(x.lse.v, y.lse.v) && same_bits(x.dq.v, y.dq.v) &&
-         same_bits(x.dkv.v, y.dkv.v) && same_bits(x.dgate.v, y.dgate.v);
+  return same_bits(x.o.v, y.o.v) && same_bits(x.lse.v, y.lse.v) && same_bits(x.amax.v, y.amax.v) &&
+         same_bits(x.dq.v, y.dq.v) && same_bits(x.dkv.v, y.dkv.v) && same_bits(x.dgate.v, y.dgate.v);
 }
 template <class T>
 bool same_inputs(const Tensors<T>& x, const Tensors<T>& y) {
@@ -186,7 +205,7 @@ bool same_inputs(const Tensors<T>& x, const Tensors<T>& y) {
 template <class T>
 void twin_forward(Tensors<T>& x) {
   Stream& s = test_device(Backend::cpu).compute();
-  attention_forward<T>(s, x.o.p(), x.lse.p(), x.q.p(), x.k(), x.v(), x.a);
+  attention_forward<T>(s, x.o.p(), x.lse.p(), x.q.p(), x.k(), x.v(), x.a, x.amax.p());
   s.synchronize();
 }
 template <class T>
@@ -293,7 +312,7 @@ TEST_CASE("attention is a softmax over the keys that a query sees", "[attention]
     for (double error : {e.o, e.dq, e.dk, e.dv, e.dgate}) CHECK(error <= 1e-12 * std::max(1.0, 10 * a.scale));
     CHECK(x.untouched_outside());
     CHECK(same_inputs(x, ref));
-    check_unseen(x);
+    check_unseen(x), check_amax(x);
   };
   for (AttentionShape a : cpu_shapes())
     for (double scale : {a.scale, 10.0}) {  // the second: scores of hundreds, of which exp alone would overflow
@@ -568,7 +587,7 @@ struct GpuCall {
   Arrays gpu{s};
   T *q, *k, *v, *d_o, *o, *dq, *dk, *dv;
   Gate<T> gate;
-  float *lse, *workspace;
+  float *lse, *workspace, *amax = nullptr;
   BackwardKernels kernels;
   GpuCall(Stream& s, Tensors<T>& x, BackwardKernels kernels = BackwardKernels::suits) : s(s), a(x.a), kernels(kernels) {
     q = gpu.up(x.q.v) + x.q.ld, k = gpu.up(x.kv.v) + x.kv.ld, v = k + a.HKV * a.D;
@@ -576,13 +595,14 @@ struct GpuCall {
     dk = gpu.up(x.dkv.v) + x.dkv.ld, dv = dk + a.HKV * a.D;
     if (x.gated) gate = {gpu.up(x.gate.v) + x.gate.ld, gpu.up(x.dgate.v) + x.dgate.ld, x.gate.ld};
     lse = gpu.up(x.lse.v) + x.lse.ld, workspace = gpu.scratch<float>(attention_backward_workspace<T>(a, kernels));
+    if (std::is_same_v<T, bf16>) amax = gpu.up(x.amax.v) + x.amax.ld;
   }
   void run(int arch) {
     if (arch == 0) {
-      attention_forward<T>(s, o, lse, q, k, v, a);
+      attention_forward<T>(s, o, lse, q, k, v, a, amax);
       attention_backward<T>(s, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate);
     } else {
-      gpu::attention_forward<T>(s.cuda(), arch, o, lse, q, k, v, a);
+      gpu::attention_forward<T>(s.cuda(), arch, o, lse, q, k, v, a, amax);
       gpu::attention_backward<T>(s.cuda(), arch, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate, kernels);
     }
   }
@@ -620,6 +640,7 @@ void check_kernel(const Tensors<double>& ref, const Errors& twin, const Attentio
   CHECK(same_inputs(x, Tensors<T>(a)));
   CHECK(x.untouched_outside());
   check_unseen(x);
+  if (narrow) check_amax(x);
   const Errors e = errors(x, ref);
   const double factor = narrow ? 2 : 0, floor = narrow ? 1e-4 : 5e-5;
   CHECK(e.lse <= 1e-4);
@@ -789,6 +810,26 @@ TEST_CASE("GPU: attention through a stream takes the device's kernels", "[attent
 #endif
 }
 
+// Of a value that is NaN: some outputs are, and what finds the largest of them says so.
+template <class T, class F>
+static void check_amax_of_nan(F run) {
+  Tensors<T> x(shape(1, 70, 2, 1, 64));
+  x.kv.at(17, x.a.HKV * x.a.D + 3) = T(NAN);
+  run(x);
+  check_amax(x);
+  CHECK(x.amax.p()[69] == INFINITY);
+}
+TEST_CASE("the largest number of attention's output is infinite where that is NaN", "[attention]") {
+  check_amax_of_nan<float>([](Tensors<float>& x) { twin_forward(x); });
+  check_amax_of_nan<bf16>([](Tensors<bf16>& x) { twin_forward(x); });
+}
+TEST_CASE("GPU: the largest number of attention's output is infinite where that is NaN", "[attention][gpu][small]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (int arch : archs()) check_amax_of_nan<bf16>([&](Tensors<bf16>& x) { run_gpu(x, arch); });
+#endif
+}
+
 TEST_CASE("GPU: attention refuses what has no kernel", "[attention][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
@@ -812,5 +853,7 @@ TEST_CASE("GPU: attention refuses what has no kernel", "[attention][gpu]") {
   a.ld_kv = 66;
   CHECK(has(forward(wide, a), "16 bytes"));
   CHECK(has(forward(static_cast<double*>(nullptr), a), "fp64"));
+  a.ld_kv = 64;
+  CHECK(has(error_of([&] { attention_forward<float>(s, wide, nullptr, wide, wide, wide, a, wide); }), "largest"));
 #endif
 }

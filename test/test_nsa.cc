@@ -1074,6 +1074,37 @@ TEST_CASE("queries before the first compressed key", "[nsa]") {
     }
 }
 
+// amax (B,H,T), or nothing: the largest |o| of each query and head of o (B*T, H D), to the bit.
+template <class T>
+static void check_amax(const std::vector<T>& o, const std::vector<float>& amax, const NsaShape& a) {
+  int64_t broken = 0;
+  for (int64_t i = 0; i < int64_t(amax.size()); ++i) {
+    const int64_t t = i % a.T, h = i / a.T % a.H, b = i / a.T / a.H, at = ((b * a.T + t) * a.H + h) * a.D;
+    float most = 0;
+    for (int64_t c = at; c < at + a.D; ++c) most = std::max(most, std::abs(float(o[size_t(c)])));
+    broken += amax[size_t(i)] != most;
+  }
+  CHECK(broken == 0);
+}
+template <class T>
+static void check_amax_of_sum(const NsaShape& a) {
+  Stream& s = test_device(Backend::cpu).compute();
+  const int64_t n = a.B * a.T * a.H * a.D;
+  const std::vector<T> x = converted<T>(Inputs(a).x), one = converted<T>(normals(n, 1, 43)),
+                       two = converted<T>(normals(n, 1, 44)), three = converted<T>(normals(n, 1, 45));
+  std::vector<T> o = nans<T>(n), again = o;
+  std::vector<float> amax(size_t(a.B * a.H * a.T), NAN);
+  nsa_combine<T>(s, o.data(), one.data(), two.data(), three.data(), x.data(), a, amax.data());
+  nsa_combine<T>(s, again.data(), one.data(), two.data(), three.data(), x.data(), a);
+  s.synchronize();
+  check_amax(o, amax, a);
+  CHECK(same_bits(o, again));
+}
+TEST_CASE("the sum of branches comes with its largest numbers", "[nsa]") {
+  const NsaShape a = with(shape(2, 37, 6, 2, 5), 8, 4, 16, 4, 20);
+  check_amax_of_sum<float>(a), check_amax_of_sum<bf16>(a), check_amax_of_sum<double>(a);
+}
+
 TEST_CASE("closed gates close everything", "[nsa]") {
   const NsaShape a = with(shape(1, 200, 4, 2, 8, Phi::mlp), 8, 4, 16, 4, 20);
   Inputs in(a);
@@ -1497,7 +1528,8 @@ template <class T, class G>
 struct Simple {
   std::vector<T> mean, dmean, blocks, dblocks, last, first, combined;
   std::vector<G> dposition;
-  bool vectors = true;  // none of the kernels is the general one
+  std::vector<float> amax;  // of combined, of each query and head; of kernels in fp32 and for odd heads empty
+  bool vectors = true;      // none of the kernels is the general one
   Simple(const NsaShape& a, Backend backend) {
     Stream& s = stream_of(backend);
     Arrays on(s);
@@ -1519,7 +1551,10 @@ struct Simple {
                                    on.scratch<acc_t<T>>(nsa_blocks_partials(a)), a));
     tell(nsa_heads_last<T>(s, on.up(last), pd, a.HKV, rows, a.D));
     tell(nsa_heads_first<T>(s, on.up(first), pd, a.HKV, rows, a.D));
-    tell(nsa_combine<T>(s, on.up(combined), on.up(o[0]), on.up(o[1]), on.up(o[2]), px, a));
+    if (backend == Backend::cpu || (std::is_same_v<T, bf16> && (a.D == 64 || a.D == 128)))
+      amax.assign(size_t(a.B * a.H * a.T), NAN);
+    tell(nsa_combine<T>(s, on.up(combined), on.up(o[0]), on.up(o[1]), on.up(o[2]), px, a,
+                        amax.empty() ? nullptr : on.up(amax)));
     s.synchronize();
     on.down();
   }
@@ -1540,6 +1575,7 @@ template <class T, class G>
 void check_simple(const NsaShape& a, const Simple<double, double>& ref, const Errors& twin) {
   const Simple<T, G> x(a, Backend::gpu), y(a, Backend::gpu);
   check_against_twin<T>(errors(x, ref, a), twin);
+  check_amax(x.combined, x.amax, a);
   CHECK((same_bits(x.mean, y.mean) && same_bits(x.dmean, y.dmean) && same_bits(x.blocks, y.blocks) &&
          same_bits(x.dblocks, y.dblocks) && same_bits(x.dposition, y.dposition) && same_bits(x.combined, y.combined)));
   const auto untouched = [&](const std::vector<T>& v, int64_t from) {  // outside of its columns
@@ -1558,6 +1594,7 @@ void check_simple(const std::vector<NsaShape>& shapes) {
   for (const NsaShape& a : shapes) {
     INFO(text(a));
     const Simple<double, double> ref(a, Backend::cpu);
+    check_amax(ref.combined, ref.amax, a);
     check_simple<float, float>(a, ref, errors(Simple<float, float>(a, Backend::cpu), ref, a));
     check_simple<bf16, bf16>(a, ref, errors(Simple<bf16, bf16>(a, Backend::cpu), ref, a));
     check_simple<bf16, float>(a, ref, errors(Simple<bf16, float>(a, Backend::cpu), ref, a));

@@ -13,6 +13,10 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// |x| as a number whose order is that of the magnitudes, a NaN's above all others; and back, infinity of a NaN.
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
+__device__ __forceinline__ float amax_of(uint32_t magnitude) { return __uint_as_float(min(magnitude, 0x7f800000)); }
+
 // One instruction each; what is smaller than a normal number is zero.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
