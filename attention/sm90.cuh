@@ -17,6 +17,8 @@
 #include <cuda.h>
 
 #include <atomic>
+#include <map>
+#include <tuple>
 
 #include "attention/tiles.cuh"
 #include "attention/wgmma.cuh"
@@ -740,7 +742,7 @@ __global__ void __launch_bounds__(384, 1)
 // ---------------------------------------------------------------------------------------------------------- launches
 
 // Every copy is a box of 64 rows x 64 columns of one head; the map knows the strides and where the sequence ends.
-inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int rows, const Problem& a) {
+inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int rows, const Problem& a) {
   static const auto encode = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -766,6 +768,15 @@ inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int rows, co
              "(error %d): addresses and row strides must be multiples of 16 bytes",
              static_cast<const void*>(p), (long long)ld, a.B, rows, heads, a.D, int(r)));
   return map;
+}
+// The driver encodes a map once: it holds an address and sizes, and every step brings the same.
+inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int rows, const Problem& a) {
+  constexpr size_t most = 4096;  // far more than a model's
+  static thread_local std::map<std::tuple<const bf16*, int64_t, int, int, int, int>, CUtensorMap> known;
+  const auto key = std::make_tuple(p, ld, heads, rows, a.B, a.D);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (known.size() == most) known.clear();
+  return known.emplace(key, encoded_map(p, ld, heads, rows, a)).first->second;
 }
 
 // Persistent blocks: one an SM. Launches take the lists of items in turn: two that are 256 launches apart share one and
