@@ -98,5 +98,7 @@ void Graph::launch() {
   if (dev_.on_graph_launch) dev_.on_graph_launch(number_);
   CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(exec_), dev_.compute().cuda()));
   dev_.compute().record(*dev_.after_graph);
+  // An event that was recorded here and, later and for itself, in a step that is no graph says nothing of this launch.
+  for (Stream* s : {&dev_.gather(), &dev_.reduce()}) s->wait(*dev_.after_graph);
 #endif
 }

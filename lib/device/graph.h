@@ -4,9 +4,9 @@
 //   graph.make([&] { step(); });      // runs nothing
 //   for (...) graph.launch();
 //
-// It begins and ends with all streams at rest: they start where the compute stream stands and it waits for them, so
-// events from before need no waiting for, and who waits later for one that was recorded in here waits for the whole
-// launch. The pointers that it was made with must stay.
+// It begins and ends with all streams at rest: they start where the compute stream stands, which waits for them, so
+// events from before need no waiting for; and what the streams are given behind a launch waits for all of it. The
+// pointers that it was made with must stay.
 #pragma once
 
 #include <cstdint>
