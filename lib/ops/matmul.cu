@@ -448,12 +448,14 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
 #endif  // FSDP_CUDA
 
 // For the estimate: z (M,N), of Z, = x (M,K) y (K,N), of T; others: how many more matrices like z are read or written.
-// The share is what a step of the preset rope reaches on one H200. TF32 has half of bf16's peak on every chip.
+// The share is what a step of the preset rope reaches on one H200, and of fp32 what those of `mlp-1024` and `mlp-4096`
+// do. TF32 has half of bf16's peak on every chip.
 template <class T, class Z>
 static Cost product(const Device& dev, int64_t M, int64_t N, int64_t K, int others) {
   Cost c{Work::matmul};
-  c.flops = 2.0 * double(M) * double(N) * double(K), c.share = 0.70, c.dtype = dtype_of<T>;
-  if (dev.tf32 && c.dtype == Dtype::f32) c.share *= 0.5, c.dtype = Dtype::bf16;
+  const bool fp32 = dtype_of<T> == Dtype::f32;
+  c.flops = 2.0 * double(M) * double(N) * double(K), c.share = !fp32 ? 0.70 : dev.tf32 ? 0.35 : 0.77;
+  c.dtype = fp32 && dev.tf32 ? Dtype::bf16 : dtype_of<T>;
   c.bytes = double(M * K + K * N) * sizeof(T) + double(M * N) * (1 + others) * sizeof(Z);
   return c;
 }

@@ -145,7 +145,8 @@ std::string presets_text() {
                  ll(r.batch), ll(r.grad_accum), strf("%.1f M", 1e-6 * double(parameter_count(c))).c_str());
   }
   return text +
-         "batch: sequences per rank and micro-batch; accum: micro-batches per step; NSA where there is attention\n";
+         "batch: sequences per rank and micro-batch; accum: micro-batches per step; parameters: with NSA, the "
+         "default\n";
 }
 
 std::string choices_text(const Run& r, Transport transport) {

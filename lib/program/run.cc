@@ -158,8 +158,8 @@ int shard_ranks(const Options& o, int world_size) {
   }
   const int ranks = small_number(o.shard.substr(hybrid.size()), 6);
   REQUIRE_USER(ranks > 0, "--shard %s: K must be a number of ranks, as in hybrid:2", o.shard.c_str());
-  REQUIRE_USER(world_size % ranks == 0, "--shard %s: %d ranks cannot be divided into groups of %d", o.shard.c_str(),
-               world_size, ranks);
+  REQUIRE_USER(world_size % ranks == 0, "--shard %s: groups of %d do not divide %d rank%s", o.shard.c_str(), ranks,
+               world_size, world_size == 1 ? "" : "s");
   return ranks;
 }
 

@@ -13,7 +13,7 @@
 // In cells: -            nothing was measured
 //           OOM, ...     the run failed; a word where the error has one
 //           *1,326*      planned, not measured
-//           91,204 †     more than the 80 GiB of the report's GPUs have room for
+//           91,204 †     more than a GPU of 80 GiB has room for
 #pragma once
 
 #include <string>
