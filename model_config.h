@@ -70,7 +70,7 @@ struct ModelConfig {
   bool gather_fp8 = false;                          // those weights are gathered in fp8 too
   bool save_fp8 = false;                            // the MLP's hidden layer, where it is kept, is kept in fp8
   bool diagnostics = false;                         // count what every block's gates and selection do; and NsaKernels
-  int64_t logits_bytes = int64_t(256) << 20;        // the most that may exist at one time
+  int64_t logits_bytes = int64_t(256) << 20;        // the most that exist at one time, but for the last of 128 tokens
   int64_t hidden_bytes = int64_t(512) << 20;        // of the MLP's hidden layer; see Model's rows_
   Wrap wrap = Wrap::block;
   int64_t wrap_min_params = 0, bucket_params = 0;  // bucket_params: small neighbours are not merged beyond; 0: no limit

@@ -143,7 +143,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   } else {
     if (!now.graph.made()) {
       now.graph.make(issue);
-      if (t.speaks() && step == t.first + 2) report_graph(now.graph.nodes(), t.job.telemetry.get());
+      if (t.speaks() && !t.slot(step + 1).graph.made()) report_graph(now.graph.nodes(), t.job.telemetry.get());
     }
     now.graph.launch();
   }

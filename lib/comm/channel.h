@@ -29,8 +29,8 @@ CommStreams comm_streams(Backend backend, Transport transport);
 
 // What a GPU needs beside the arena. context_bytes: CUDA's context, which is there before a run asks what is free; a
 // plan for a GPU that is not here counts it too. library_bytes: what comes after the arena, kernels' code that is
-// loaded at its first use, cuBLASLt, graphs; and over NCCL the buffers and code of up to three communicators, several
-// hundred MiB.
+// loaded at its first use, cuBLASLt, graphs; and over NCCL the buffers and code of three communicators, several hundred
+// MiB (--shard hybrid with --reduce copy-engine opens a fourth).
 constexpr int64_t context_bytes = int64_t(448) << 20;
 int64_t library_bytes(Backend backend, Transport transport);
 

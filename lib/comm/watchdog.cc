@@ -83,7 +83,8 @@ struct Watchdog::Impl {
   std::vector<MPI_Request> receiving, sending;   // rank 0: of each rank; else one
   bool in_exchange = false;
 
-  double limit() const { return std::max(options.timeout_s / 2, options.timeout_s - 2); }
+  // Long enough for what ranks say of themselves to come in.
+  double limit() const { return std::max({options.timeout_s / 2, options.timeout_s - 2, 4 * exchange_s}); }
   double longest_tick() const { return std::max(0.5, limit() / 4); }
   void begin();
   void end();

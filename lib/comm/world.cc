@@ -170,7 +170,8 @@ void barrier() {
 
 std::string broadcast_text(const std::string& text, int root) {
   const flight::OnHost recorded("broadcast");
-  int64_t n = int64_t(text.size());
+  int64_t n = int64_t(text.size());  // no more than MPI counts
+  ASSERT(n <= INT_MAX);
   MPI_CHECK(MPI_Bcast(&n, 1, MPI_INT64_T, root, all_ranks()));
   std::string out = text;
   out.resize(size_t(n));
@@ -182,6 +183,7 @@ std::vector<std::string> gather_texts(const std::string& text) {
   const flight::OnHost recorded("gather");
   int ranks = 0, mine = int(text.size());
   MPI_CHECK(MPI_Comm_size(all_ranks(), &ranks));
+  ASSERT(text.size() <= size_t(INT_MAX) / size_t(ranks));  // what MPI counts
   std::vector<int> sizes(size_t(ranks), 0), at(size_t(ranks), 0);
   MPI_CHECK(MPI_Allgather(&mine, 1, MPI_INT, sizes.data(), 1, MPI_INT, all_ranks()));
   std::partial_sum(sizes.begin(), sizes.end() - 1, at.begin() + 1);

@@ -1,5 +1,5 @@
 // What a step runs on: a GPU, or a CPU's threads that behave like one. A rank owns one Device, which owns the rest:
-// three streams, the planned memory, what has failed. The parts have a header each:
+// four streams, the planned memory, what has failed. The parts have a header each:
 //
 //   error.h        errors and their texts            dtype.h        fp32, bf16, fp64
 //   stream.h       streams and events                memory.h       planned memory
