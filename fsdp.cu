@@ -42,8 +42,8 @@ int64_t largest_gather(const std::vector<Unit>& units) {
 bool any_in_fp8(const std::vector<Unit>& units) {
   return std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; });
 }
-// The least staging memory of an all_reduce, for each rank: 64 of the widest numbers (lib/comm/channel.cc).
-constexpr int64_t piece_bytes = 64 * int64_t(sizeof(double));
+// The least staging memory of an all_reduce, for each rank: a piece of the widest numbers.
+constexpr int64_t piece_bytes = piece_numbers * int64_t(sizeof(double));
 // What a gather's MPI stages: on a GPU all of it, and anywhere the all_reduce of largest numbers.
 int64_t gather_staging(const std::vector<Unit>& units, Backend backend, int64_t element_bytes, int ranks) {
   const int64_t gathers = backend == Backend::gpu ? largest_gather(units) * element_bytes : 0;

@@ -401,7 +401,7 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
 #endif
   const bool staged = impl_->host != nullptr;
   char* parts = staged ? impl_->host2->get() : impl_->staging;
-  const int64_t piece = std::max<int64_t>(1, max_bytes_ / world_.size / size_of(t) / 64 * 64);
+  const int64_t piece = std::max<int64_t>(1, max_bytes_ / world_.size / size_of(t) / piece_numbers * piece_numbers);
   ASSERT(piece * world_.size * size_of(t) <= max_bytes_);
   for (int64_t from = 0; from < count; from += piece) {
     const int64_t n = std::min(piece, count - from), bytes = n * size_of(t);

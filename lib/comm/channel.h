@@ -34,6 +34,9 @@ CommStreams comm_streams(Backend backend, Transport transport);
 constexpr int64_t context_bytes = int64_t(448) << 20;
 int64_t library_bytes(Backend backend, Transport transport);
 
+// Over MPI an all_reduce goes in pieces of multiples of so many numbers for each rank.
+constexpr int64_t piece_numbers = 64;
+
 // From now on the arena is memory that other ranks' copy engines can reach. Before Memory::commit(). Throws UsageError
 // in a build without NCCL 2.28.
 void use_nccl_memory(Device& dev);
