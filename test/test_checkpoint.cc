@@ -31,6 +31,7 @@
 #include "lib/program/export.h"
 #include "lib/program/files.h"
 #include "model.h"
+#include "test/worst.h"
 
 using nlohmann::json;
 
@@ -1145,7 +1146,7 @@ struct Trainer {
 double furthest(const std::vector<double>& x, const std::vector<double>& y) {
   double worst = x.size() == y.size() ? 0 : INFINITY;
   for (size_t i = 0; i < std::min(x.size(), y.size()); ++i)
-    worst = std::max(worst, std::abs(x[i] - y[i]) / std::abs(y[i]));
+    worst = worse(worst, std::abs(x[i] - y[i]) / std::abs(y[i]));
   return worst;
 }
 

@@ -7,6 +7,7 @@
 #include "lib/ops/ops.h"
 #include "lib/ops/philox.h"
 #include "test/arrays.h"
+#include "test/worst.h"
 
 namespace {
 
@@ -188,7 +189,7 @@ TEST_CASE("fp8: a matrix's largest number becomes the format's, and the transpos
         // Half a step of what is rounded; below the smallest normal number steps are of one size.
         const float back = fp8::decode(code, f) * c.unscale, a = std::fabs(x[size_t(i)]);
         const float step = std::max(a, std::ldexp(c.unscale, f.exponent)) * std::ldexp(1.0f, -f.mantissa_bits - 1);
-        furthest = std::max(furthest, std::fabs(back - x[size_t(i)]) / step);
+        furthest = worse(furthest, std::fabs(back - x[size_t(i)]) / step);
       }
       CHECK(c.amax == largest);
       CHECK(most == f.largest_code);
@@ -294,7 +295,7 @@ TEST_CASE("fp8: a product is that of what its factors stand for", "[fp8]") {
           if (p.bias) sum += double(bias[size_t(n)]);
           if (p.residual) sum += double(residual[i]);
           if (p.accumulate) sum += double(before[i]);
-          apart = std::max(apart, std::fabs(sum - double(z[i])));
+          apart = worse(apart, std::fabs(sum - double(z[i])));
         }
       CHECK(apart < 1e-5);
     }
@@ -447,7 +448,7 @@ TEST_CASE("GPU: products in fp8", "[fp8][gpu]") {
     const auto there = product<T>(gpu, p), here = product<T>(cpu, p);
     double furthest = 0, size = 0;
     for (size_t i = 0; i < here.size(); ++i) {
-      furthest = std::max(furthest, std::fabs(double(float(there[i])) - double(float(here[i]))));
+      furthest = worse(furthest, std::fabs(double(float(there[i])) - double(float(here[i]))));
       size = std::max(size, std::fabs(double(float(here[i]))));
     }
     // bf16 has 8 bits. Fast sums keep about 13 bits of the largest term. Where cuBLAS adds up in fp32, it adds sums

@@ -10,6 +10,7 @@
 #include "cpu/ops.h"
 #include "lib/ops/ops.h"
 #include "lib/ops/philox.h"
+#include "test/worst.h"
 
 using ops::Norm;
 using Doubles = std::vector<double>;
@@ -40,7 +41,7 @@ double gradient_error(Doubles& x, const Doubles& g, F f) {
     x[i] = at - h;
     const double below = f();
     x[i] = at;
-    worst = std::max(worst, std::abs((above - below) / (2 * h) - g[i]));
+    worst = worse(worst, std::abs((above - below) / (2 * h) - g[i]));
     largest = std::max(largest, std::abs(g[i]));
   }
   return worst / largest;
@@ -120,7 +121,7 @@ TEST_CASE("initial weights do not depend on the cut and are normal", "[ops]") {
 TEST_CASE("the vector exponential is exact to 2e-7", "[ops]") {
   double worst = 0;
   for (float x = -86.9f; x < 88; x += 0.0137f)
-    worst = std::max(worst, std::abs(double(cpu::exp_(x)) / std::exp(double(x)) - 1));
+    worst = worse(worst, std::abs(double(cpu::exp_(x)) / std::exp(double(x)) - 1));
   CHECK(worst < 2e-7);
   CHECK(std::isnan(cpu::exp_(std::nanf(""))));
   CHECK(cpu::exp_(0.0f) == 1.0f);
@@ -760,7 +761,7 @@ TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
     double most = 0;
     for (size_t k = 0; k < p.size(); ++k)
       for (size_t i = 0; i < p[k].values.size(); ++i)
-        most = std::max(most, std::abs(double(p[k].values[i]) - double(q[k].values[i])));
+        most = worse(most, std::abs(double(p[k].values[i]) - double(q[k].values[i])));
     return most;
   };
   CHECK(furthest(run(true, 0.0), run(false, 0.0)) < 1e-13);

@@ -58,6 +58,9 @@ TEST_CASE("a token is drawn as often as the softmax says", "[text]") {
   agree(counts(1, 1), expected(1, {3}));  // of those alike the lowest
   agree(counts(0, 0), expected(1, {3}));
   CHECK(draw_token(logits + 5, 1, {1, 0, 0, 1, 1}, 0) == -1);
+  const float infinite[] = {1, INFINITY, 2}, none[] = {-INFINITY, -INFINITY};
+  CHECK(draw_token(infinite, 3, {1, 0, 0, 1, 3}, 0) == 1);
+  CHECK(draw_token(none, 2, {1, 0, 0, 1, 2}, 0) == 0);
   CHECK(draw_token(logits + 5, 2, {1, 0, 0, 1, 2}, 0) == 1);
 }
 

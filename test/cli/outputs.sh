@@ -46,6 +46,11 @@ for key in step loss tokens_per_sec grad_norm lr timestamp step_ms peak_mib mfu;
 done
 cp "$dir/log.jsonl" "$dir/out"
 verdict "the log of a run" "$wrong"
+mpi -np 2 ./train "${small[@]}" --grad-accum 2 --log "$dir/rate.jsonl"
+rows=$(sed -n 's/.*"global_batch":\([0-9]*\),.*/\1/p' "$dir/rate.jsonl" | head -n 1) tokens=$(sed -n 's/.*"seq":\([0-9]*\),.*/\1/p' "$dir/rate.jsonl" | head -n 1)
+verdict "tokens a second are all ranks' of all micro-batches" "$(
+  sed -n 's/.*"step_ms":\([^,]*\),.*"tokens_per_sec":\([^,}]*\).*/\1 \2/p' "$dir/rate.jsonl" |
+    awk -v all=$((rows * tokens)) '{ r = $1 * $2 / 1000 / all; n += r > 0.999 && r < 1.001 } END { exit !(NR > 0 && n == NR) }' || echo "they are not")"
 
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --batch 1 --steps 4 --val-every 2 --val-batches 64 --comm-timing --log "$dir/timed.jsonl"
 sed -n 's/.*"exposed_gather_ms":\([^,]*\),"exposed_reduce_ms":\([^,]*\),.*"step_ms":\([^,]*\),.*/\1 \2 \3/p' "$dir/timed.jsonl" >"$dir/times"

@@ -47,4 +47,24 @@ verdict "the learning rate is that of the schedule" "$(awk '
   { lr = $1 <= 3 ? 0.01 * $1 / 3 : 0.0025 + 0.0075 * (1 + cos(3.141592653589793 * ($1 - 3) / 7)) / 2
     n += $1 == NR && $2 > lr - 1e-9 && $2 < lr + 1e-9 } END { exit n != 10 }' "$dir/out" || echo "it is not")"
 
+# Every number of the optimizer has its part in the third loss.
+third() {
+  mpi -np 1 ./train --device cpu --preset tiny --seq 64 --steps 3 --warmup 0 --log "$dir/knob.jsonl" "$@"
+  sed -n 's/.*"loss":\([^,]*\),.*"step":3,.*/\1/p' "$dir/knob.jsonl"
+}
+plain=$(third) bounded=$(third --clip 1e-3)
+wrong=""
+for knob in "--lr 1e-4" "--beta1 0.1" "--beta2 0.1" "--eps 1" "--weight-decay 9" "--min-lr-ratio 0.9"; do
+  read -r -a words <<<"$knob"
+  loss=$(third "${words[@]}")
+  [ -n "$loss" ] && [ "$loss" != "$plain" ] || wrong="$wrong; not $knob: ${loss:-none}"
+done
+for knob in "--clip 1e-9" "--clip 1e-3 --clip-norm inf"; do
+  read -r -a words <<<"$knob"
+  loss=$(third --eps 1e-3 "${words[@]}")
+  [ -n "$loss" ] && [ "$loss" != "$(third --eps 1e-3 --clip 1e-3)" ] || wrong="$wrong; not $knob: ${loss:-none}"
+done
+[ -n "$plain" ] && [ -n "$bounded" ] && [ "$bounded" != "$plain" ] || wrong="$wrong; not --clip: $plain, $bounded"
+verdict "what the optimizer is told changes the steps" "$wrong"
+
 done_testing
