@@ -166,6 +166,18 @@ TEST_CASE("rows with words are bars", "[plots]") {
   CHECK(has(text, "set xtics (\"none\" 0, \"both\" 1)"));
 }
 
+TEST_CASE("what is all zero is drawn", "[plots]") {
+  const ScratchDirectory dir;
+  std::vector<json> rows = depth_rows();
+  for (json& row : rows) row["result"]["nccl_share"] = 0;
+  const std::string path = dir.rows("depth.jsonl", rows);
+  for (const PlotKind kind : {PlotKind::scaling, PlotKind::bars}) {
+    const std::string text = script({path}, kind, "nccl_share");
+    CHECK(has(text, "set yrange [0:1]"));
+    CHECK(has(text, "set ytics (\"0\" 0, \"0.2\" 0.2, "));
+  }
+}
+
 TEST_CASE("the picture of a unit has its parameters and cuts", "[plots]") {
   const std::string svg = unit_svg("rope", 4);
   CHECK(has(svg, "cut for 4 ranks"));

@@ -24,6 +24,8 @@ std::string in_quotes(const std::string& text);  // for gnuplot
 // Where an axis has ticks and what stands there: numbers in groups of three, which gnuplot only makes in some locales.
 enum class Axis { linear, logarithmic };
 std::string ticks(char axis, double least, double most, Axis kind);
+// Where an axis from 0 ends: `room` times the most; 1 where nothing is above 0, since gnuplot draws no empty range.
+inline double axis_end(double most, double room) { return most > 0 ? room * most : 1; }
 
 // A trace of ./train --trace. Throws UsageError for a file that is none.
 nlohmann::json read_trace(const std::string& path);

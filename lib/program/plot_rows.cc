@@ -256,12 +256,13 @@ std::string bars_script(const PlotRequest& r, const std::string& out) {
   for (size_t i = 0; i < names.size(); i++) text += strf("%s%s %zu", i ? ", " : "", in_quotes(names[i]).c_str(), i);
   text +=
       std::string(")") + (longest * 9 > size_t(pixels) / names.size() ? " rotate by -25" : "") + "\nset grid noxtics\n";
+  const double top = axis_end(highest, 1.18);
   text += strf(
       "set xrange [-0.6:%.1f]\nset yrange [0:%.6g]\nset ylabel %s\n"
       "set tmargin 5\nset title offset 0,1.4\n"
       "set key at graph 0.5,1.02 center bottom horizontal samplen 2\n",
-      double(names.size()) - 0.4, 1.18 * highest, in_quotes(title_of_key(key_of(r))).c_str());
-  return text + ticks('y', 0, 1.18 * highest, Axis::linear) + plots + "\n";
+      double(names.size()) - 0.4, top, in_quotes(title_of_key(key_of(r))).c_str());
+  return text + ticks('y', 0, top, Axis::linear) + plots + "\n";
 }
 
 std::string scaling_script(const PlotRequest& r, const std::string& out) {
@@ -280,6 +281,7 @@ std::string scaling_script(const PlotRequest& r, const std::string& out) {
       if (p.y && *p.y > 0) least = std::min(least, *p.y), most = std::max(most, *p.y);
     }
   }
+  const double top = axis_end(most, 1.2);
   const bool log_y = most > 8 * least, log_x = *xs.begin() > 0 && *xs.rbegin() >= 4 * *xs.begin();
   std::string data, plots, labels;
   for (size_t i = 0; i < all.size(); i++) {
@@ -309,13 +311,13 @@ std::string scaling_script(const PlotRequest& r, const std::string& out) {
   std::string text = plot_opening(out, 950, 460, title_of(r, rows)) + data + labels;
   if (log_x) text += "set logscale x 2\n";
   if (log_y) text += strf("set logscale y\nset yrange [%.6g:%.6g]\n", 0.6 * least, 1.6 * most);
-  else text += strf("set yrange [0:%.6g]\n", 1.2 * most);
+  else text += strf("set yrange [0:%.6g]\n", top);
   text += "set xtics (";
   bool first = true;
   for (double x : xs) text += strf("%s\"%.10g\" %.10g", first ? "" : ", ", x, x), first = false;
   text += ")\nset xlabel " + in_quotes(name_of_first_label(rows[0])) + "\nset ylabel " +
           in_quotes(title_of_key(key_of(r))) +
           "\nset offsets graph 0.04, graph 0.04, 0, 0\nset key outside right top vertical Left reverse\n" +
-          ticks('y', log_y ? least : 0, log_y ? most : 1.2 * most, log_y ? Axis::logarithmic : Axis::linear);
+          ticks('y', log_y ? least : 0, log_y ? most : top, log_y ? Axis::logarithmic : Axis::linear);
   return text + plots + "\n";
 }

@@ -232,13 +232,14 @@ std::string memory_script(const PlotRequest& r, const std::string& out) {
   data += strf("%.4f", std::max((end - begin) / 1e3, at.rbegin()->first)) + before + "\n";
   std::string text =
       plot_opening(out, 1000, 420, title_of(r, trace, "Memory over a step")) + "$memory << EOD\n" + data + "EOD\n";
-  text += strf("set xrange [0:%.4f]\nset yrange [0:%.0f]\n", (end - begin) / 1e3, highest * 1.12);
+  const double top = axis_end(highest, 1.12);
+  text += strf("set xrange [0:%.4f]\nset yrange [0:%.0f]\n", (end - begin) / 1e3, top);
   text +=
       "set xlabel \"ms\"\nset ylabel \"MiB\"\nset key outside right top vertical invert\n"
       "set style fill solid 1 noborder\n";
   text += strf("set label \"%s MiB\" at %.4f,%.2f center offset 0,0.8 front\n", grouped(std::llround(highest)).c_str(),
                when, highest);
-  text += ticks('y', 0, highest * 1.12, Axis::linear) + "plot ";
+  text += ticks('y', 0, top, Axis::linear) + "plot ";
   for (size_t i = purposes.size(); i-- > 0;)
     text += strf("$memory using 1:%zu with filledcurves y1=0 linecolor \"%s\" title %s%s", i + 2,
                  stack_colours[i % plot_colour_count], in_quotes(purposes[i]).c_str(), i ? ", \\\n     " : "\n");

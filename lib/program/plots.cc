@@ -115,6 +115,7 @@ std::string plot_opening(const std::string& out, int width, int height, const st
 
 std::string ticks(char axis, double least, double most, Axis kind) {
   std::vector<double> at;
+  if (!(most > 0)) most = 1;  // a step of nothing would never come to the end
   if (kind == Axis::logarithmic) {
     for (double power = std::pow(10, std::floor(std::log10(least))); power <= most; power *= 10)
       for (double digit : {1.0, 2.0, 5.0})
