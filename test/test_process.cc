@@ -1,13 +1,24 @@
 // Child processes: what a run says went wrong, where its output goes, and that nothing outlives a timeout.
+#include <csignal>
 #include <cstdio>
 #include <string>
 #include <vector>
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "lib/device/error.h"
 #include "lib/program/process.h"
 #include "test/catch.h"
+
+// Whether a process ends within five seconds.
+static bool is_gone(const std::string& pid) {
+  for (int i = 0; i < 100; ++i, usleep(50000)) {
+    const std::string state = read_file("/proc/" + pid + "/stat");
+    if (state.empty() || state.find(") Z") != std::string::npos) return true;  // a zombie's parent has yet to wait
+  }
+  return false;
+}
 
 TEST_CASE("a child's output and how it ended", "[process]") {
   const std::string output = strf("build/test-process-%d.log", int(getpid()));
@@ -37,12 +48,31 @@ TEST_CASE("a timeout ends a child and its children", "[process]") {
   CHECK(run({"sh", "-c", "sleep 300 & echo $!; wait"}, output, 1) == "timed out after 1 s");
   const std::string child = lines_of(read_file(output)).front();
   REQUIRE(!child.empty());
-  bool gone = false;  // or a zombie, until its new parent has waited for it
-  for (int i = 0; i < 100 && !gone; ++i, usleep(50000)) {
-    const std::string state = read_file("/proc/" + child + "/stat");
-    gone = state.empty() || state.find(") Z") != std::string::npos;
+  CHECK(is_gone(child));
+  std::remove(output.c_str());
+}
+
+TEST_CASE("progress begins a child's timeout anew", "[process]") {
+  const std::string output = strf("build/test-process-%d.log", int(getpid()));
+  CHECK(run({"sleep", "1.2"}, output, 1, [] { return Progress::some; }).empty());
+  CHECK(run({"sleep", "300"}, output, 1, [] { return Progress::none; }) == "timed out after 1 s");
+  std::remove(output.c_str());
+}
+
+TEST_CASE("a child ends when its parent is killed", "[process]") {
+  const std::string output = strf("build/test-process-%d.log", int(getpid()));
+  const pid_t parent = fork();
+  if (parent == 0) {
+    run({"sh", "-c", "echo $$; exec sleep 300"}, output, 300);
+    _exit(0);
   }
-  CHECK(gone);
+  REQUIRE(parent > 0);
+  for (int i = 0; i < 400 && read_file(output).find('\n') == std::string::npos; ++i) usleep(25000);
+  kill(parent, SIGKILL);
+  waitpid(parent, nullptr, 0);
+  const std::string child = lines_of(read_file(output)).front();
+  REQUIRE(!child.empty());
+  CHECK(is_gone(child));
   std::remove(output.c_str());
 }
 

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include <fcntl.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,9 +27,11 @@ void end_child_and_exit(int signal) {
   _exit(128 + signal);
 }
 
-// In the child: becomes the command, in a process group of its own.
-[[noreturn]] void become(char** argv, const std::string& output) {
+// In the child: becomes the command, in a process group of its own, and is asked to end where the parent is killed.
+[[noreturn]] void become(char** argv, const std::string& output, pid_t parent) {
   setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(127);  // it was killed before the call
   const int in = open("/dev/null", O_RDONLY), out = open(output.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
   dup2(in, 0);
   if (out >= 0) dup2(out, 1), dup2(out, 2);
@@ -44,24 +47,27 @@ void end_child_on_signals() {
 }
 
 std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s,
-                const std::function<void()>& meanwhile) {
+                const std::function<Progress()>& meanwhile) {
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
-  const pid_t child = fork();
+  const pid_t parent = getpid(), child = fork();
   if (child < 0) return strf("fork: %s", std::strerror(errno));
-  if (child == 0) become(argv.data(), output);
+  if (child == 0) become(argv.data(), output, parent);
   setpgid(child, child);
   running = child;
   const auto start = std::chrono::steady_clock::now();
   int status = 0, signals = 0;
-  double called = 0;
+  double called = 0, end = double(timeout_s);
   while (waitpid(child, &status, WNOHANG) == 0) {
     const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (meanwhile && s > called + 0.5) {
+      called = s;
+      if (meanwhile() == Progress::some && signals == 0) end = s + double(timeout_s);
+    }
     // mpirun ends its ranks on SIGTERM; what ignores that is killed.
-    if (signals == 0 && s > double(timeout_s)) kill(-child, SIGTERM), signals = 1;
-    if (signals == 1 && s > double(timeout_s) + 15) kill(-child, SIGKILL), signals = 2;
-    if (meanwhile && s > called + 0.5) called = s, meanwhile();
+    if (signals == 0 && s > end) kill(-child, SIGTERM), signals = 1;
+    if (signals == 1 && s > end + 15) kill(-child, SIGKILL), signals = 2;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   running = 0;

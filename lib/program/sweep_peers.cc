@@ -73,13 +73,15 @@ static void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t r
       done++;
     };
     const auto read_lines = [&] {
+      const size_t before = done;
       for (const std::map<std::string, json> said = said_in(output); done < left.size();) {
         const auto found = said.find(left[done].tag());
         if (found == said.end()) break;
         keep(found->second, "");
       }
+      return done > before ? Progress::some : Progress::none;
     };
-    const std::string failed = ::run(command, output, run.timeout_s * int64_t(left.size()), read_lines);
+    const std::string failed = ::run(command, output, run.timeout_s, read_lines);
     read_lines();
     if (done < left.size()) {  // it has ended in this one
       const std::string line = error_line(output);
