@@ -71,6 +71,20 @@ TEST_CASE("a summary of rows has the speed-up over the baseline and follows from
   CHECK(has(summary_markdown(s), "| fsdp         | fsdp.cu |    2,500 |   x 2.50 |"));
 }
 
+TEST_CASE("what was planned has no speed-up over what was measured", "[summary]") {
+  const ScratchDirectory dir;
+  json planned = run_of("planned", "fsdp.cu", 4000, 900, 2, 0.01), more = planned;
+  planned["planned"] = more["planned"] = true, more["row"] = "more", more["result"]["tokens_per_sec"] = 8000;
+  const std::string path = dir.rows("class-2gpu.jsonl", {planned, run_of("one", "fsdp.cu", 1000, 900, 2, 0.01),
+                                                         run_of("two", "fsdp.cu", 2000, 900, 2, 0.01), more});
+  const json s = summarize({path}, ""), of_planned = summarize({path}, "planned");
+  CHECK(s["over"] == "one, fsdp.cu");
+  CHECK(s["runs"][2]["speed_up"] == 2);
+  for (int i : {0, 3}) CHECK(!s["runs"][i].contains("speed_up"));
+  CHECK(of_planned["runs"][3]["speed_up"] == 2);
+  for (int i : {1, 2}) CHECK(!of_planned["runs"][i].contains("speed_up"));
+}
+
 TEST_CASE("a summary of logs leaves the first steps out, and tells a loss that is not a number", "[summary]") {
   const ScratchDirectory dir;
   const std::string a = dir.file("a.jsonl", log_of({5, 4, 3, 2.5, 2.4, 2.3, 2.2, 2.1, 2.0, 2.05}, 1234)),

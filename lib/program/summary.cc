@@ -147,6 +147,7 @@ void add_runs(const std::string& path, json* runs) {
 }
 
 std::string full_name(const json& run) { return run["name"].get<std::string>() + ", " + run["who"].get<std::string>(); }
+bool is_planned(const json& run) { return run.contains("planned"); }
 bool is_good(const json& run) { return !run.contains("error") && run.contains("median_tokens_per_sec"); }
 
 // The index of the run that `over` names.
@@ -163,8 +164,9 @@ size_t find_baseline(const json& runs, const std::string& over) {
   std::string all;
   for (const json& run : runs) all += (all.empty() ? "" : "; ") + full_name(run);
   REQUIRE_USER(over.empty(), "--over %s: choose one of: %s", over.c_str(), all.c_str());
-  for (size_t i = 0; i < runs.size(); i++)
-    if (is_good(runs[i])) return i;
+  for (const bool planned : {false, true})
+    for (size_t i = 0; i < runs.size(); i++)
+      if (is_good(runs[i]) && is_planned(runs[i]) == planned) return i;
   throw UsageError("no run here has a speed: " + all);
 }
 
@@ -208,7 +210,8 @@ json summarize(const Words& paths, const std::string& over) {
   REQUIRE_USER(!runs.empty(), "no row of %s was run", paths[0].c_str());
   const size_t at = find_baseline(runs, over);
   for (json& run : runs)
-    if (is_good(run))
+    if (is_good(run) &&
+        is_planned(run) == is_planned(runs[at]))  // a plan over a measurement would be the estimate's error
       run["speed_up"] = run["median_tokens_per_sec"].get<double>() / runs[at]["median_tokens_per_sec"].get<double>();
   json summary = {{"over", full_name(runs[at])}, {"runs", runs}};
   summary["recommendation"] = recommendation(summary);
@@ -226,7 +229,7 @@ std::string summary_markdown(const json& summary) {
                     cell(run, "step_ms", "%.2f"), cell(run, "final_loss", "%.4f"), cell(run, "best_loss", "%.4f"),
                     run.contains("tail_loss") ? loss_text(run) : "-", whole(run, "peak_mib")});
     if (failed) rows.back().push_back(run.contains("error") ? lines_of(run.value("error", "failed")).front() : "");
-    if (run.contains("planned")) rows.back()[1] += ", planned";
+    if (is_planned(run)) rows.back()[1] += ", planned";
   }
   using A = Align;
   return markdown(rows, {A::left, A::left, A::right, A::right, A::right, A::right, A::right, A::right, A::right});
@@ -243,7 +246,7 @@ std::string recommendation(const json& summary) {
     excluded += (excluded.empty() ? "" : "; ") + full_name(run) + " (" + why + ")";
   };
   for (const json& run : summary["runs"]) {
-    if (run.contains("planned")) continue;
+    if (is_planned(run)) continue;
     if (!is_good(run)) exclude(run, error_word(run.value("error", "")));
     else if (!run.contains("tail_loss")) exclude(run, "its loss is not known");
     else if (!run["tail_loss"].is_number() || run["tail_loss"].get<double>() > most)

@@ -17,10 +17,11 @@
 // {"over": NAME, "runs": [{"name", "who", "median_tokens_per_sec", "step_ms", "final_loss", "best_loss",
 //   "tail_loss", "tail_loss_deviation" (mean and standard deviation of the last tenth of the steps), "peak_mib",
 //   "speed_up" | "error"}, ...], "recommendation": TEXT}
-// What is not known of a run is not there. A loss that is not a number is "NaN", and so is what follows from it.
+// What is not known of a run is not there; nor is the speed-up of what was planned over what was measured, or the other
+// way round. A loss that is not a number is "NaN", and so is what follows from it.
 //
 // over: the run that speed-ups are over, "NAME" or "NAME, WHO"; "": ddp_fp32 where there is one, else the first good
-// one. Of a log the steps from the fifth on count, as in a sweep; the first alone is left out of fewer than eight.
+// one, of those that were measured if any was. Of a log the steps from the fifth on count, as in a sweep; the first alone is left out of fewer than eight.
 // Throws UsageError for a file that is none of these, and for a name that is not there, which lists those that are.
 nlohmann::json summarize(const Words& paths, const std::string& over);
 
