@@ -205,6 +205,27 @@ TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
         dir / "foreign" + ", line 2: not a row of ./bench --sweep");
   CHECK(usage_error_of([&] { read_rows({dir.file("other", "{\"step\": 1}\n")}); }) ==
         dir / "other" + ", line 1: not a row of ./bench --sweep");
+  const std::pair<const char*, json> wrong[] = {{"/number", "1"},
+                                                {"/ranks", nullptr},
+                                                {"/round", 1.5},
+                                                {"/who", 3},
+                                                {"/date", 20261122},
+                                                {"/hardware", "H200"},
+                                                {"/hardware/name", nullptr},
+                                                {"/labels", json::array({"depth"})},
+                                                {"/theirs/text", 1},
+                                                {"/error", json::object()},
+                                                {"/result", json::array()},
+                                                {"/losses", 2.5},
+                                                {"/val_losses", json::array({2.5})}};
+  for (const auto& [pointer, value] : wrong) {
+    std::vector<json> all = depth_rows();
+    all[2][json::json_pointer(pointer)] = value;
+    const std::string path = dir.rows("wrong.jsonl", all), said = usage_error_of([&] { read_rows({path}); });
+    INFO(pointer << ": " << said);
+    CHECK(said.rfind(path + ", line 3: \"", 0) == 0);
+    CHECK(has(said, "\" is " + value.dump() + ", not "));
+  }
 }
 
 TEST_CASE("errors are told in a word", "[tables]") {

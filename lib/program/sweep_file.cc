@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 
 #include "lib/device/error.h"
+#include "lib/program/tables.h"
 
 namespace sweep_parts {
 
@@ -53,13 +54,15 @@ void ResultFile::write() const {
 
 ResultFile open_file(const SweepRun& run) {
   ResultFile file{run.path, read_json_lines(run.path)};
-  const bool foreign = std::any_of(file.rows.begin(), file.rows.end(),
-                                   [&](const json& j) { return j.value("sweep", "") != run.sweep->name; });
+  const bool foreign = std::any_of(file.rows.begin(), file.rows.end(), [&](const json& j) {
+    return !j.contains("sweep") || j["sweep"] != run.sweep->name;
+  });
   struct stat s;
   const bool empty = ::stat(run.path.c_str(), &s) != 0 || s.st_size == 0;
   REQUIRE_USER(!foreign && (empty || !file.rows.empty()),
                "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
                run.path.c_str(), run.sweep->name);
+  if (!file.rows.empty()) file.rows = read_rows({run.path});
   if (run.begin == Begin::anew && run.only.empty()) file.rows.clear();
   file.write();  // what cannot be written is said before the first row takes its time
   return file;

@@ -95,6 +95,60 @@ json in_one(const std::map<int64_t, json>& rounds) {
   return row;
 }
 
+bool is_text(const json& j) { return j.is_string(); }
+bool is_whole(const json& j) { return j.is_number_integer(); }
+bool is_object(const json& j) { return j.is_object(); }
+bool is_list(const json& j) { return j.is_array(); }
+bool is_list_of_labels(const json& j) {
+  return j.is_array() && std::all_of(j.begin(), j.end(), [](const json& l) {
+           return l.is_array() && l.size() == 2 && l[0].is_string() && l[1].is_string();
+         });
+}
+bool is_list_of_losses(const json& j) {
+  return j.is_array() && std::all_of(j.begin(), j.end(), [](const json& l) { return l.is_array() && l.size() == 2; });
+}
+
+// What is taken from a row without a look at its type.
+struct Field {
+  const char* pointer;
+  bool (*fits)(const json&);
+  const char* type;
+};
+const Field fields[] = {
+    {"/sweep", is_text, "text"},
+    {"/number", is_whole, "a whole number"},
+    {"/round", is_whole, "a whole number"},
+    {"/ranks", is_whole, "a whole number"},
+    {"/who", is_text, "text"},
+    {"/variant", is_text, "text"},
+    {"/labels", is_list_of_labels, "a list of pairs of text"},
+    {"/command", is_text, "text"},
+    {"/commit", is_text, "text"},
+    {"/date", is_text, "text"},
+    {"/hardware", is_object, "an object"},
+    {"/hardware/name", is_text, "text"},
+    {"/theirs_on", is_text, "text"},
+    {"/theirs/text", is_text, "text"},
+    {"/error", is_text, "text"},
+    {"/result", is_object, "an object"},
+    {"/losses", is_list, "a list"},
+    {"/val_losses", is_list_of_losses, "a list of pairs, step and loss"},
+    {"/attention", is_object, "an object"},
+    {"/attention/T", is_whole, "a whole number"},
+    {"/attention/H", is_whole, "a whole number"},
+};
+
+void require_types(const json& row, const std::string& path, int64_t line) {
+  for (const Field& f : fields) {
+    const json::json_pointer p(f.pointer);
+    if (!row.contains(p) || f.fits(row[p])) continue;
+    std::string key = f.pointer + 1;
+    std::replace(key.begin(), key.end(), '/', '.');
+    throw UsageError(strf("%s, line %lld: \"%s\" is %.60s, not %s; make the row anew, or delete the line", path.c_str(),
+                          static_cast<long long>(line), key.c_str(), row[p].dump().c_str(), f.type));
+  }
+}
+
 }  // namespace
 
 std::vector<json> merged_rounds(const std::vector<json>& rows) {
@@ -149,6 +203,7 @@ std::vector<json> read_rows(const Words& paths) {
       json row = json::parse(text, nullptr, /*allow_exceptions=*/false);
       REQUIRE_USER(row.is_object() && (is_training(row) || is_plain(row)),
                    "%s, line %lld: not a row of ./bench --sweep", path.c_str(), static_cast<long long>(line));
+      require_types(row, path, line);
       rows.push_back(std::move(row));
     }
     REQUIRE_USER(!rows.empty(), "%s is empty", path.c_str());

@@ -24,7 +24,7 @@
 #include "lib/program/rows.h"
 
 // The rows of files, in the order of their "number" within a file. Throws UsageError for a file that cannot be read,
-// that is empty, or that has a line which is no row.
+// that is empty, or that has a line which is no row or has a field of another type than ./bench writes.
 std::vector<nlohmann::json> read_rows(const Words& paths);
 
 // ---------------------------------------------------------------------------------------------------------- the forms
