@@ -62,6 +62,12 @@ TEST_CASE("PyTorch stands beside the rows that the tables want", "[sweeps]") {
   }
 }
 
+TEST_CASE("nothing is planned of what runs on a CPU", "[sweeps]") {
+  const Words gpu = words_of("--preset tiny --data random"), cpu = words_of("--preset tiny --data random --device cpu");
+  CHECK(planned(gpu, 1, "h200").seconds > 0);
+  CHECK(planned(cpu, 1, "h200").seconds == 0);
+}
+
 TEST_CASE("the comm sweep has the largest depth that fits", "[sweeps]") {
   for (int64_t n : {1, 2}) {
     const SweepMachine m = gpus(n);

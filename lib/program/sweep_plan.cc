@@ -30,7 +30,7 @@ Planned planned(const Words& options, int64_t ranks, const std::string& chip_wor
   Planned p;
   p.config = settings(r);
   const Chip* chip = chip_word.empty() ? nullptr : chip_named(chip_word);
-  if (!chip) return p;
+  if (!chip || r.backend == Backend::cpu) return p;
   const Price price_ = price(r, int(ranks), *chip);
   p.seconds = price_.seconds, p.peak_mib = mib(int64_t(price_.bytes));
   p.init_mib = mib(int64_t(price_.init_bytes)), p.before_step_mib = mib(int64_t(price_.before_step_bytes));

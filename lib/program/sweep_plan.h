@@ -18,8 +18,8 @@ struct Planned {
   nlohmann::json config = nlohmann::json::object();  // all options, as they were resolved
 };
 
-// options: of ./train. chip: as --gpu has it; "": on a CPU, of whose time nothing is known. Throws UsageError for
-// options that ./train would refuse.
+// options: of ./train. chip: as --gpu has it; "": on a CPU, of whose time nothing is known, as with --device cpu.
+// Throws UsageError for options that ./train would refuse.
 Planned planned(const Words& options, int64_t ranks, const std::string& chip);
 
 // Whether it has room on that chip; not if ./train would refuse it.

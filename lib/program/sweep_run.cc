@@ -53,7 +53,7 @@ static void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_
       const json row = t.only_planned ? planned_row(run, t) : train_row(run, t, round);
       file->put(row);
       std::printf("%s %lld, %s: %s%s\n", run.sweep->name, ll(t.number), t.row.name.c_str(), outcome_of(row).c_str(),
-                  t.only_planned ? " (planned)" : "");
+                  t.only_planned && row.contains("result") ? " (planned)" : "");
     }
     left -= runs(t) ? launch_s + double(t.warm + std::max<int64_t>(t.steps, 0)) * t.plan.seconds : 0;
     if (left > 5) std::printf("  about %s left\n", duration_text(left).c_str());

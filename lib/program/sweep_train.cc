@@ -120,6 +120,7 @@ json planned_row(const SweepRun& run, const Task& t) {
   row["config"] = t.plan.config, row["planned"] = true;
   if (!t.refused.empty()) row["error"] = t.refused;
   else if (!t.row.environment.empty()) row["note"] = "not planned: the estimate knows nothing of its interconnect";
+  else if (t.plan.config.value("device", "") == "cpu") row["note"] = "not planned: nothing is known of a CPU's time";
   else
     row["result"] = {
         {"step_ms", 1e3 * t.plan.seconds}, {"tokens_per_sec", t.plan.tokens_per_sec},   {"mfu", t.plan.mfu},

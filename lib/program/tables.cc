@@ -260,7 +260,7 @@ std::string together(const Words& notes) {
 // What a run's line has beside its figures.
 Words notes_of(const json& row) {
   Words notes;
-  if (is_planned(row)) add_note("*planned*", &notes);
+  if (is_planned(row) && row.contains("result")) add_note("*planned*", &notes);
   add_note(string_of(row, "note"), &notes);
   if (row.contains("error")) add_note(detail_of(string_of(row, "error")), &notes);
   return notes;

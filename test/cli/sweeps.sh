@@ -81,6 +81,9 @@ for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\)
 done
 bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
 rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'
+bench --sweep losses --gpu h200 --ranks 1 --out "$dir/losses.jsonl"
+[ "$(grep -c '"note":"not planned: .*CPU.*"row":"CPU, fp32"' "$dir/losses.jsonl")$(grep -c '"result":.*"row":"CPU, fp32"' "$dir/losses.jsonl")$(grep -c '"result":.*"row":"GPU' "$dir/losses.jsonl")" = 102 ]
+verdict "a row on the CPU is not planned as if it were on the GPU" "$([ $? = 0 ] || echo "not a note and two plans")"
 bench --sweep targets --only 2,7 --gpu h200 --ranks 2 --out "$dir/targets.jsonl"
 rows "$dir/targets.jsonl" 2 '"target":{.*"before":[0-9].*"figure":"step_ms".*"goal":[0-9]'
 grep -q '^| model .*| before | goal | aim | PyTorch | *ours |' <(tr -s ' ' <"$dir/out")
