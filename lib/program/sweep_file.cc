@@ -25,6 +25,26 @@ const json* ResultFile::find(const json& like) const {
   return nullptr;
 }
 
+// Without what the same run may differ in: where it writes its log.
+static std::string without_log(std::string command) {
+  const std::string option = " --log ";
+  const size_t at = command.find(option);
+  if (at != std::string::npos) command.erase(at, command.find(' ', at + option.size()) - at);
+  return command;
+}
+
+const json* ResultFile::kept(const json& like) const {
+  const json* there = find(like);
+  if (!there || there->contains("error")) return nullptr;
+  const auto same = [&](const char* key, auto none) { return there->value(key, none) == like.value(key, none); };
+  const bool same_command = without_log(there->value("command", "")) == without_log(like.value("command", ""));
+  if (same("ranks", int64_t(0)) && same_command) return there;
+  std::printf("%s %d, %s, %s: %s has it %s, and it runs again\n", like.value("sweep", "").c_str(),
+              like.value("number", 0), like.value("row", "").c_str(), like.value("who", "").c_str(), path.c_str(),
+              same_command ? "with another number of ranks" : "by another command");
+  return nullptr;
+}
+
 void ResultFile::put(const json& row) {
   const auto same = [&](const json& j) { return key(j) == key(row); };
   rows.erase(std::remove_if(rows.begin(), rows.end(), same), rows.end());
@@ -52,7 +72,7 @@ void ResultFile::write() const {
                std::strerror(errno));
 }
 
-ResultFile open_file(const SweepRun& run) {
+ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks) {
   ResultFile file{run.path, read_json_lines(run.path)};
   const bool foreign = std::any_of(file.rows.begin(), file.rows.end(), [&](const json& j) {
     return !j.contains("sweep") || j["sweep"] != run.sweep->name;
@@ -63,7 +83,12 @@ ResultFile open_file(const SweepRun& run) {
                "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
                run.path.c_str(), run.sweep->name);
   if (!file.rows.empty()) file.rows = read_rows({run.path});
-  if (run.begin == Begin::anew && run.only.empty()) file.rows.clear();
+  const auto goes = [&](const json& j) {
+    const auto is_refused = [&](const Task& t) { return !t.refused.empty() && t.row.name == j.value("row", ""); };
+    return !j.contains("result") || std::none_of(tasks.begin(), tasks.end(), is_refused);
+  };
+  if (run.begin == Begin::anew && run.only.empty())
+    file.rows.erase(std::remove_if(file.rows.begin(), file.rows.end(), goes), file.rows.end());
   file.write();  // what cannot be written is said before the first row takes its time
   return file;
 }

@@ -23,11 +23,12 @@ struct ResultFile {
   std::string path;
   std::vector<json> rows;
   const json* find(const json& like) const;  // null: it is not there
-  void put(const json& row);                 // replaces the same one
+  // The row that --continue keeps: a good one of the same command on as many ranks. null: it is to run; where that is
+  // because the file's row is of another run, that is said.
+  const json* kept(const json& like) const;
+  void put(const json& row);  // replaces the same one
   void write() const;
 };
-ResultFile open_file(const SweepRun& run);
-
 // ---- sweep_task.cc
 // A row with everything chosen.
 struct Task {
@@ -35,10 +36,13 @@ struct Task {
   SweepRow row;
   Planned plan;
   std::string refused;        // why ./train would not run it
+  bool by_extra = false;      // and without SweepRun::extra it would
   bool only_planned = false;  // more ranks than GPUs
   int64_t warm = 0, steps = 0, first = 0, last = 0;
 };
 std::vector<Task> tasks_of(const SweepRun& run);
+// Begun anew it is empty but for what was measured of rows that are now refused.
+ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks);
 bool runs(const Task& t);
 std::string file_of(const SweepRun& run, int64_t number, const char* ending);  // what a row's processes write
 Words environment_of(const SweepRow& row);                                     // NAME=VALUE
@@ -52,6 +56,7 @@ Words torchrun(int64_t ranks);
 // ---- sweep_train.cc
 // What a row has before anything is known of its run.
 json row_of(const SweepRun& run, const Task& t, const char* who, const std::string& variant, int64_t round);
+std::string planned_command(const SweepRun& run, const Task& t);
 json planned_row(const SweepRun& run, const Task& t);
 json train_row(const SweepRun& run, const Task& t, int64_t round);
 std::string outcome_of(const json& row);  // for people, in a few words

@@ -91,13 +91,18 @@ static void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t r
   }
 }
 
-// A program of its own beside a row: one run, one JSON line.
-static void run_script(const SweepRun& run, const Task& t, const Peer& peer, int64_t round, ResultFile* file) {
+static Words script_words(const Task& t, const Peer& peer) {
   Words command = {"python3"};
   if (t.ranks > 1)
     command = words_of("python3 -m torch.distributed.run --standalone --nproc_per_node=" + std::to_string(t.ranks));
   command.push_back(peer.script);
   command.insert(command.end(), peer.options.begin(), peer.options.end());
+  return command;
+}
+
+// A program of its own beside a row: one run, one JSON line.
+static void run_script(const SweepRun& run, const Task& t, const Peer& peer, int64_t round, ResultFile* file) {
+  const Words command = script_words(t, peer);
   const std::string output = file_of(run, t.number, "-script.log");
   const GpuSampler gpus = sampler_of(t.ranks);
   const double launched = unix_seconds();
@@ -125,9 +130,9 @@ void run_all_peers(const SweepRun& run, std::vector<Task> tasks, int64_t round, 
     if (mine && mine->contains("config"))
       t.steps = t.last = (*mine)["config"]["steps"], t.plan.config["warmup"] = (*mine)["config"]["warmup"];
     for (const Peer& peer : t.row.peers) {
-      const json* there =
-          run.begin == Begin::where_it_stopped ? file->find(row_of(run, t, theirs, peer.variant, round)) : nullptr;
-      if (there && !there->contains("error")) continue;
+      json like = row_of(run, t, theirs, peer.variant, round);
+      like["command"] = peer.script.empty() ? peer_command(run, t, peer) : join(script_words(t, peer));
+      if (run.begin == Begin::where_it_stopped && file->kept(like)) continue;
       if (!peer.script.empty()) run_script(run, t, peer, round, file);
       else groups[std::to_string(t.ranks) + prefix(t.row)].push_back({&t, &peer});
     }

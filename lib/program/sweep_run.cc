@@ -47,9 +47,13 @@ static void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_
       file->put(row_of(run, t, ours, "", 1));
       continue;
     }
-    const json like = row_of(run, t, ours, "", round);
-    const json* there = run.begin == Begin::where_it_stopped ? file->find(like) : nullptr;
-    if (!there || there->contains("error")) {
+    json like = row_of(run, t, ours, "", round);
+    like["command"] = t.only_planned ? planned_command(run, t) : train_command(run, t);
+    const json* there = file->find(like);
+    if (!t.refused.empty() && there && there->contains("result")) {
+      std::printf("%s %lld, %s: the row that %s has stays; now it is refused: %s\n", run.sweep->name, ll(t.number),
+                  t.row.name.c_str(), run.path.c_str(), t.refused.c_str());
+    } else if (run.begin == Begin::anew || !file->kept(like)) {
       const json row = t.only_planned ? planned_row(run, t) : train_row(run, t, round);
       file->put(row);
       std::printf("%s %lld, %s: %s%s\n", run.sweep->name, ll(t.number), t.row.name.c_str(), outcome_of(row).c_str(),
@@ -91,9 +95,22 @@ json ask_hardware() {
                    output.c_str()));
 }
 
+// Options that no row takes are a mistake on the command line, and no result of the rows.
+static void check_extra(const SweepRun& run, const std::vector<Task>& tasks) {
+  const Task* refused = nullptr;
+  for (const Task& t : tasks) {
+    if (t.row.no_counterpart) continue;
+    if (t.refused.empty()) return;
+    if (t.by_extra && !refused) refused = &t;
+  }
+  REQUIRE_USER(!refused, "every row of --sweep %s refuses the options behind --: %s", run.sweep->name,
+               refused->refused.c_str());
+}
+
 int run_sweep(const SweepRun& run) {
   const std::vector<Task> tasks = tasks_of(run);
-  ResultFile file = open_file(run);
+  check_extra(run, tasks);
+  ResultFile file = open_file(run, tasks);
   const double minutes = minutes_of(run, tasks);
   std::printf("%s: %zu rows; %s%s; %s%s\n", run.sweep->name, tasks.size(),
               run.machine.gpus > 0 ? strf("%lld x ", ll(run.machine.gpus)).c_str()

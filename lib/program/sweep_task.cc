@@ -33,6 +33,14 @@ static void choose_steps(const SweepRun& run, Task* t) {
   if (!whole) t->warm = steps_of(run.warm_seconds, t->plan.seconds);
 }
 
+// Plans a row; why ./train would refuse it, "" where it would not.
+static std::string refusal(const Words& options, int64_t ranks, const std::string& chip, Planned* plan) {
+  try {
+    *plan = planned(options, ranks, chip);
+    return "";
+  } catch (const UsageError& e) { return e.what(); }
+}
+
 std::vector<Task> tasks_of(const SweepRun& run) {
   std::vector<Task> tasks;
   int64_t number = 0;
@@ -42,13 +50,14 @@ std::vector<Task> tasks_of(const SweepRun& run) {
     Task t;
     t.number = number, t.ranks = row.ranks ? row.ranks : run.machine.ranks, t.row = std::move(row);
     if (!t.row.no_counterpart) {
+      const Words own = t.row.options;
       set_options(run.extra, &t.row.options);
       // The schedule of the learning rate, which both follow, is that of the steps.
       if (t.row.steps > 0)
         set_options({"--steps", std::to_string(run.steps ? run.steps : t.row.steps)}, &t.row.options);
-      try {
-        t.plan = planned(t.row.options, t.ranks, run.machine.gpu ? run.machine.chip : "");
-      } catch (const UsageError& e) { t.refused = e.what(); }
+      const std::string chip = run.machine.gpu ? run.machine.chip : "";
+      t.refused = refusal(t.row.options, t.ranks, chip, &t.plan);
+      if (Planned plan; !t.refused.empty()) t.by_extra = refusal(own, t.ranks, chip, &plan).empty();
       if (!t.plan.config.value("save_dtype", "").empty() && !t.row.peers.empty())
         t.row.peers.clear(), t.row.no_peer = "torchao does not save activations in fp8";
     }

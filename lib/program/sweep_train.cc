@@ -113,10 +113,13 @@ static void add_mfu_by_others(const json& config, json* result) {
   (*result)["mfu_full"] = mfu * as.full, (*result)["mfu_simple_pytorch"] = mfu * as.simple_pytorch;
 }
 
+std::string planned_command(const SweepRun& run, const Task& t) {
+  return "./train --plan --world " + std::to_string(t.ranks) + " --gpu " + run.machine.chip + " " + join(t.row.options);
+}
+
 json planned_row(const SweepRun& run, const Task& t) {
   json row = row_of(run, t, ours, "", 1);
-  row["command"] =
-      "./train --plan --world " + std::to_string(t.ranks) + " --gpu " + run.machine.chip + " " + join(t.row.options);
+  row["command"] = planned_command(run, t);
   row["config"] = t.plan.config, row["planned"] = true;
   if (!t.refused.empty()) row["error"] = t.refused;
   else if (!t.row.environment.empty()) row["note"] = "not planned: the estimate knows nothing of its interconnect";

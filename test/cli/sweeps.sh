@@ -28,10 +28,32 @@ verdict "what a sweep varies is what ran" "$([ $? = 0 ] || echo "the depths are 
 # A sweep that was interrupted goes on, and keeps what it has; --only replaces the rows that it names.
 cp "$dir/depth.jsonl" "$dir/before.jsonl"
 head -n 1 "$dir/before.jsonl" >"$dir/depth.jsonl"
-bench --sweep depth --continue "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+bench --sweep depth --continue "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1 --profile
 rows "$dir/depth.jsonl" 4
 [ "$(head -n 1 "$dir/depth.jsonl")" = "$(head -n 1 "$dir/before.jsonl")" ]
 verdict "--continue keeps the rows that are there" "$([ $? = 0 ] || echo "the first row was made again")"
+# A row of another command or on other ranks is not what it is to go on with.
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+bench --sweep depth --continue --only 1,2 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 32 --batch 1 --profile
+wrong=""
+[ "$(grep -c 'depth [12], .*: .*depth.jsonl has it by another command, and it runs again' "$dir/out")$(grep -c '"seq":32,' "$dir/depth.jsonl")" = 22 ] || wrong="rows with other options stay"
+bench --sweep depth --continue --only 2 --steps 3 --window 2:3 --ranks 1 --out "$dir/depth.jsonl" -- --seq 32 --batch 1 --profile
+grep -q '"ranks":1,.*"row":"2"' "$dir/depth.jsonl" || wrong="$wrong; a row on other ranks stays"
+verdict "--continue makes rows of another run again" "$wrong"
+
+# What ./train refuses is said before a file is touched, and takes no row its result.
+cp "$dir/before.jsonl" "$dir/depth.jsonl"
+bench --sweep depth "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --momnets bf16
+judge "options that every row refuses" "--sweep depth" "--momnets" "--moments"
+verdict "refused options leave the file as it was" "$(cmp "$dir/before.jsonl" "$dir/depth.jsonl")"
+bench --sweep fp8-loss "${tiny_steps[@]}" --out "$dir/refused.jsonl"
+head -n 1 "$dir/refused.jsonl" >"$dir/first.jsonl"
+bench --sweep fp8-loss "${tiny_steps[@]}" --out "$dir/refused.jsonl" -- --fp8-scaling row
+wrong=""
+grep -q '1, bf16, seed 1: the row that .*refused.jsonl has stays; now it is refused: --fp8-scaling row' "$dir/out" || wrong="nothing says that it is refused"
+[ "$(grep -c '"result"' "$dir/refused.jsonl")$(grep -c '"fp8_scaling":"row"' "$dir/refused.jsonl")" = 21 ] || wrong="$wrong; not a row as it was and one anew"
+head -n 1 "$dir/refused.jsonl" | cmp - "$dir/first.jsonl" >>"$dir/out" || wrong="$wrong; the first is another"
+verdict "a row that is refused keeps its result" "$wrong"
 cp "$dir/depth.jsonl" "$dir/before.jsonl"
 bench --sweep depth --only 3 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
 rows "$dir/depth.jsonl" 4
