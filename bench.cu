@@ -20,6 +20,7 @@
 #include <vector>
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "CLI/CLI.hpp"
 #include "nlohmann/json.hpp"
@@ -199,7 +200,8 @@ int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
   const Values values = !s.values.empty() ? s.values : run.machine.gpu ? run.sweep->on_gpus : run.sweep->on_cpu;
   std::string all;
   for (int64_t v : values) all += (all.empty() ? "" : ",") + std::to_string(v);
-  const std::string ranks = std::to_string(run.machine.ranks), output = "build/bench/collectives.log";
+  const std::string ranks = std::to_string(run.machine.ranks),
+                    output = strf("build/bench/collectives-%d.log", int(getpid()));
   const Words words = {"./bench", "--rank", "--sweep", run.sweep->name, "--ranks",
                        ranks,     "--out",  rows.path, "--values",      all};
   std::printf("collectives of %s ranks, medians of 20 calls; %s; %s\n\n", ranks.c_str(),
@@ -208,6 +210,7 @@ int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
   const std::string error = run_ranks(run.machine.ranks, {}, words, output, s.timeout);
   REQUIRE_USER(error.empty(), "%s", error.c_str());
   std::printf("%s", read_file(output).c_str());
+  std::remove(output.c_str());
   return 0;
 }
 

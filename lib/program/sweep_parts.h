@@ -44,10 +44,14 @@ std::vector<Task> tasks_of(const SweepRun& run);
 // Begun anew it is empty but for what was measured of rows that are now refused.
 ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks);
 bool runs(const Task& t);
-std::string file_of(const SweepRun& run, int64_t number, const char* ending);  // what a row's processes write
-Words environment_of(const SweepRow& row);                                     // NAME=VALUE
-std::string prefix(const SweepRow& row);                                       // the same before a command
-Words train_words(const SweepRun& run, const Task& t);
+// What a row's processes write: this process's own, since another sweep of the same name may run beside it. Goes with
+// forget, unless an error leads to it.
+std::string file_of(const SweepRun& run, int64_t number, const char* ending);
+void forget(const Words& files);
+Words environment_of(const SweepRow& row);  // NAME=VALUE
+std::string prefix(const SweepRow& row);    // the same before a command
+Words train_words(const SweepRun& run, const Task& t, const std::string& log);
+std::string recorded_log(const SweepRun& run, const Task& t);  // the log's name in a row: every run's
 std::string train_command(const SweepRun& run, const Task& t);
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer);
 std::string peer_command(const SweepRun& run, const Task& t, const Peer& peer);

@@ -49,6 +49,7 @@ static std::map<std::string, json> said_in(const std::string& output) {
 // them, those behind run in another.
 static void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t round, ResultFile* file) {
   const std::string rows = file_of(run, 0, "-peers.json"), output = file_of(run, 0, "-peers.log");
+  bool any_failed = false;
   while (!left.empty()) {
     json list = json::array();
     for (const PeerTask& p : left) list.push_back({{"tag", p.tag()}, {"args", peer_words(run, *p.task, *p.peer)}});
@@ -66,6 +67,7 @@ static void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t r
     const auto keep = [&](const json& said, const std::string& error) {
       const PeerTask& p = left[done];
       const json row = peer_row(run, p, round, said, error, done == 0 ? launched : 0, gpus);
+      any_failed |= row.contains("error");
       file->put(row);
       std::printf("%s %lld, %s, PyTorch: %s\n", run.sweep->name, ll(p.task->number), p.tag().c_str(),
                   outcome_of(row).c_str());
@@ -89,6 +91,7 @@ static void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t r
     }
     left.erase(left.begin(), left.begin() + long(done));
   }
+  if (!any_failed) forget({rows, output});
 }
 
 static Words script_words(const Task& t, const Peer& peer) {
@@ -117,6 +120,7 @@ static void run_script(const SweepRun& run, const Task& t, const Peer& peer, int
     row["result"]["step_ms"] = 1e3 * j["result"]["step_s"].get<double>();
     add_gpu_summary(gpus, launched, unix_seconds(), &row["result"]);
   }
+  if (!row.contains("error")) forget({output});
   file->put(row);
   std::printf("%s %lld, %s, PyTorch: %s\n", run.sweep->name, ll(t.number), t.row.name.c_str(), outcome_of(row).c_str());
 }

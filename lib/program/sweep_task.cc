@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+
+#include <unistd.h>
 
 #include "lib/device/error.h"
 #include "lib/program/format.h"
@@ -72,8 +75,14 @@ std::vector<Task> tasks_of(const SweepRun& run) {
 
 bool runs(const Task& t) { return !t.row.no_counterpart && t.refused.empty() && !t.only_planned; }
 
+static std::string stem_of(const SweepRun& run, int64_t number) {
+  return strf("build/bench/%s-%lld-ranks-%lld", run.sweep->name, ll(run.machine.ranks), ll(number));
+}
 std::string file_of(const SweepRun& run, int64_t number, const char* ending) {
-  return strf("build/bench/%s-%lld-ranks-%lld%s", run.sweep->name, ll(run.machine.ranks), ll(number), ending);
+  return stem_of(run, number) + strf("-%d%s", int(getpid()), ending);
+}
+void forget(const Words& files) {
+  for (const std::string& file : files) std::remove(file.c_str());
 }
 
 Words environment_of(const SweepRow& row) {
@@ -87,17 +96,19 @@ std::string prefix(const SweepRow& row) {
   return text;
 }
 
-Words train_words(const SweepRun& run, const Task& t) {
+Words train_words(const SweepRun& run, const Task& t, const std::string& log) {
   Words words = {"./train"};
   set_options(options_of(*run.sweep, t.row), &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
   if (t.row.steps == 0 || run.steps) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
   if (t.ranks == 1 && run.machine.gpus > 1) set_options({"--allow-single-rank"}, &words);
-  set_options({"--log", file_of(run, t.number, ".jsonl")}, &words);
+  set_options({"--log", log}, &words);
   return words;
 }
+std::string recorded_log(const SweepRun& run, const Task& t) { return stem_of(run, t.number) + ".jsonl"; }
 std::string train_command(const SweepRun& run, const Task& t) {
-  return prefix(t.row) + "mpirun -np " + std::to_string(t.ranks) + " " + join(train_words(run, t));
+  return prefix(t.row) + "mpirun -np " + std::to_string(t.ranks) + " " +
+         join(train_words(run, t, recorded_log(run, t)));
 }
 
 // What PyTorch is told of our options, by their keys; everything else of ./train is ours alone. DDP has no units.

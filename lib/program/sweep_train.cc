@@ -140,10 +140,10 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
     return row;
   }
   const std::string log = file_of(run, t.number, ".jsonl"), output = file_of(run, t.number, ".log");
-  std::remove(log.c_str());
+  forget({log});
   const GpuSampler gpus = sampler_of(t.ranks);
   const double launched = unix_seconds();
-  std::string error = run_ranks(t.ranks, environment_of(t.row), train_words(run, t), output, run.timeout_s);
+  std::string error = run_ranks(t.ranks, environment_of(t.row), train_words(run, t, log), output, run.timeout_s);
   const std::vector<json> lines = read_json_lines(log);
   json header = json::object(), profile = json::object();
   for (const json& j : lines) {
@@ -152,6 +152,7 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   }
   for (const char* key : {"commit", "config", "hardware", "versions"})
     if (header.contains(key)) row[key] = header[key];
+  if (row.contains("config")) row["config"]["log"] = recorded_log(run, t);
   const int64_t first = t.warm + t.first, last = t.last > 0 ? t.warm + t.last : 0;
   const json result = read_steps(lines, first, last, &row);
   row["window"] = {first, last > 0 ? last : int64_t(row["steps_ms"].size())};
@@ -180,6 +181,7 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   }
   add_gpu_summary(gpus, from, to, &r);
   add_mfu_by_others(row["config"], &r);
+  forget({log, output});
   return row;
 }
 

@@ -120,6 +120,7 @@ if [ "$1" = --hardware ]; then
   echo '{"name":"NVIDIA H200","gpus":2}'
   exit
 fi
+echo "$*" >arguments
 while [ "$1" != --log ]; do shift; done
 cat >"$2.$$" <<'LOG'
 {"config":{"attn":"dense"}}
@@ -137,6 +138,12 @@ status=$?
 rows "$dir/gpus/rows.jsonl" 1 '"products_ms":200' '"products_limit_ms":160' '"waiting_ms":3.5' '"command":".*--profile'
 grep -q '| 200 | 160 | 1.25 | 3.50 |' <(tr -s ' ' <"$dir/out")
 verdict "a sweep tells where a step went" "$([ $? = 0 ] || echo "not in its table")"
+# Two sweeps of one name may run at once: each has files of its own, which its rows do not name.
+wrong=""
+grep -qE -- '--log build/bench/step-shares-2-ranks-1-[0-9]+\.jsonl' "$dir/gpus/arguments" || wrong="the log is not this process's own"
+grep -q '"command":"[^"]*--log build/bench/step-shares-2-ranks-1\.jsonl"' "$dir/gpus/rows.jsonl" || wrong="$wrong; the row's command has another"
+[ -z "$(ls -A "$dir/gpus/build/bench")" ] || wrong="$wrong; files are left"
+verdict "a row's files are its process's own" "$wrong"
 bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
