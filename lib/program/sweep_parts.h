@@ -38,6 +38,8 @@ struct Task {
   std::string refused;        // why ./train would not run it
   bool by_extra = false;      // and without SweepRun::extra it would
   bool only_planned = false;  // more ranks than GPUs
+  // Steps: before the first that is numbered, all behind those, and the window. steps 0: as many as the epochs have,
+  // which is known when a corpus is open; last 0: to the end.
   int64_t warm = 0, steps = 0, first = 0, last = 0;
 };
 std::vector<Task> tasks_of(const SweepRun& run);

@@ -130,9 +130,12 @@ void run_all_peers(const SweepRun& run, std::vector<Task> tasks, int64_t round, 
   for (Task& t : tasks) {
     if (!runs(t) && !t.row.no_counterpart) continue;
     // As many steps, and as long a warm-up, as the epochs gave ours: only a corpus that is open knows.
-    const json* mine = t.row.steps < 0 ? file->find(row_of(run, t, ours, "", round)) : nullptr;
-    if (mine && mine->contains("config"))
-      t.steps = t.last = (*mine)["config"]["steps"], t.plan.config["warmup"] = (*mine)["config"]["warmup"];
+    if (t.steps == 0 && runs(t)) {
+      const json* mine = file->find(row_of(run, t, ours, "", round));
+      if (mine && mine->contains("config"))
+        for (const char* key : {"steps", "warmup"}) t.plan.config[key] = (*mine)["config"][key];
+      t.steps = t.plan.config["steps"], t.last = t.last > 0 ? t.last : t.steps;
+    }
     for (const Peer& peer : t.row.peers) {
       json like = row_of(run, t, theirs, peer.variant, round);
       like["command"] = peer.script.empty() ? peer_command(run, t, peer) : join(script_words(t, peer));

@@ -23,9 +23,14 @@ static double peer_step_s(const Task& t) {
   return std::max(1.2 * t.plan.seconds, 0.0065 * count("depth") * count("grad_accum"));
 }
 
+// As many as the epochs have are taken to be as many as without them.
+static double steps_of(const Task& t) {
+  return double(t.steps > 0 ? t.warm + t.steps : t.plan.config.value("steps", int64_t(1)));
+}
+
 static double seconds_of(const SweepRun& run, const Task& t) {
   if (!runs(t)) return 0;
-  const double steps = double(t.warm + (t.steps > 0 ? t.steps : 128));
+  const double steps = steps_of(t);
   double s = launch_s + steps * t.plan.seconds;
   if (run.peers == Peers::on) s += double(t.row.peers.size()) * (compile_s + steps * peer_step_s(t));
   return s * double(run.rounds);
@@ -59,7 +64,7 @@ static void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_
       std::printf("%s %lld, %s: %s%s\n", run.sweep->name, ll(t.number), t.row.name.c_str(), outcome_of(row).c_str(),
                   t.only_planned && row.contains("result") ? " (planned)" : "");
     }
-    left -= runs(t) ? launch_s + double(t.warm + std::max<int64_t>(t.steps, 0)) * t.plan.seconds : 0;
+    left -= runs(t) ? launch_s + steps_of(t) * t.plan.seconds : 0;
     if (left > 5) std::printf("  about %s left\n", duration_text(left).c_str());
     std::fflush(stdout);
   }
@@ -141,6 +146,8 @@ void print_commands(const SweepRun& run) {
     if (!t.refused.empty()) std::printf("  refused: %s\n", t.refused.c_str());
     if (run.peers == Peers::on && runs(t))
       for (const Peer& peer : t.row.peers) std::printf("  PyTorch: %s\n", peer_command(run, t, peer).c_str());
+    if (run.peers == Peers::on && runs(t) && t.steps == 0 && !t.row.peers.empty())
+      std::printf("  and --steps, --warmup and --last, as many as the epochs give ours\n");
   }
 }
 

@@ -20,18 +20,20 @@ int64_t steps_of(double warm_seconds, double step_seconds) {
   return int64_t(std::min(1000.0, std::ceil(warm_seconds / step_seconds)));
 }
 
+// What a row says of its steps, or --steps in its place; a window that ends later has as many.
+static int64_t steps_said(const SweepRun& run, const SweepRow& row) {
+  return run.steps ? run.steps : row.steps > 0 ? std::max(row.steps, run.last) : row.steps;
+}
+
 static void choose_steps(const SweepRun& run, Task* t) {
   const bool whole = t->row.steps != 0, slow = t->plan.seconds > 1;
   const bool profiles =
       std::find(run.sweep->measured.begin(), run.sweep->measured.end(), "--profile") != run.sweep->measured.end();
   t->first = run.first ? run.first : t->row.first ? t->row.first : run.machine.gpu ? 5 : 3;
   t->last = run.last ? run.last : t->row.last ? t->row.last : run.machine.gpu ? 24 : 6;
-  t->steps = run.steps          ? run.steps
-             : t->row.steps     ? t->row.steps
-             : !run.machine.gpu ? 6
-             : slow             ? t->last + profiles
-                                : 30;
-  if (t->steps < 0) t->steps = t->last = t->plan.config.value("steps", int64_t(1));  // as many as the epochs have
+  const int64_t usual = !run.machine.gpu ? 6 : slow ? 0 : 30, said = steps_said(run, t->row);
+  t->steps = said < 0 ? 0 : said > 0 ? said : std::max(usual, t->last + profiles);
+  if (t->last < 0) t->last = t->steps;
   if (t->steps > 0) t->last = std::min(t->last, t->steps), t->first = std::min(t->first, t->last);
   if (!whole) t->warm = steps_of(run.warm_seconds, t->plan.seconds);
 }
@@ -56,8 +58,7 @@ std::vector<Task> tasks_of(const SweepRun& run) {
       const Words own = t.row.options;
       set_options(run.extra, &t.row.options);
       // The schedule of the learning rate, which both follow, is that of the steps.
-      if (t.row.steps > 0)
-        set_options({"--steps", std::to_string(run.steps ? run.steps : t.row.steps)}, &t.row.options);
+      if (t.row.steps > 0) set_options({"--steps", std::to_string(steps_said(run, t.row))}, &t.row.options);
       const std::string chip = run.machine.gpu ? run.machine.chip : "";
       t.refused = refusal(t.row.options, t.ranks, chip, &t.plan);
       if (Planned plan; !t.refused.empty()) t.by_extra = refusal(own, t.ranks, chip, &plan).empty();

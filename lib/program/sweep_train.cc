@@ -65,6 +65,12 @@ static double unix_of(const std::string& iso) {
   return double(timegm(&t)) + seconds;
 }
 
+static int64_t last_step(const std::vector<json>& log) {
+  int64_t last = 0;
+  for (const json& j : log) last = std::max(last, j.value("step", int64_t(0)));
+  return last;
+}
+
 // The step lines of a log: the window's medians, every step's time and loss.
 static json read_steps(const std::vector<json>& log, int64_t first, int64_t last, json* row) {
   std::vector<double> ms, rate, mfu, gather, reduce;
@@ -156,7 +162,9 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   const int64_t first = t.warm + t.first, last = t.last > 0 ? t.warm + t.last : 0;
   const json result = read_steps(lines, first, last, &row);
   row["window"] = {first, last > 0 ? last : int64_t(row["steps_ms"].size())};
-  if (error.empty() && result.is_null()) error = strf("no steps %lld to %lld in the log", ll(first), ll(last));
+  if (const int64_t made = last_step(lines); error.empty() && made < std::max(first, last))
+    error = strf("the run ended with step %lld, before step %lld of the window", ll(made), ll(std::max(first, last)));
+  if (error.empty() && result.is_null()) error = strf("no steps from %lld on in the log", ll(first));
   if (!error.empty()) {
     row["error"] = error;
     return row;

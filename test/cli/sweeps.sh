@@ -86,6 +86,15 @@ printf '#!/bin/bash\necho "ModuleNotFoundError: No module named torch"\nexit 1\n
 PATH="$dir/bin:$PATH" bench --sweep depth --continue --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
 [ "$(grep -c '"step_ms":7.5' "$dir/peer.jsonl")$(grep -c '"error":"ModuleNotFoundError' "$dir/peer.jsonl")" = 21 ]
 verdict "--continue keeps what is good and runs what failed" "$([ $? = 0 ] || echo "not so")"
+# How many steps there are the corpus says to ours: both count those from the fifth on, under one schedule.
+PATH="$dir/bin:$PATH" bench --sweep class --only 1 --peer --ranks 2 --out "$dir/class.jsonl"
+steps=$(sed -n 's/.*"steps":\([0-9]*\),.*"who":"fsdp.cu".*/\1/p' "$dir/class.jsonl")
+wrong=""
+grep -q '"who":"fsdp.cu","window":\[5,'"$steps"'\]' "$dir/class.jsonl" || wrong="not all of ours from the fifth on"
+grep -q -- "--steps $steps --first 5 --last $steps .*\"who\":\"PyTorch\"" "$dir/class.jsonl" || wrong="$wrong; PyTorch is told something else"
+verdict "the window of a row that runs over epochs" "$wrong"
+PATH="$dir/bin:$PATH" bench --sweep class --only 1 --ranks 2 --window 6:800 --out "$dir/class.jsonl"
+verdict "a window that the epochs do not reach" "$(grep -q '"error":"the run ended with step .* before step 800 of the window"' "$dir/class.jsonl" || echo "no error says so")"
 PATH="$dir/bin:$PATH" bench --sweep depth --only 1 --peer "${tiny_steps[@]}" --out "$dir/none.jsonl" -- --seq 64 --batch 1
 grep -q '"error":"ModuleNotFoundError: No module named torch".*"who":"PyTorch"' "$dir/none.jsonl"
 verdict "a machine without PyTorch" "$([ $? = 0 ] || echo "no row says why")"
@@ -163,6 +172,15 @@ grep -A1 '^3 --matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype
 bench --sweep precision --dry-run --peer --gpu h200 --ranks 2
 grep -A1 '^9 fp8, dense: .*--matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8' || wrong="$wrong; not in precision's row"
 verdict "PyTorch is told what is in fp8" "$wrong"
+wrong=""
+for with in "depth --gpu h200 --ranks 2" "depth" "losses"; do
+  # shellcheck disable=SC2086 # a sweep and its options
+  bench --sweep $with --only 1 --window 30:40 --dry-run
+  grep -qE -- '^1 .* --steps (4[0-9]|[5-9][0-9]|1[5-9][0-9]) ' "$dir/out" || wrong="$wrong; not for --sweep $with"
+done
+verdict "a window has as many steps as it needs" "$wrong"
+bench --sweep depth --window 20:40 --steps 30
+judge "a window that ends behind --steps" "--window 20:40" "--steps"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
 rows "$dir/collectives.jsonl" 4 '"ms":[0-9]*\.[0-9]' '"ranks":3' '"command":"./bench --sweep collectives'
 bench --sweep collectives --ranks 1 --out "$dir/none.jsonl"
