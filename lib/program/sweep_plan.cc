@@ -39,6 +39,10 @@ Planned planned(const Words& options, int64_t ranks, const std::string& chip_wor
   return p;
 }
 
+json resolved(const Words& options, int64_t ranks, const std::string& chip) {
+  return settings(resolve(parsed(options, chip), int(ranks), 0));
+}
+
 bool fits_on(const Words& options, int64_t ranks, const std::string& chip) {
   const Chip* known = chip_named(chip);
   if (!known) return false;

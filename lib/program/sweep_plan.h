@@ -22,6 +22,9 @@ struct Planned {
 // Throws UsageError for options that ./train would refuse.
 Planned planned(const Words& options, int64_t ranks, const std::string& chip);
 
+// Its config alone.
+nlohmann::json resolved(const Words& options, int64_t ranks, const std::string& chip);
+
 // Whether it has room on that chip; not if ./train would refuse it.
 bool fits_on(const Words& options, int64_t ranks, const std::string& chip);
 

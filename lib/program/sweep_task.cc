@@ -8,6 +8,7 @@
 
 #include "lib/device/error.h"
 #include "lib/program/format.h"
+#include "lib/program/options.h"
 #include "lib/program/process.h"
 
 using ll = long long;
@@ -38,6 +39,79 @@ static void choose_steps(const SweepRun& run, Task* t) {
   if (!whole) t->warm = steps_of(run.warm_seconds, t->plan.seconds);
 }
 
+namespace {
+
+// What becomes of each option of ./train, by its key, where PyTorch runs beside it; each is in one of these lists.
+//
+// PyTorch is told. DDP has no units, and only --wrap auto has sizes; how many steps there are a corpus may have to
+// tell.
+const char told[] =
+    "arch dim depth heads kv_heads hidden vocab seq rope_base batch grad_accum accum_sync shard param_dtype "
+    "reduce_dtype autocast tf32 recompute keep_attention moments clip lr min_lr_ratio beta1 beta2 eps weight_decay "
+    "seed optimizer_in_backward tie_embeddings freeze data";
+const char told_of_units[] = "wrap reshard_after_forward forward_prefetch backward_prefetch replicate_below";
+const char told_of_sizes[] = "wrap_min_params bucket_mb";
+const char told_of_fp8[] = "matmul_dtype fp8_scaling gather_dtype";
+const char told_of_steps[] = "steps warmup";
+const char told_by_hand[] = "device meta_init";
+// It cannot follow: with another value than the default there is no PyTorch beside the row. Validation keeps a part of
+// the data from training.
+const char not_followed[] = "attn norm_eps rope_scaling clip_norm on_nan global_batch val_every save_dtype init resume";
+// It trains the same without: what sizes come from, NSA's own, how ours moves and computes, when it ends, what it says.
+const char ours_alone[] =
+    "preset nsa_block nsa_stride nsa_select_block nsa_selected nsa_window nsa_phi nsa_gate nsa_stats "
+    "limit_all_gathers gradient_slots gather reduce graph fuse tune_matmul allow_single_rank timeout stall stop_after "
+    "tokens epochs minutes val_data val_batches eval sample sample_every prompt temperature top_k save save_every "
+    "keep export export_dtype export_shard_mb max_positions log log_every tensorboard comm_timing diagnostics "
+    "mem_dump_every profile trace plan world gpu show_schedule show_params hardware list_presets completion version";
+
+Words keys_of(const std::vector<const char*>& lists) {
+  Words keys;
+  for (const char* list : lists)
+    for (const std::string& key : words_of(list)) keys.push_back(key);
+  return keys;
+}
+
+std::string option_of(std::string key) {
+  std::replace(key.begin(), key.end(), '_', '-');
+  return "--" + key;
+}
+std::string text_of(const json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); }
+
+// An option that PyTorch cannot follow, as it was typed; "": there is none.
+std::string refused_by(const Task& t, const Peer& peer) {
+  static const json unset = to_json(Options());
+  static const Words known =
+      keys_of({told, told_of_units, told_of_sizes, told_of_fp8, told_of_steps, told_by_hand, not_followed, ours_alone});
+  const json& c = t.plan.config;
+  for (const auto& [key, value] : c.items())
+    if (std::find(known.begin(), known.end(), key) == known.end())
+      throw Error(strf("lib/program/sweep_task.cc has to say what PyTorch does with --%s", key.c_str()));
+  for (const std::string& key : words_of(not_followed)) {
+    const bool follows = key == "attn" ? c[key] != "nsa" || peer.variant == "dense"  // which its column says
+                         : key == "global_batch"
+                             ? c[key] == c["batch"].get<int64_t>() * c["grad_accum"].get<int64_t>() * t.ranks
+                             : c[key] == unset[key];
+    if (!follows) return option_of(key) + " " + text_of(c[key]);
+  }
+  return "";
+}
+
+}  // namespace
+
+// Leaves out what PyTorch cannot run, and says why where nothing is left.
+static void drop_peers(Task* t) {
+  std::string why;
+  const auto refused = [&](const Peer& peer) {
+    const std::string option = refused_by(*t, peer);
+    if (!option.empty()) why = "PyTorch has no " + option;
+    return !option.empty();
+  };
+  std::vector<Peer>& peers = t->row.peers;
+  peers.erase(std::remove_if(peers.begin(), peers.end(), refused), peers.end());
+  if (!why.empty() && peers.empty()) t->row.no_peer = why;
+}
+
 // Plans a row; why ./train would refuse it, "" where it would not.
 static std::string refusal(const Words& options, int64_t ranks, const std::string& chip, Planned* plan) {
   try {
@@ -62,11 +136,15 @@ std::vector<Task> tasks_of(const SweepRun& run) {
       const std::string chip = run.machine.gpu ? run.machine.chip : "";
       t.refused = refusal(t.row.options, t.ranks, chip, &t.plan);
       if (Planned plan; !t.refused.empty()) t.by_extra = refusal(own, t.ranks, chip, &plan).empty();
-      if (!t.plan.config.value("save_dtype", "").empty() && !t.row.peers.empty())
-        t.row.peers.clear(), t.row.no_peer = "torchao does not save activations in fp8";
+      if (t.refused.empty()) drop_peers(&t);
     }
     t.only_planned = run.machine.gpu && t.ranks > run.machine.gpus;
     choose_steps(run, &t);
+    if (runs(t) && t.steps > 0) {  // the warm-up of the learning rate follows from all steps
+      Words options = t.row.options;
+      set_options({"--steps", std::to_string(t.warm + t.steps)}, &options);
+      t.plan.config = resolved(options, t.ranks, run.machine.gpu ? run.machine.chip : "");
+    }
     tasks.push_back(std::move(t));
   }
   for (int64_t n : run.only)
@@ -112,30 +190,24 @@ std::string train_command(const SweepRun& run, const Task& t) {
          join(train_words(run, t, recorded_log(run, t)));
 }
 
-// What PyTorch is told of our options, by their keys; everything else of ./train is ours alone. DDP has no units.
-static const char told[] =
-    "arch dim depth heads kv_heads hidden vocab seq batch grad_accum accum_sync shard param_dtype reduce_dtype "
-    "autocast "
-    "tf32 recompute keep_attention moments clip lr min_lr_ratio warmup beta1 beta2 eps weight_decay seed "
-    "optimizer_in_backward tie_embeddings freeze data";
-static const char told_of_units[] = " wrap reshard_after_forward forward_prefetch backward_prefetch";
-static const char told_of_fp8[] = " matmul_dtype fp8_scaling gather_dtype";
-
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
   Words words;
-  const bool shards = t.plan.config.value("shard", "") != "none",
-             fp8 = t.plan.config.value("matmul_dtype", "") == "fp8";
-  for (const std::string& key :
-       words_of(std::string(told) + (shards ? told_of_units : "") + (fp8 ? told_of_fp8 : ""))) {
+  const auto is = [&](const char* key, const char* value) { return t.plan.config.value(key, "") == value; };
+  const bool shards = !is("shard", "none");
+  std::vector<const char*> lists = {told};
+  if (shards) lists.push_back(told_of_units);
+  if (shards && is("wrap", "auto")) lists.push_back(told_of_sizes);
+  if (is("matmul_dtype", "fp8")) lists.push_back(told_of_fp8);
+  if (t.steps > 0) lists.push_back(told_of_steps);
+  for (const std::string& key : keys_of(lists)) {
     if (!t.plan.config.contains(key)) continue;
     const json& value = t.plan.config[key];
-    std::string option = "--" + key;
-    std::replace(option.begin(), option.end(), '_', '-');
+    const std::string option = option_of(key);
     if (value.is_boolean()) {
       if (value.get<bool>()) words.push_back(option);
       continue;
     }
-    const std::string as_text = value.is_string() ? value.get<std::string>() : value.dump();
+    const std::string as_text = text_of(value);
     if (as_text.empty() || as_text == "-1") continue;  // at its default
     words.insert(words.end(), {option, as_text});
   }
@@ -143,7 +215,6 @@ Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {
   if (shards && t.plan.config.value("meta_init", 1) == 0) set_options({"--meta-init", "0"}, &words);
   // Ours are gathered in fp32 and cast behind the gather; the configuration names what they are cast to.
   if (!t.plan.config.value("autocast", "").empty()) set_options({"--param-dtype", "fp32"}, &words);
-  if (t.steps > 0) set_options({"--steps", std::to_string(t.steps)}, &words);
   set_options({"--first", std::to_string(t.first)}, &words);
   if (t.last > 0) set_options({"--last", std::to_string(t.last)}, &words);
   words.push_back("--log-losses");

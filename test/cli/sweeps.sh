@@ -91,7 +91,7 @@ PATH="$dir/bin:$PATH" bench --sweep class --only 1 --peer --ranks 2 --out "$dir/
 steps=$(sed -n 's/.*"steps":\([0-9]*\),.*"who":"fsdp.cu".*/\1/p' "$dir/class.jsonl")
 wrong=""
 grep -q '"who":"fsdp.cu","window":\[5,'"$steps"'\]' "$dir/class.jsonl" || wrong="not all of ours from the fifth on"
-grep -q -- "--steps $steps --first 5 --last $steps .*\"who\":\"PyTorch\"" "$dir/class.jsonl" || wrong="$wrong; PyTorch is told something else"
+grep -q -- "--steps $steps --warmup $((steps / 10)) --first 5 --last $steps .*\"who\":\"PyTorch\"" "$dir/class.jsonl" || wrong="$wrong; PyTorch is told something else"
 verdict "the window of a row that runs over epochs" "$wrong"
 PATH="$dir/bin:$PATH" bench --sweep class --only 1 --ranks 2 --window 6:800 --out "$dir/class.jsonl"
 verdict "a window that the epochs do not reach" "$(grep -q '"error":"the run ended with step .* before step 800 of the window"' "$dir/class.jsonl" || echo "no error says so")"
@@ -172,6 +172,28 @@ grep -A1 '^3 --matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype
 bench --sweep precision --dry-run --peer --gpu h200 --ranks 2
 grep -A1 '^9 fp8, dense: .*--matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8' || wrong="$wrong; not in precision's row"
 verdict "PyTorch is told what is in fp8" "$wrong"
+bench --sweep depth --only 1 --dry-run --peer --gpu h200 --ranks 2 -- --wrap auto --rope-base 1000 --replicate-below 65536
+steps=$(sed -n 's/^1 .* --steps \([0-9]*\) .*/\1/p' "$dir/out")
+wrong=""
+grep -q "PyTorch: .* --steps $steps --warmup $((steps / 10)) " "$dir/out" || wrong="another schedule than ours"
+for told in --rope-base.1000 --replicate-below.65536 --wrap-min-params.100000000 --bucket-mb.0; do
+  grep -q "PyTorch: .* $told" "$dir/out" || wrong="$wrong; it is not told $told"
+done
+bench --sweep fp8,class --dry-run --peer --gpu h200 --ranks 2 -- --wrap auto --tie-embeddings --freeze head
+for option in $(grep -o 'torch_fsdp.py .*' "$dir/out" | grep -o -- ' --[a-z0-9-]*' | sort -u); do
+  grep -qE -- "\"(--)?${option#--}\"" peers/torch_fsdp.py || wrong="$wrong; it has no $option"
+done
+verdict "PyTorch is told what it has, and has what it is told" "$wrong"
+wrong=""
+for option in "--clip-norm inf" "--attn nsa" "--global-batch 7" "--val-every 5" "--on-nan skip"; do
+  # shellcheck disable=SC2086 # an option and its value
+  bench --sweep depth --only 1 --dry-run --peer --gpu h200 --ranks 2 -- $option
+  grep -q "^1 .* $option " "$dir/out" && ! grep -q PyTorch "$dir/out" || wrong="$wrong; it runs beside $option"
+done
+PATH="$dir/bin:$PATH" bench --sweep depth --only 1 --peer "${tiny_steps[@]}" --out "$dir/none.jsonl" -- --clip-norm inf
+grep -q '"no_peer":"PyTorch has no --clip-norm inf"' "$dir/none.jsonl" || wrong="$wrong; the row does not say why"
+rm -f "$dir/none.jsonl"
+verdict "no PyTorch beside what it cannot follow" "$wrong"
 wrong=""
 for with in "depth --gpu h200 --ranks 2" "depth" "losses"; do
   # shellcheck disable=SC2086 # a sweep and its options
