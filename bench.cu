@@ -83,12 +83,12 @@ Settings parse(int argc, char** argv) {
   auto* list = app.add_flag("--list", s.list, "list the sweeps, with the table that each mirrors, its rows and minutes");
   auto* sweep = app.add_option("--sweep", s.names, help_of_sweep())->delimiter(',')->excludes(list);
   app.add_flag("--dry-run", s.dry_run, "print the command of every row; run nothing")->needs(sweep);
-  app.add_flag("--continue", s.go_on, "keep the rows that the file has and run the rest")->needs(sweep);
+  app.add_flag("--continue", s.go_on, "keep the rows that the file has by the same commands, and run the rest")->needs(sweep);
   app.add_option("--only", s.only, "numbers of the rows to run, from 1; the file's other rows stay")->delimiter(',')->check(count)->needs(sweep);
   app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py)")->needs(sweep);
   app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->check(count);
   app.add_option("--rounds", s.rounds, "run every row so often, ours and PyTorch's in turn")->check(CLI::Range(1, 100))->needs(sweep);
-  app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6)")->check(count)->needs(sweep);
+  app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as --window needs)")->check(count)->needs(sweep);
   app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")->needs(sweep);
   app.add_option("--warm", s.warm_seconds, "seconds of steps before step 1, until the clocks have settled (default: 3; on a CPU 0)")->check(CLI::Range(0.0, 600.0))->needs(sweep);
   app.add_option("--timeout", s.timeout, "seconds that a row may take")->check(count)->needs(sweep)->capture_default_str();
@@ -188,7 +188,10 @@ SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   run.warm_seconds = s.warm_seconds >= 0 ? s.warm_seconds : run.machine.gpu ? 3 : 0;
   read_window(s, &run);
   const bool one = sweep.kind == SweepKind::layers || sweep.kind == SweepKind::kernels;
-  const std::string where = planned           ? "planned"
+  // The tables read SWEEP-planned: other chips and numbers do not replace it.
+  const bool of_tables = nobodys || (run.machine.chip == planned_chip && run.machine.ranks == planned_ranks);
+  const std::string where = planned && of_tables ? "planned"
+                            : planned ? strf("planned-%s-%lldgpu", run.machine.chip.c_str(), ll(run.machine.ranks))
                             : run.machine.gpu ? strf("%lldgpu", one ? 1 : ll(run.machine.ranks))
                                               : "cpu";
   run.path = !s.out.empty() ? s.out : strf("results/%s-%s.jsonl", sweep.name, where.c_str());

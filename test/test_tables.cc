@@ -258,6 +258,11 @@ TEST_CASE("every table of the documents can be made, and says what made it", "[t
   CHECK(has(both, "350.3"));
   CHECK(!has(both, "999"));
   CHECK(has(both, "`./bench --sweep depth --gpu h200 --ranks 2`, planned (NVIDIA H200)"));
+  // But not what was planned for another chip.
+  four["hardware"]["name"] = sixteen["hardware"]["name"] = "A100";
+  dir.rows("depth-planned.jsonl", {four, sixteen});
+  CHECK(!has(render(find_table("depth"), dir.path), "1,279.5"));
+  CHECK(has(render(find_table("depth"), dir.path), "350.3"));
   CHECK(
       has(render(find_table("depth-gpus"), dir.path), "\nNot measured yet: `./bench --sweep depth --peer` on 1 GPU; "));
   CHECK(has(usage_error_of([] { find_table("dept"); }), "there is no table \"dept\"; did you mean depth?"));

@@ -21,9 +21,9 @@
 // way round. A loss that is not a number is "NaN", and so is what follows from it.
 //
 // over: the run that speed-ups are over, "NAME" or "NAME, WHO"; "": ddp_fp32 where there is one, else the first good
-// one, of those that were measured if any was. Of a log the steps from the fifth on count, as in a sweep; the first alone
-// is left out of fewer than eight.
-// Throws UsageError for a file that is none of these, and for a name that is not there, which lists those that are.
+// one, of those that were measured if any was. Of a log the steps from the fifth on count, as in a sweep; the first
+// alone is left out of fewer than eight. Throws UsageError for a file that is none of these, and for a name that is not
+// there, which lists those that are.
 nlohmann::json summarize(const Words& paths, const std::string& over);
 
 std::string summary_markdown(const nlohmann::json& summary);

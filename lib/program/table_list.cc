@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "lib/device/error.h"
+#include "lib/program/chips.h"
 #include "lib/program/process.h"
 #include "lib/program/table_parts.h"
 #include "lib/program/tables.h"
@@ -166,7 +167,9 @@ size_t distance(const std::string& a, const std::string& b) {
 bool is_plan(const std::string& file) { return file.size() > 8 && file.substr(file.size() - 8) == "-planned"; }
 std::string command_of(const std::string& file, Table::Form form) {
   const std::string sweep = file.substr(0, file.rfind('-'));
-  if (is_plan(file)) return "`./bench --sweep " + sweep + (sweep == "scale" ? "`" : " --gpu h200 --ranks 2`");
+  if (is_plan(file))
+    return "`./bench --sweep " + sweep +
+           (sweep == "scale" ? "`" : strf(" --gpu %s --ranks %d`", planned_chip, planned_ranks));
   return "`./bench --sweep " + sweep + (form == Table::plain ? "" : " --peer") + "`";
 }
 std::string machine_of(const std::string& file) {
@@ -240,6 +243,17 @@ const Table& find_table(const std::string& name) {
                    "? lib/program/table_list.cc has all of them");
 }
 
+// Leaves out rows planned for another chip than the others ran on, or, where none ran, than the tables are of.
+static void drop_other_chips(std::vector<json>* rows) {
+  const auto chip = [](const json& row) {
+    return chip_named(row.contains("hardware") ? row["hardware"].value("name", "") : "");
+  };
+  const auto ran = std::find_if(rows->begin(), rows->end(), [&](const json& r) { return !is_planned(r) && chip(r); });
+  const Chip* of_table = ran != rows->end() ? chip(*ran) : chip_named(planned_chip);
+  const auto is_other = [&](const json& row) { return is_planned(row) && chip(row) && chip(row) != of_table; };
+  rows->erase(std::remove_if(rows->begin(), rows->end(), is_other), rows->end());
+}
+
 std::string render(const Table& table, const std::string& results_dir, const std::string& links) {
   std::vector<json> rows;
   std::string made, missing;
@@ -256,6 +270,7 @@ std::string render(const Table& table, const std::string& results_dir, const std
     for (json& row : more)
       if (table.form != Table::plain || !table.keep || table.keep(row)) rows.push_back(std::move(row));
   }
+  drop_other_chips(&rows);
   std::string text = table.form == Table::plain ? plain_table(rows) : training_table(rows, table);
   if (text.empty() && !made.empty()) text = "No such row was measured.\n";
   for (const std::string& line : {made, missing})

@@ -79,11 +79,16 @@ std::string plain_table(const std::vector<nlohmann::json>& rows);
 
 // ---------------------------------------------------------------------------------------- the tables of the documents
 
+// What SWEEP-planned.jsonl is planned for, which stands in where a table's rows are not all measured.
+constexpr char planned_chip[] = "h200";
+constexpr int planned_ranks = 2;
+
 const std::vector<Table>& tables();
 const Table& find_table(const std::string& name);  // throws UsageError, which names those that sound like it
 
 // The table and, below it, what made it: command, machine, commits, dates, and the file's name as a link. Files that
-// are not there are left out and named, with the command that makes them. links: what a link to a file begins with.
+// are not there are left out and named, with the command that makes them. Rows that are planned for another chip than
+// the measured ones ran on are left out too. links: what a link to a file begins with.
 std::string render(const Table& table, const std::string& results_dir, const std::string& links = "results/");
 
 // One figure as a table would show it. who: ours, PyTorch, PyTorch-VARIANT, theirs, or ratio (ours over PyTorch's).

@@ -112,6 +112,13 @@ for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\)
 done
 bench --sweep depth --only 2,8 --gpu h200 --ranks 2 --out "$dir/planned.jsonl"
 rows "$dir/planned.jsonl" 2 '"planned":true' '"step_ms":[1-9]' '"peak_mib":[1-9]' '"name":"H200"'
+root=$PWD
+mkdir "$dir/plans"
+for of in "a100 2" "h200 4" "h200 2"; do
+  (cd "$dir/plans" && timeout -k 5 $limit "$root/bench" --sweep meta-init --gpu "${of% *}" --ranks "${of#* }") >"$dir/out" 2>&1 </dev/null
+done
+(cd "$dir/plans" && timeout -k 5 $limit "$root/bench" --sweep scale --only 1 --gpu h200 --ranks 2) >"$dir/out" 2>&1 </dev/null
+verdict "only the plan that tables read is under its name" "$([ "$(cd "$dir/plans/results" && echo *)" = "meta-init-planned-a100-2gpu.jsonl meta-init-planned-h200-4gpu.jsonl meta-init-planned.jsonl scale-planned.jsonl" ] || ls "$dir/plans/results")"
 bench --sweep losses --gpu h200 --ranks 1 --out "$dir/losses.jsonl"
 [ "$(grep -c '"note":"not planned: .*CPU.*"row":"CPU, fp32"' "$dir/losses.jsonl")$(grep -c '"result":.*"row":"CPU, fp32"' "$dir/losses.jsonl")$(grep -c '"result":.*"row":"GPU' "$dir/losses.jsonl")" = 102 ]
 verdict "a row on the CPU is not planned as if it were on the GPU" "$([ $? = 0 ] || echo "not a note and two plans")"
@@ -140,7 +147,6 @@ LOG
 mv "$2.$$" "$2"
 END
 chmod +x "$dir/gpus/train"
-root=$PWD
 (cd "$dir/gpus" && timeout -k 5 $limit "$root/bench" --sweep step-shares --only 1 --steps 2 --window 1:2 --warm 0 \
   --out rows.jsonl >"$dir/out" 2>&1 </dev/null)
 status=$?
