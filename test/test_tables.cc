@@ -51,6 +51,17 @@ TEST_CASE("a companion table has theirs, PyTorch's and ours in a line", "[tables
                    0) == 0);
 }
 
+TEST_CASE("a ratio of two days says so", "[tables]") {
+  std::vector<json> rows = {result_row(1, "4", "fsdp.cu", 350.25, 1), result_row(1, "4", "PyTorch", 375.5, 2),
+                            result_row(2, "8", "fsdp.cu", 700, 1), result_row(2, "8", "PyTorch", 750, 2)};
+  rows[3]["date"] = "2026-11-22T23:59:59.999Z";
+  const Table t = companion({{ours, "step_ms"}, {ratio, "step_ms"}});
+  CHECK(!has(training_table(rows, t), "days"));
+  rows[3]["date"] = "2026-11-23T00:00:00.000Z";
+  CHECK(has(training_table(rows, t), " |\n\nOurs and PyTorch's ran on different days in: `8`.\n"));
+  CHECK(!has(training_table(rows, companion({{ours, "step_ms"}, {pytorch, "step_ms"}})), "days"));
+}
+
 TEST_CASE("what is planned says so, and numbers of GPUs stand where they differ", "[tables]") {
   const std::string text =
       training_table(depth_rows(), companion({{ours, "peak_mib"}, {ours, "step_ms"}, {ratio, "step_ms"}}));

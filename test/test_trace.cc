@@ -578,6 +578,15 @@ TEST_CASE("who holds a GPU's memory is told, the largest first, but not ourselve
   CHECK(memory_users(nullptr, "0").empty());
 }
 
+TEST_CASE("GPUs are told apart by their UUIDs", "[nvml]") {
+  FakeNvml::opened = FakeNvml::closed = 0;
+  const Nvml nvml = FakeNvml::table();
+  using Uuids = std::vector<std::string>;
+  CHECK(uuids_of(&nvml, {"2", "GPU-1111", "7"}) == Uuids{"GPU-33333333-cccc", "GPU-11111111-aaaa"});
+  CHECK(uuids_of(nullptr, {"0"}).empty());
+  CHECK(FakeNvml::opened == FakeNvml::closed);
+}
+
 TEST_CASE("without NVML, or a GPU of that name, there is no summary", "[nvml]") {
   const Nvml nvml = FakeNvml::table();
   CHECK(!GpuSampler(nullptr, {"0"}).summary(0, 1e12));

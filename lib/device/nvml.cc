@@ -123,6 +123,18 @@ std::vector<std::string> memory_users(const Nvml* nvml, const std::string& gpu) 
   return users;
 }
 
+std::vector<std::string> uuids_of(const Nvml* nvml, const std::vector<std::string>& gpus) {
+  std::vector<std::string> uuids;
+  if (!nvml || nvml->init() != 0) return uuids;
+  for (const std::string& name : gpus) {
+    char uuid[96] = "";
+    const Nvml::Gpu gpu = find_gpu(*nvml, name);
+    if (gpu && nvml->uuid_of(gpu, uuid, sizeof uuid) == 0) uuids.push_back(uuid);
+  }
+  nvml->shutdown();
+  return uuids;
+}
+
 double unix_seconds() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }

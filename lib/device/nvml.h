@@ -60,6 +60,9 @@ std::string nvml_uuid(const std::string& digits);
 // container a driver tells nothing, or no name. None where there is no NVML or no such GPU.
 std::vector<std::string> memory_users(const Nvml* nvml, const std::string& gpu);
 
+// The UUIDs of those GPUs that there are: two chips of one name are told apart by them.
+std::vector<std::string> uuids_of(const Nvml* nvml, const std::vector<std::string>& gpus);
+
 struct GpuSummary {           // NaN: the driver does not tell, as of parts of a GPU (MIG)
   double utilization;         // 0..1, mean
   double clock_mhz, power_w;  // medians

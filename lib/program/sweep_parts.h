@@ -67,6 +67,7 @@ json planned_row(const SweepRun& run, const Task& t);
 json train_row(const SweepRun& run, const Task& t, int64_t round);
 std::string outcome_of(const json& row);  // for people, in a few words
 GpuSampler sampler_of(int64_t ranks);
+void add_uuids(const SweepRun& run, json* row);  // of the GPUs that it ran on
 // What the GPUs did from one moment to another, in seconds since 1970.
 void add_gpu_summary(const GpuSampler& gpus, double from, double to, json* result);
 

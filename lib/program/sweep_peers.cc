@@ -23,6 +23,7 @@ static json peer_row(const SweepRun& run, const PeerTask& p, int64_t round, cons
   row["command"] = peer_command(run, *p.task, *p.peer);
   for (const char* key : {"steps_ms", "losses", "versions", "hardware", "args", "graph_breaks"})
     if (said.contains(key)) row[key] = said[key];
+  add_uuids(run, &row);
   if (!said.value("ok", false)) {
     const std::string kind = said.value("error", ""), detail = said.value("detail", "");
     row["error"] = kind.empty() ? error : detail.empty() ? kind : kind + ": " + lines_of(detail).front();
@@ -113,6 +114,7 @@ static void run_script(const SweepRun& run, const Task& t, const Peer& peer, int
   json row = row_of(run, t, theirs, peer.variant, round);
   row["command"] = join(command), row["error"] = failed.empty() ? "no result; see " + output : failed;
   if (!failed.empty() && !error_line(output).empty()) row["error"] = error_line(output);
+  add_uuids(run, &row);
   for (const json& j : read_json_lines(output)) {
     if (!j.value("ok", false)) continue;
     row.erase("error");

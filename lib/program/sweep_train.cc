@@ -50,8 +50,14 @@ void add_gpu_summary(const GpuSampler& gpus, double from, double to, json* resul
   };
   add("gpu_utilization", seen->utilization), add("clock_mhz", seen->clock_mhz), add("power_w", seen->power_w);
 }
-GpuSampler sampler_of(int64_t ranks) {
-  return {load_nvml(), visible_gpus(std::getenv("CUDA_VISIBLE_DEVICES"), int(ranks))};
+static std::vector<std::string> gpus_of(int64_t ranks) {
+  return visible_gpus(std::getenv("CUDA_VISIBLE_DEVICES"), int(ranks));
+}
+GpuSampler sampler_of(int64_t ranks) { return {load_nvml(), gpus_of(ranks)}; }
+void add_uuids(const SweepRun& run, json* row) {
+  if (!run.machine.gpu) return;
+  const std::vector<std::string> uuids = uuids_of(load_nvml(), gpus_of((*row)["ranks"]));
+  if (!uuids.empty()) (*row)["hardware"]["uuids"] = uuids;
 }
 
 // "2026-11-22T09:10:19.123Z" in seconds since 1970; NaN: it is none.
@@ -159,6 +165,7 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   for (const char* key : {"commit", "config", "hardware", "versions"})
     if (header.contains(key)) row[key] = header[key];
   if (row.contains("config")) row["config"]["log"] = recorded_log(run, t);
+  add_uuids(run, &row);
   const int64_t first = t.warm + t.first, last = t.last > 0 ? t.warm + t.last : 0;
   const json result = read_steps(lines, first, last, &row);
   row["window"] = {first, last > 0 ? last : int64_t(row["steps_ms"].size())};

@@ -168,6 +168,10 @@ std::string ratio_cell(const json* ours, const json* peer, const char* key) {
   return denominator > 0 ? hundredths(figures_of(*ours)[key].get<double>() / denominator) : "-";
 }
 
+bool on_other_days(const json& a, const json& b) {
+  return string_of(a, "date").substr(0, 10) != string_of(b, "date").substr(0, 10);
+}
+
 std::string theirs_cell(const Entry& e, const Figure& f, bool first) {
   if (!e.ours || !e.ours->contains("theirs") || !(*e.ours)["theirs"].is_object()) return "-";
   const json& theirs = (*e.ours)["theirs"];
@@ -333,6 +337,7 @@ std::string companion_table(const std::vector<Entry>& entries, const Table& tabl
   std::vector<Words> cells = names_of(firsts, table.layout);
   const size_t labels = cells[0].size();
   const std::string machine = machine_of(entries);
+  Words other_days;  // a chip is not the same on each
   bool machine_told = false, any_dagger = false, any_note = false, with_pytorch = false;
   for (const Placed& p : columns) {
     const bool tell = p.column.whose == Whose::theirs && !machine_told;
@@ -348,6 +353,9 @@ std::string companion_table(const std::vector<Entry>& entries, const Table& tabl
       };
       const auto e = std::find_if(lines[i].begin(), lines[i].end(), has_it);
       cells[i + 1].push_back(e == lines[i].end() ? "-" : cell(*e, p.column, p.first, &any_dagger));
+      if (p.column.whose == Whose::ratio && cells[i + 1].back() != "-" &&
+          on_other_days(*e->ours, *peer_of(*e, p.column.variant)))
+        add_note("`" + e->row + "`", &other_days);
     }
     Words notes;
     for (const Entry& e : lines[i]) add_notes(e, with_pytorch, &notes);
@@ -357,7 +365,8 @@ std::string companion_table(const std::vector<Entry>& entries, const Table& tabl
   if (any_note) cells[0].push_back("note");
   else
     for (size_t i = 1; i < cells.size(); i++) cells[i].pop_back();
-  return finished(std::move(cells), labels, any_note, any_dagger);
+  return finished(std::move(cells), labels, any_note, any_dagger) +
+         (other_days.empty() ? "" : "\nOurs and PyTorch's ran on different days in: " + together(other_days) + ".\n");
 }
 
 // ------------------------------------------------------------------------------------------- a line a row and who
