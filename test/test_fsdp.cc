@@ -63,6 +63,7 @@ struct Setup {
   FsdpOptions fsdp;
   double lr = 3e-3, clip = 1;
   double delay_ms = 0;
+  std::pair<double, double> delays = {0, 0};  // of gathers and reductions alone; the last step's waits are then timed
   bool poison = false;
   bool silent = false;  // every target is padding
   Backend backend = Backend::cpu;
@@ -85,6 +86,8 @@ struct Outcome {
   std::vector<NsaStats> nsa;               // of the last step, by block, where the model has diagnostics
   MemoryReport memory;
   int64_t reported = 0;
+  std::pair<double, double> exposed = {0,
+                                       0};  // ms that the last step waited for gathers and reductions, if it is timed
   int64_t growth = 0;  // bytes that the process, or the GPU's other memory, took from the tenth step on
 };
 
@@ -169,7 +172,9 @@ Outcome train(const Setup& s, const World& world) {
     dev.mode = Mode::run;
   }
   model.init_weights();
-  model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
+  const bool times = s.delays.first + s.delays.second > 0;
+  if (times) model.fsdp.set_delays(s.delays.first, s.delays.second, 0);
+  else model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
   HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight), unseen(dev, ints * s.micro_batches);
   HostBuffer<StepScalars> results(dev, in_flight);
   HostBuffer<double> validated(dev, 1);
@@ -220,6 +225,7 @@ Outcome train(const Setup& s, const World& world) {
     fill(host, n);
     if (s.poison) dev.compute().synchronize(), dev.mem.poison();
     model.fsdp.begin_trace();
+    if (times) model.fsdp.begin_timing();
     if (s.graph && n > 2 && !(s.no_graph && n % s.no_graph == 0)) {
       adamw[0] = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
       if (!graph.made()) graph.make([&] { step(model, host, n, copied); });
@@ -245,6 +251,7 @@ Outcome train(const Setup& s, const World& world) {
       out.steps.push_back(of.steps);
     }
   }
+  if (times) model.fsdp.exposed_ms(/*latest=*/true, &out.exposed.first, &out.exposed.second);
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
     const float* w = model.fsdp.master(int(u));
     out.shards.emplace_back(w, w + model.fsdp.units()[u].shard);
@@ -1887,6 +1894,27 @@ TEST_CASE("a profile has each operation's time under its own name", "[fsdp]") {
   for (const char* name : {"gates", "gates, backward", "gates, recomputed", "selection", "selected branch"})
     CHECK(sparse_names.count(name) == 1);
   CHECK(sparse_names.count("selection, recomputed") == 0);
+  // Selected blocks are kept also where attention's output is not.
+  nsa.keep_attention = false;
+  const auto recomputed = names_of(profile_of(nsa));
+  CHECK(recomputed.count("selected branch, recomputed") == 1);
+  CHECK(recomputed.count("selection, recomputed") == 0);
+}
+
+TEST_CASE("what waits for a gather is told of gathers, and of reductions for a reduction", "[fsdp]") {
+  const World& world = test_world();
+  if (world.size == 1) SKIP_TEST("one rank waits for nobody");
+  const auto exposed = [&](double gather_ms, double reduce_ms) {
+    Setup s;
+    s.model = small(Arch::rope, 4 * world.size + 1), s.steps = 2;
+    s.delays = {gather_ms, reduce_ms};
+    return train<float, float>(s, world).exposed;
+  };
+  const auto gathers = exposed(30, 0), reductions = exposed(0, 30);
+  CHECK(gathers.first > 20);
+  CHECK(gathers.first > 2 * gathers.second);
+  CHECK(reductions.second > 20);
+  CHECK(reductions.second > 2 * reductions.first);
 }
 
 TEST_CASE("the whole model's gradient is that of its loss", "[fsdp]") {

@@ -643,7 +643,7 @@ TEST_CASE("the tables of units and parameters", "[program]") {
     says(params, {"unit " + u.name});
     for (const Param& p : u.params) {
       const std::string line = line_with(params, p.name + " ");
-      says(line, {grouped(p.numel), p.frozen ? "frozen" : p.decay ? "yes" : "no"});
+      says(line, {grouped(p.numel), p.frozen ? "frozen" : p.decay ? " yes" : " no"});
       total += p.numel;
     }
   }

@@ -22,11 +22,13 @@ done
 verdict "one way to compile the CPU's kernels" "$wrong"
 
 # NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
-wrong=""
+wrong="" links=0
 : >"$dir/out"
 while IFS='|' read -r name file line; do
+  links=$((links + 1))
   sed -n "${line}p" "$file" 2>/dev/null | grep -qF -- "$name" || wrong="$wrong; $name is not at $file:$line"
 done < <(grep -o '\[`[^`]*`\]([^)#]*#L[0-9]*)' NOTES.md | sed 's/^\[`\([^`]*\)`\](\([^#]*\)#L\([0-9]*\))$/\1|\2|\3/')
+[ "$links" -gt 40 ] || wrong="$wrong; only $links links were found"
 verdict "the lines that NOTES.md leads to" "$wrong"
 
 done_testing

@@ -101,7 +101,9 @@ verdict "a machine without PyTorch" "$([ $? = 0 ] || echo "no row says why")"
 rm -f "$dir/none.jsonl"
 
 # Every sweep runs here, with tiny shapes, or is planned: its first row and its last.
-for sweep in $(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p'); do
+all=$(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p')
+verdict "the list of sweeps" "$([ "$(wc -w <<<"$all")" -gt 15 ] || echo "it has $(wc -w <<<"$all") in a form that is read here")"
+for sweep in $all; do
   bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/all-${sweep%:*}.jsonl"
   wrong=""
   [ "$status" = 0 ] || wrong="exit status $status"
