@@ -62,9 +62,19 @@ struct Settings {
   bool draws = false, plots = false, check = false;
 };
 
-std::string help_of_sweep() {
-  std::string text = "what to vary; several with commas, or all:";
-  for (const Sweep& s : sweeps()) text += strf("%s %s: %s", &s == &sweeps()[0] ? "" : ";", s.name, s.what);
+// An option, the name of its value and what it is for. What is allowed is said where it is broken.
+struct HelpFormat : CLI::Formatter {
+  std::string make_option_opts(const CLI::Option* o) const override {
+    if (o->get_expected_max() == 0) return "";
+    const std::string type = o->get_type_name();
+    return " " + type.substr(0, type.find(':'));
+  }
+};
+
+template <class Words>
+std::string listed(const Words& words) {
+  std::string text;
+  for (const auto& word : words) text += (text.empty() ? "" : ", ") + std::string(word);
   return text;
 }
 
@@ -79,32 +89,33 @@ Settings parse(int argc, char** argv) {
   CLI::App app(
       "Time and memory of a training step over a sweep, with PyTorch and the reports' figures beside. Options of "
       "./train follow after --");
+  app.formatter(std::make_shared<HelpFormat>());
   // clang-format off
   auto* list = app.add_flag("--list", s.list, "list the sweeps, with the table that each mirrors, its rows and minutes");
-  auto* sweep = app.add_option("--sweep", s.names, help_of_sweep())->delimiter(',')->excludes(list);
+  auto* sweep = app.add_option("--sweep", s.names, "sweeps to run, separated by commas, or all; --list has them")->type_name("NAMES")->delimiter(',')->excludes(list);
   app.add_flag("--dry-run", s.dry_run, "print the command of every row; run nothing")->needs(sweep);
   app.add_flag("--continue", s.go_on, "keep the rows that the file has by the same commands, and run the rest")->needs(sweep);
-  app.add_option("--only", s.only, "numbers of the rows to run, from 1; the file's other rows stay")->delimiter(',')->check(count)->needs(sweep);
+  app.add_option("--only", s.only, "numbers of the rows to run, from 1; the file's other rows stay")->type_name("N,...")->delimiter(',')->check(count)->needs(sweep);
   app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py)")->needs(sweep);
-  app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->check(count);
-  app.add_option("--rounds", s.rounds, "run every row so often, ours and PyTorch's in turn")->check(CLI::Range(1, 100))->needs(sweep);
-  app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as --window needs)")->check(count)->needs(sweep);
-  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")->needs(sweep);
-  app.add_option("--warm", s.warm_seconds, "seconds of steps before step 1, until the clocks have settled (default: 3; on a CPU 0)")->check(CLI::Range(0.0, 600.0))->needs(sweep);
-  app.add_option("--timeout", s.timeout, "seconds that a row may take")->check(count)->needs(sweep)->capture_default_str();
-  app.add_option("--values", s.values, "attention: tokens; collectives: MiB (default: a list that suits the machine)")->delimiter(',')->check(CLI::Range(int64_t(1), int64_t(1) << 40))->needs(sweep);
-  app.add_option("--gpu", s.gpu, "plan every row for --ranks of this chip, which need not be here, and run none; list or print for them")->check(CLI::IsMember(chip_words()));
-  app.add_option("--out", s.out, "file of the rows, JSON lines (default: results/SWEEP-Ngpu.jsonl, results/SWEEP-cpu.jsonl); of --plot, the picture");
+  app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->type_name("N")->check(count);
+  app.add_option("--rounds", s.rounds, "run every row N times, ours and PyTorch's in turn")->type_name("N")->check(CLI::Range(1, 100))->needs(sweep);
+  app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as --window needs)")->type_name("N")->check(count)->needs(sweep);
+  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")->type_name("RANGE")->needs(sweep);
+  app.add_option("--warm", s.warm_seconds, "seconds of steps before step 1, until the clocks have settled (default: 3; on a CPU 0)")->type_name("SECONDS")->check(CLI::Range(0.0, 600.0))->needs(sweep);
+  app.add_option("--timeout", s.timeout, strf("seconds that a row may take (default: %lld)", ll(s.timeout)))->type_name("SECONDS")->check(count)->needs(sweep);
+  app.add_option("--values", s.values, "attention: tokens; collectives: MiB (default: a list that suits the machine)")->type_name("LIST")->delimiter(',')->check(CLI::Range(int64_t(1), int64_t(1) << 40))->needs(sweep);
+  app.add_option("--gpu", s.gpu, "plan every row for --ranks of this chip, which need not be here, and run none; list or print for them: " + listed(chip_words()))->type_name("CHIP")->check(CLI::IsMember(chip_words()));
+  app.add_option("--out", s.out, "file of the rows, JSON lines (default: results/SWEEP-Ngpu.jsonl, results/SWEEP-cpu.jsonl); of --plot, the picture")->type_name("FILE");
   app.add_flag("--rank", s.rank)->needs(sweep)->group("");
-  auto* summary = app.add_option("--summary", s.summary, "compare training logs or rows: speed, loss, memory, speed-up")->excludes(sweep);
-  app.add_option("--over", s.over, "--summary: the run that speed-ups are over (default: ddp_fp32, or the first)")->needs(summary);
-  app.add_option("--json", s.json, "--summary: a file for the same as JSON")->needs(summary);
-  auto* plot = app.add_option("--plot", s.plot.files, "make a picture (SVG, by gnuplot) of a trace, of training logs or of rows")->expected(0, -1)->excludes(sweep);
-  app.add_option("--kind", s.kind, "--plot: what to draw (default: what suits the file)")->check(CLI::IsMember(plot_kinds()))->needs(plot);
-  app.add_option("--key", s.plot.key, "--plot: the figure of rows (default: step_ms)")->needs(plot);
-  app.add_option("--title", s.plot.title, "--plot: its title (default: made from the file)")->needs(plot);
+  auto* summary = app.add_option("--summary", s.summary, "compare training logs or rows: speed, loss, memory, speed-up")->type_name("FILES")->excludes(sweep);
+  app.add_option("--over", s.over, "--summary: the run that speed-ups are over (default: ddp_fp32, or the first)")->type_name("RUN")->needs(summary);
+  app.add_option("--json", s.json, "--summary: a file for the same as JSON")->type_name("FILE")->needs(summary);
+  auto* plot = app.add_option("--plot", s.plot.files, "make a picture (SVG, by gnuplot) of a trace, of training logs or of rows")->type_name("FILES")->expected(0, -1)->excludes(sweep);
+  app.add_option("--kind", s.kind, "--plot: what to draw, " + listed(plot_kinds()) + " (default: what suits the file)")->type_name("KIND")->check(CLI::IsMember(plot_kinds()))->needs(plot);
+  app.add_option("--key", s.plot.key, "--plot: the figure of rows (default: step_ms)")->type_name("KEY")->needs(plot);
+  app.add_option("--title", s.plot.title, "--plot: its title (default: made from the file)")->type_name("TEXT")->needs(plot);
   app.add_flag("--plots", s.plots, "make every picture of the documents whose inputs are in results/")->excludes(sweep);
-  auto* notes = app.add_option("--notes", s.notes, "write the tables of these documents from results/")->excludes(sweep);
+  auto* notes = app.add_option("--notes", s.notes, "write the tables of these documents from results/")->type_name("FILES")->excludes(sweep);
   app.add_flag("--check", s.check, "--notes: write nothing; say what differs")->needs(notes);
   // clang-format on
   try {
