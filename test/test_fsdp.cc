@@ -1157,6 +1157,12 @@ TEST_CASE("the reference model has the parameters and FLOPs that it should", "[f
   CHECK(spared(all, {"block.3.mlp.up"}) == 2 * up);
   CHECK(spared(all, {"block.0", "block.1"}) == 4 * block);  // the embedding's gradient goes through them
   CHECK(spared(all, {"embedding", "block.0", "block.1"}) == 8 * block + 8 * attention);
+  // Phi multiplies once for each compressed key, a stride of tokens.
+  const ModelConfig by_mean = sparse(small(Arch::rope, 11), Phi::mean),
+                    by_mlp = sparse(small(Arch::rope, 11), Phi::mlp);
+  const double D = double(by_mlp.head_dim()), phi = 2 * D * double(by_mlp.nsa.block) * D + D * 2 * D;
+  CHECK(flops_per_token(by_mlp) - flops_per_token(by_mean) ==
+        Approx(6 * double(by_mlp.depth * 2 * by_mlp.kv_heads) * phi / double(by_mlp.nsa.stride)));
   ModelConfig tied = all;
   tied.tied = true;
   CHECK(flops_per_token(tied) == flops_per_token(all));

@@ -56,6 +56,15 @@ TEST_CASE("a summary of rows has the speed-up over the baseline and follows from
   CHECK(s["runs"][1]["speed_up"] == 0.5);
   CHECK(s["runs"][0]["best_loss"].get<double>() == Approx(1.991));
   CHECK(s["runs"][0]["tail_loss"].get<double>() == Approx(2.001).margin(0.003));
+  // Of the last losses, as of a sample.
+  const json run = run_of("", "", 1, 1, 2.001, 0.01);
+  const auto losses = run["losses"].get<std::vector<double>>();
+  const std::vector<double> tail(losses.end() - s["runs"][0]["tail_steps"].get<int64_t>(), losses.end());
+  double mean = 0, square = 0;
+  for (double l : tail) mean += l / double(tail.size());
+  for (double l : tail) square += (l - mean) * (l - mean);
+  CHECK(s["runs"][0]["tail_loss_deviation"].get<double>() ==
+        Approx(std::sqrt(square / double(tail.size() - 1))).epsilon(1e-6));
   const std::string text = s["recommendation"];
   CHECK(text.rfind("Choose fsdp, fsdp.cu: 2,500 tokens/s (x 2.50), 900 MiB, loss 2.00", 0) == 0);
   CHECK(has(text, "fastest of the 4 runs"));
