@@ -341,7 +341,7 @@ std::string train(const Job& job) {
       if (t.speaks()) note(init_text(*job.init, r));
     }
     if (!r.o.save.empty())
-      t.saver = std::make_unique<Saver>(dev, job.world, r.o.save, r.o.keep, own_parts, note, job.found);
+      t.saver = std::make_unique<Saver>(dev, job.world, std::move(*job.save_to), r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
   if (t.speaks() && t.first > 1) note(strf("resuming after step %lld of %s", ll(t.first - 1), r.o.resume.c_str()));
   if (t.speaks() && r.backend == Backend::gpu && t.peak == 0)

@@ -408,7 +408,7 @@ TEST_CASE("a save that is killed at any call leaves a step that loads", "[checkp
       after += is_new ? "n" : "o";
       // The next start cleans up, and its saves go through.
       {
-        Saver saver(test_device(Backend::cpu), World(), dir, 2, {});
+        Saver saver(test_device(Backend::cpu), World(), {World(), dir}, 2, {});
         CHECK(!has(list(dir), ".tmp"));
       }
       CHECK(found_in(dir) == step);
@@ -433,7 +433,7 @@ TEST_CASE("a full disk at any call leaves the step before and is said in one lin
     const std::string dir = my_directory();
     FakeRank rank(few_tensors(), Grouping::one, 1, 0);
     std::vector<std::string> notes;
-    Saver saver(dev, World(), dir, 1, rank.parts(), [&](const std::string& note) { notes.push_back(note); });
+    Saver saver(dev, World(), {World(), dir}, 1, rank.parts(), [&](const std::string& note) { notes.push_back(note); });
     rank.fill(10);
     saver.begin(10, some_state(10));
     saver.finish();
@@ -507,7 +507,7 @@ TEST_CASE("a rank whose disk is full stops no rank, and all know of it", "[check
   const std::string dir = common_directory();
   FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
   std::vector<std::string> notes;
-  Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts(),
+  Saver saver(test_device(Backend::cpu), world, {world, dir}, 2, rank.parts(),
               [&](const std::string& note) { notes.push_back(note); });
   rank.fill(10);
   saver.begin(10, some_state(10));
@@ -549,12 +549,13 @@ TEST_CASE("an entry that cannot be removed keeps nothing else from being removed
       CHECK(list(dir) == strf(".tmp-old-step-10 latest step-%d step-%d", int(step - 10), int(step)));
     }
     std::vector<std::string> notes;
-    Saver saver(test_device(Backend::cpu), World(), dir, 2, {}, [&](const std::string& n) { notes.push_back(n); });
+    Saver saver(test_device(Backend::cpu), World(), {World(), dir}, 2, {},
+                [&](const std::string& n) { notes.push_back(n); });
     REQUIRE(notes.size() == 1);
     CHECK(has(notes[0], stuck + ": unlink failed"));
     CHECK(found_in(dir) == 60);
   }
-  Saver saver(test_device(Backend::cpu), World(), dir, 2, {});
+  Saver saver(test_device(Backend::cpu), World(), {World(), dir}, 2, {});
   CHECK(list(dir) == ".lock latest step-50 step-60");
 }
 
@@ -673,7 +674,7 @@ void check_overlap(Backend backend) {
     Latch gate;
     bool waited = false;
     int said = 0;
-    Saver saver(own, world, dir, 0, parts, [&](const std::string& note) {
+    Saver saver(own, world, {world, dir}, 0, parts, [&](const std::string& note) {
       CHECK(has(note, "the checkpoint of step 10 is still being written"));
       if (++said == 1) return;  // of the one that is not saved
       waited = !gate.open;
@@ -731,7 +732,7 @@ TEST_CASE("weights that are not finite are not saved", "[checkpoint]") {
   FakeRank rank(tensors(), Grouping::blocks, world.size, world.rank);
   const std::vector<Part> parts = rank.parts();
   auto save = [&](int64_t step, float bad) {
-    Saver saver(test_device(Backend::cpu), world, dir, 1, parts);
+    Saver saver(test_device(Backend::cpu), world, {world, dir}, 1, parts);
     rank.fill(step);
     const Part* last = nullptr;
     for (const Part& p : parts)
@@ -876,20 +877,24 @@ TEST_CASE("which steps stay, and which is found", "[checkpoint]") {
   // A directory that cannot be made: said on all ranks when the run starts.
   write_all(dir + "/file", "");
   for (const char* name : {"/file", "/file/below"})
-    CHECK(has(error_of([&] { Saver(test_device(Backend::cpu), World(), dir + name, 0, {}); }),
+    CHECK(has(error_of([&] {
+                Saver(test_device(Backend::cpu), World(), {World(), dir + name}, 0, {});
+              }),
               "--save: " + dir + "/file"));
-  { Saver(test_device(Backend::cpu), World(), dir + "/a/b/c/", 0, {}); }
+  { Saver(test_device(Backend::cpu), World(), {World(), dir + "/a/b/c/"}, 0, {}); }
   CHECK(exists(dir + "/a/b/c"));
   // Two runs in one directory: the second is refused, and takes nothing of the first's away.
   {
-    Saver first(test_device(Backend::cpu), World(), dir, 2, {});
+    Saver first(test_device(Backend::cpu), World(), {World(), dir}, 2, {});
     REQUIRE(::mkdir((dir + "/.tmp-step-11").c_str(), 0777) == 0);
     write_all(dir + "/.tmp-step-11/rank-0.bin", "being written");
-    CHECK(has(error_of([&] { Saver(test_device(Backend::cpu), World(), dir, 2, {}); }),
+    CHECK(has(error_of([&] {
+                Saver(test_device(Backend::cpu), World(), {World(), dir}, 2, {});
+              }),
               "--save: another run is saving to " + dir));
     CHECK(exists(dir + "/.tmp-step-11"));
   }
-  { Saver(test_device(Backend::cpu), World(), dir, 2, {}); }
+  { Saver(test_device(Backend::cpu), World(), {World(), dir}, 2, {}); }
   CHECK(!exists(dir + "/.tmp-step-11"));
 }
 
@@ -897,7 +902,7 @@ TEST_CASE("what is the user's stays in a directory that is saved to", "[checkpoi
   if (test_world().rank != 0) return;
   const std::string dir = my_directory();
   auto save_all = [&] {
-    { Saver(test_device(Backend::cpu), World(), dir, 1, {}); }
+    { Saver(test_device(Backend::cpu), World(), {World(), dir}, 1, {}); }
     for (int64_t step : {10, 20}) save_as(dir, step, 1, few_tensors(), Grouping::one, 2);
   };
   // What only looks like ours.
@@ -956,7 +961,8 @@ TEST_CASE("what is the user's stays in a directory that is saved to", "[checkpoi
   FakeRank rank(few_tensors(), Grouping::one, 1, 0);
   std::string said;
   {
-    Saver saver(test_device(Backend::cpu), World(), dir, 1, rank.parts(), [&](const std::string& n) { said += n; });
+    Saver saver(test_device(Backend::cpu), World(), {World(), dir}, 1, rank.parts(),
+                [&](const std::string& n) { said += n; });
     rank.fill(30);
     saver.begin(30, some_state(30));
     saver.finish();
@@ -973,7 +979,7 @@ TEST_CASE("a directory that a rank cannot write to is refused at the start", "[c
   const std::string dir = common_directory();
   const int last = world.size - 1;
   auto refused = [&](const std::string& where) {
-    return error_of([&] { Saver(test_device(Backend::cpu), world, where, 1, {}); });
+    return error_of([&] { Saver(test_device(Backend::cpu), world, {world, where}, 1, {}); });
   };
   for (const char* failing : {"open", "write", "unlink"}) {
     INFO(failing);
@@ -999,7 +1005,7 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   Device& dev = test_device(Backend::cpu);
   FakeRank rank(few_tensors(), Grouping::one, 1, 0);
   auto start = [&](const Steps& found) {
-    return error_of([&] { Saver(dev, World(), dir, 1, rank.parts(), nullptr, found); });
+    return error_of([&] { Saver(dev, World(), {World(), dir, found}, 1, rank.parts()); });
   };
   // Both begin on an empty directory, and the other has ended before this one takes the lock.
   const Steps none = check_save(dir, "");
@@ -1015,7 +1021,7 @@ TEST_CASE("a run that another has overtaken takes nothing from it", "[checkpoint
   save_as(dir, 30, 2, few_tensors(), Grouping::one, 1);
   CHECK(has(start(again), dir + "/step-30 after"));
   // Where there are no locks: it appears while this run trains.
-  Saver saver(dev, World(), dir, 1, rank.parts(), nullptr, check_save(dir, dir));
+  Saver saver(dev, World(), {World(), dir, check_save(dir, dir)}, 1, rank.parts());
   for (int64_t step : {40, 50}) {
     rank.fill(step);
     saver.begin(step, some_state(step));
@@ -1045,7 +1051,7 @@ TEST_CASE("a rank that unwinds does not wait for a save that others never begin"
   const std::string dir = common_directory();
   FakeRank rank(few_tensors(), Grouping::one, world.size, world.rank);
   try {
-    Saver saver(test_device(Backend::cpu), world, dir, 2, rank.parts());
+    Saver saver(test_device(Backend::cpu), world, {world, dir}, 2, rank.parts());
     if (world.rank == 0) saver.begin(10, some_state(10));
     throw 1;
   } catch (int) {}
@@ -1160,7 +1166,7 @@ void check_resumed(Backend backend) {
   std::string weights;
   {
     Trainer t(backend, world);
-    Saver saver(t.dev, world, dir, 2, t.parts());
+    Saver saver(t.dev, world, {world, dir}, 2, t.parts());
     whole = t.train(1, 3);
     saver.delay_ms = 100;  // the copies are of step 3, though the next has begun
     saver.begin(3, some_state(3));
@@ -1185,7 +1191,7 @@ void check_resumed(Backend backend) {
     load_checkpoint(dir, "", t.dev, World(), t.parts());
     CHECK(furthest(t.train(4, 6), rest) < 1e-4);
     Trainer start(backend, World());
-    Saver saver(start.dev, World(), dir1, 2, start.parts());
+    Saver saver(start.dev, World(), {World(), dir1}, 2, start.parts());
     CHECK(furthest(start.train(1, 3), std::vector<double>(whole.begin(), whole.begin() + 6)) < 1e-4);
     saver.begin(3, some_state(3));
     saver.finish();
@@ -1215,7 +1221,7 @@ TEST_CASE("a checkpoint knows nothing of how the model was cut", "[checkpoint]")
     const std::string dir = common_directory();
     {
       Trainer t(Backend::cpu, world, way);
-      Saver saver(t.dev, world, dir, 2, t.parts_to_save());
+      Saver saver(t.dev, world, {world, dir}, 2, t.parts_to_save());
       t.train(1, 3);
       saver.begin(3, some_state(3));
       saver.finish();
@@ -1280,7 +1286,7 @@ TEST_CASE("a run that unfreezes what was frozen goes on alike on any number of r
   std::vector<double> rest;
   {
     Trainer t(Backend::cpu, world, 0, frozen);
-    Saver saver(t.dev, world, dir, 2, t.parts_to_save());
+    Saver saver(t.dev, world, {world, dir}, 2, t.parts_to_save());
     t.train(1, 3);
     saver.begin(3, some_state(3));
     t.model->fsdp.hold_updates(saver.copied());

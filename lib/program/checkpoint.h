@@ -24,7 +24,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -85,13 +84,11 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
 // 12 bytes for each parameter of the shard), once, when it is made.
 class Saver {
  public:
-  // Collective; makes DIR, locks it, removes what a killed run left in it, and writes and removes a file there from
-  // every rank. keep: how many steps stay, 0: all. note: says something to the user; called on rank 0, from begin(),
-  // check() and finish(). found: what check_save returned on rank 0 when the run began; by itself what is there now.
-  // Throws UsageError, the same on all ranks: another run has DIR too, or has saved to it since `found`; a rank cannot
-  // write there. Parts stay where they are for the Saver's life.
-  Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
-        std::function<void(const std::string&)> note = nullptr, std::optional<Steps> found = std::nullopt);
+  // Collective. keep: how many steps stay, 0: all. note: says something to the user; called on rank 0, from begin(),
+  // check() and finish(). Throws UsageError, the same on all ranks, if there is no memory for the copy. Parts stay
+  // where they are for the Saver's life.
+  Saver(Device& dev, const World& world, SaveDirectory to, int64_t keep, std::vector<Part> parts,
+        std::function<void(const std::string&)> note = nullptr);
   // Waits for the save that is being written. While an exception unwinds it gives the save up instead, because the
   // other ranks may never come to its end.
   ~Saver();
@@ -121,16 +118,14 @@ class Saver {
 
   Device& dev_;
   World world_;
-  std::string dir_;
+  SaveDirectory to_;
   int64_t keep_;
   std::vector<Part> parts_;
   std::function<void(const std::string&)> note_;
   TextChannel talk_;  // the writers'
   TextChannel ask_;
   std::unique_ptr<HostBuffer<char>> copy_;
-  std::unique_ptr<DirectoryLock> lock_;  // rank 0's
-  Steps known_;                          // rank 0's: found, and this run's own
-  Stream copies_;                        // beside the compute stream
+  Stream copies_;  // beside the compute stream
   Event begun_, copied_;
   std::thread writer_;
   // The writer's until busy_ is false again.

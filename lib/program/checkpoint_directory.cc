@@ -262,6 +262,8 @@ DirectoryLock::~DirectoryLock() {
   ::close(fd_);
 }
 
+namespace {
+// Throws Error if files cannot be created, written and removed in dir now.
 void probe(const std::string& dir) {
   std::string path;
   try {
@@ -273,4 +275,28 @@ void probe(const std::string& dir) {
     throw;
   }
   files::remove(path);
+}
+}  // namespace
+
+SaveDirectory::SaveDirectory(const World& world, const std::string& given, std::optional<Steps> found)
+    : dir(files::without_slash(given)) {
+  TextChannel talk(world);
+  std::string error;
+  auto agree_on = [&](const std::string& who, const std::function<void()>& f) {
+    try {
+      f();
+    } catch (const Error& e) { error = "--save: " + who + e.what(); }
+    error = talk.agree(error);
+    if (!error.empty()) throw UsageError(error);
+  };
+  agree_on("", [&] {
+    if (world.rank != 0) return;
+    files::make_dirs(dir);
+    lock = std::make_unique<DirectoryLock>(dir);
+    known = found ? *found : steps_in(dir);
+    require_known(dir, known);  // another run may have saved and ended before the lock was taken
+    for (const std::string& left : remove_leftovers(dir))
+      notes.push_back("what an earlier save left could not be deleted: " + left);
+  });
+  agree_on(strf("rank %d: ", world.rank), [&] { probe(dir); });
 }

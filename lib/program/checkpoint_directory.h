@@ -13,8 +13,12 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "lib/comm/world.h"
 
 // ------------------------------------------------------------------------------------------------------------ names
 
@@ -74,5 +78,16 @@ class DirectoryLock {
   int fd_ = -1;
 };
 
-// Throws Error if files cannot be created, written and removed in dir now. On every rank.
-void probe(const std::string& dir);
+// What a run holds of the directory that it saves to, from before it opens its outputs: a run that may not save must
+// not have touched those of the run that does.
+struct SaveDirectory {
+  // Collective; makes dir, locks it, removes what a killed run left in it, and writes and removes a file there from
+  // every rank. found: what check_save returned on rank 0; by itself what is there now. Throws UsageError, the same on
+  // all ranks: another run has dir too, or has saved to it since `found`; a rank cannot write there.
+  SaveDirectory(const World& world, const std::string& dir, std::optional<Steps> found = std::nullopt);
+
+  std::string dir;                      // without a slash at its end
+  std::unique_ptr<DirectoryLock> lock;  // rank 0's
+  Steps known;                          // rank 0's: found, and this run's own
+  std::vector<std::string> notes;       // rank 0's: what could not be removed
+};

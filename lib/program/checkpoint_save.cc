@@ -151,11 +151,11 @@ void require_finite(const std::vector<Part>& parts, const char* bytes) {
 }
 }  // namespace
 
-Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t keep, std::vector<Part> parts,
-             std::function<void(const std::string&)> note, std::optional<Steps> found)
+Saver::Saver(Device& dev, const World& world, SaveDirectory to, int64_t keep, std::vector<Part> parts,
+             std::function<void(const std::string&)> note)
     : dev_(dev),
       world_(world),
-      dir_(files::without_slash(dir)),
+      to_(std::move(to)),
       keep_(keep),
       parts_(std::move(parts)),
       note_(std::move(note)),
@@ -173,24 +173,9 @@ Saver::Saver(Device& dev, const World& world, const std::string& dir, int64_t ke
     error = strf("--save: no host memory for a copy of rank %d's shard, %.0f MiB: %s", world.rank,
                  double(bytes) / 1048576.0, e.what());
   }
-  if (world.rank == 0 && error.empty()) {
-    try {
-      files::make_dirs(dir_);
-      lock_ = std::make_unique<DirectoryLock>(dir_);
-      known_ = found ? *found : steps_in(dir_);
-      require_known(dir_, known_);  // another run may have saved and ended before the lock was taken
-      for (const std::string& left : remove_leftovers(dir_))
-        notes_.push_back("what an earlier save left could not be deleted: " + left);
-    } catch (const Error& e) { error = strf("--save: %s", e.what()); }
-  }
   error = talk_.agree(error);
-  if (error.empty()) {
-    try {
-      probe(dir_);
-    } catch (const Error& e) { error = strf("--save: rank %d: %s", world.rank, e.what()); }
-    error = talk_.agree(error);
-  }
   if (!error.empty()) throw UsageError(error);
+  notes_ = std::move(to_.notes);
   report();
 }
 
@@ -257,7 +242,7 @@ void Saver::write(int64_t step, const std::string& state) {
 #endif
     synchronize(copied_);
     require_finite(parts_, copy_->get());
-    shard = write_shard(dir_, step, world_.rank, parts_, copy_->get());
+    shard = write_shard(to_.dir, step, world_.rank, parts_, copy_->get());
   } catch (const files::FileError& e) { error = strf("rank %d: %s", world_.rank, e.what()); } catch (const Error& e) {
     error = ends_run + strf("rank %d: %s", world_.rank, e.what());
   }
@@ -267,17 +252,17 @@ void Saver::write(int64_t step, const std::string& state) {
     bool published = false;
     try {
       if (error.empty()) {
-        require_known(dir_, known_);  // there may be no locks here
+        require_known(to_.dir, to_.known);  // there may be no locks here
         published = true;
-        notes_ = publish(dir_, step, keep_, shards, parts_, state);
+        notes_ = publish(to_.dir, step, keep_, shards, parts_, state);
       }
     } catch (const files::FileError& e) { error = strf("rank 0: %s", e.what()); } catch (const Error& e) {
       error = ends_run + strf("rank 0: %s", e.what());
     }
     try {
-      const Steps there = steps_in(dir_);  // the step may have its name, though `latest` could not be moved
-      if (published && there.count(step)) known_[step] = there.at(step);
-      if (!error.empty()) remove_leftovers(dir_);
+      const Steps there = steps_in(to_.dir);  // the step may have its name, though `latest` could not be moved
+      if (published && there.count(step)) to_.known[step] = there.at(step);
+      if (!error.empty()) remove_leftovers(to_.dir);
     } catch (const Error&) {}  // the next save, or the next start, removes it
   }
   error = talk_.broadcast(error);
@@ -286,7 +271,7 @@ void Saver::write(int64_t step, const std::string& state) {
   const bool ends = error.compare(0, ends_run.size(), ends_run) == 0;
   std::string before;
   try {
-    before = "resume from " + find_checkpoint(dir_, dir_);
+    before = "resume from " + find_checkpoint(to_.dir, to_.dir);
   } catch (const Error&) { before = "there is no earlier one to resume from"; }
   (ends ? error_ : failed_) = strf("saving step %lld failed: %s; %s", ll(step),
                                    error.substr(ends ? ends_run.size() : 0).c_str(), before.c_str());

@@ -31,6 +31,19 @@ void throw_agreed(std::string error) {
   if (!error.empty()) throw E(error);
 }
 
+// What f throws on a rank is thrown on all of them.
+template <class F>
+void together(F f) {
+  std::string refused, error;
+  try {
+    f();
+  } catch (const UsageError& e) { refused = e.what(); } catch (const Error& e) {
+    error = e.what();
+  }
+  throw_agreed<UsageError>(refused);
+  throw_agreed<Error>(error);
+}
+
 // The ranks are those that were meant, of one program, told the same, and with GPUs where others have some. Returns
 // what is to be noted.
 std::vector<std::string> check_launch(const Options& o, const std::string& typed, int gpus, Job* job) {
@@ -52,6 +65,7 @@ std::vector<std::string> check_launch(const Options& o, const std::string& typed
 void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, Job* job) {
   const World& world = job->world;
   std::string error;
+  Steps found;  // in --save's directory, rank 0's
   if (!o.resume.empty()) {
     job->saved = load_state(o.resume, o.save, world);
     job->saved.state = read_state(job->saved.state, job->saved.step_dir + "/manifest.json");
@@ -66,7 +80,7 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
       r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
     for (const std::string& notice : notices)
       if (!notice.empty()) r.notices.push_back(notice);
-    if (world.rank == 0 && !o.save.empty()) job->found = check_save(o.save, o.resume);
+    if (world.rank == 0 && !o.save.empty()) found = check_save(o.save, o.resume);
     if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
     auto open = [&](const std::string& names, Split split) {
@@ -84,6 +98,7 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   // What is left open may be chosen otherwise where a machine or a file is another.
   require_same(strf("%lld tokens of %s\n", ll(job->data->count), job->data->description.c_str()) + settings(r).dump(0),
                "the run");
+  if (!o.save.empty()) job->save_to = std::make_unique<SaveDirectory>(world, o.save, found);
 }
 
 // Finds out who talks to whom and how, opens the device, and plans the step's memory.
@@ -92,7 +107,7 @@ void open_device(Job* job) {
   Run& r = job->r;
   const bool gpu = r.backend == Backend::gpu;
   // One rank a GPU talks through NCCL. Otherwise all go through host memory, all in the same way.
-  std::string sharing, refused, error;
+  std::string sharing;
   const DeviceAssignment taken = assign_device(r.backend, world);
   if (world.size > 1 && gpu && taken.host_cards < world.local_size)
     sharing = strf("%d ranks on %s share %d GPU%s", world.local_size, job->ranks[size_t(world.rank)].host.c_str(),
@@ -112,17 +127,13 @@ void open_device(Job* job) {
   if (!std::getenv("OPENBLAS_NUM_THREADS")) openblas_set_num_threads(std::max(1, cores() / world.local_size));
 
   bool engines_pay = false;
-  try {
+  together([&] {
     job->dev =
         std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, job->transport));
     engines_pay = copy_engines_pay(*job->dev, world);
     check_fp8(r.model, gpu ? fp8::support(job->dev->compute_capability) : fp8::Support::by_row, job->dev->name);
     plan(*job->dev, world, job->transport, r);
-  } catch (const UsageError& e) { refused = e.what(); } catch (const Error& e) {
-    error = e.what();
-  }
-  throw_agreed<UsageError>(refused);
-  throw_agreed<Error>(error);
+  });
   RankFacts here = job->ranks[size_t(world.rank)];
   here.device = gpu ? strf("GPU %d, ", taken.ordinal) + job->dev->name : job->dev->name;
   if (gpu) here.pci = name_gpu(taken.ordinal).card;
@@ -161,19 +172,17 @@ void begin(Job* job) {
                 opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
     std::fflush(stdout);
   }
-  std::string error;
-  try {
+  nlohmann::json opening;
+  std::function<void(const std::string&)> note;
+  together([&] {
     if (r.fsdp.uses_copy_engines() && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport));
-    nlohmann::json opening;
-    std::function<void(const std::string&)> note;
-    if (job->world.rank == 0) {
-      opening = open_log(estimated_ms, job);
-      note = [telemetry = job->telemetry.get()](const std::string& line) { telemetry->note(line); };
-    }
-    job->diagnostics = std::make_unique<Diagnostics>(r, job->world, dev, opening, note);
-  } catch (const Error& e) { error = e.what(); }
-  throw_agreed<Error>(error);
+    if (job->world.rank != 0) return;
+    opening = open_log(estimated_ms, job);
+    note = [telemetry = job->telemetry.get()](const std::string& line) { telemetry->note(line); };
+  });
+  // Each rank begins its file anew, so none before rank 0 has the log, which another run may be writing to.
+  together([&] { job->diagnostics = std::make_unique<Diagnostics>(r, job->world, dev, opening, note); });
 }
 
 }  // namespace

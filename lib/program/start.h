@@ -23,9 +23,9 @@
 
 struct Job {
   const World& world;
-  SavedState saved = {};                 // of the checkpoint that is resumed; its state is null if there is none
-  std::optional<ModelFolder> init = {};  // of --init, where no checkpoint is resumed
-  Steps found = {};                      // in --save's directory, rank 0's
+  SavedState saved = {};                        // of the checkpoint that is resumed; its state is null if there is none
+  std::optional<ModelFolder> init = {};         // of --init, where no checkpoint is resumed
+  std::unique_ptr<SaveDirectory> save_to = {};  // with --save
   Run r = {};
   std::unique_ptr<Corpus> data = {}, val_data = {};
   std::unique_ptr<EvalSet> eval = {};  // with --eval
