@@ -4,6 +4,7 @@
 #include <csignal>
 #include <cstdio>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <sstream>
 
@@ -20,6 +21,7 @@
 #include "lib/program/telemetry.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
@@ -679,7 +681,7 @@ TelemetryOptions log_to(const std::string& path, bool append) {
   return o;
 }
 
-TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[telemetry]") {
+TEST_CASE("a log whose disk is full says so once, and goes on in whole lines", "[telemetry]") {
   const ConfigFile file(""), said("");
   const char* path = file.path.c_str();
   const nlohmann::json header = {{"command", std::string(100, 'x')}, {"commit", ""}},
@@ -698,27 +700,58 @@ TEST_CASE("a log whose disk is full says so once, and goes on in a new line", "[
     std::fflush(stdout);
     dup2(terminal, STDOUT_FILENO);
     close(terminal), close(fd);
-    setrlimit(RLIMIT_FSIZE, &before);
+    setrlimit(RLIMIT_FSIZE, &before);  // there is room again
+    t.record(line);
   }
   std::signal(SIGXFSZ, action);
   std::ifstream note(said.path);
   std::string first, second;
   std::getline(note, first), std::getline(note, second);
-  CHECK(first.rfind(strf("--log %s: lines from here on are missing", path), 0) == 0);
+  CHECK(first.rfind(strf("warning: --log: lines from here on are missing: %s: write failed", path), 0) == 0);
   CHECK(second.empty());
+  struct {
+    int whole = 0, half = 0, headers = 0;
+  } lines;
+  const auto count = [&] {
+    std::ifstream in(path);
+    lines = {};
+    for (std::string text; std::getline(in, text);) {
+      const nlohmann::json j = nlohmann::json::parse(text, nullptr, false);
+      lines.whole += j == line, lines.half += j.is_discarded(), lines.headers += j == header;
+    }
+  };
+  count();
+  CHECK((lines.headers == 1 && lines.whole == 5 && lines.half == 0));
+  // A run that was killed in the middle of a line.
+  std::ofstream(path, std::ios::app) << "{\"line\": \"yy";
   {
     Telemetry t(log_to(path, true), header);
     t.record(line);
   }
-  std::ifstream in(path);
-  int whole = 0, half = 0, headers = 0;
-  for (std::string text; std::getline(in, text);) {
-    const nlohmann::json j = nlohmann::json::parse(text, nullptr, false);
-    whole += j == line, half += j.is_discarded(), headers += j == header;
+  count();
+  CHECK((lines.headers == 2 && lines.whole == 6 && lines.half == 1));
+}
+
+TEST_CASE("a log is one run's", "[telemetry]") {
+  const ConfigFile file("");
+  const nlohmann::json header = {{"command", "mpirun ./train --data caf\xe9"}, {"commit", ""}};  // no UTF-8
+  const auto contents = [&] {
+    std::ifstream in(file.path);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  Telemetry first(log_to(file.path, false), header);
+  first.record({{"step", 1}});
+  const std::string written = contents();
+  CHECK(written == "{\"command\":\"mpirun ./train --data caf\xef\xbf\xbd\",\"commit\":\"\"}\n{\"step\":1}\n");
+  for (const bool append : {false, true}) {
+    INFO(append);
+    TelemetryOptions o = log_to(file.path, append);
+    o.tensorboard = file.path + ".events";
+    CHECK(error_of([&] { Telemetry(o, header); }) ==
+          "--log " + file.path + ": another run is writing to it; give each run a log of its own");
+    CHECK(contents() == written);
+    CHECK(::access(o.tensorboard.c_str(), F_OK) != 0);
   }
-  CHECK(headers == 2);
-  CHECK(whole >= 4);
-  CHECK(half == 1);
 }
 
 TEST_CASE("figures for people", "[telemetry]") {

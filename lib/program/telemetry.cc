@@ -5,12 +5,16 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <utility>
 #include <vector>
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "lib/device/error.h"
 #include "lib/device/terminal.h"
@@ -132,31 +136,50 @@ void check_log(const std::string& path) {
                path.c_str());
 }
 
+namespace {
+
+// Of this run alone: two that write to one file would destroy each other's lines.
+std::unique_ptr<files::File> open_log(const std::string& path) {
+  check_log(path);
+  const int fd = ::open(path.c_str(), O_CREAT | O_APPEND | O_RDWR | O_NONBLOCK | O_CLOEXEC, 0666);
+  REQUIRE_USER(fd >= 0, "--log %s cannot be written: %s", path.c_str(), std::strerror(errno));
+  auto file = std::make_unique<files::File>(fd, path);
+  REQUIRE_USER(::flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK,
+               "--log %s: another run is writing to it; give each run a log of its own", path.c_str());
+  return file;
+}
+
+// Whether a run that was killed, or whose disk was full, left half a line.
+bool ends_in_half(const files::File& file, int64_t bytes) {
+  char last = '\n';
+  if (bytes > 0) files::read_at(file, &last, 1, bytes - 1);
+  return last != '\n';
+}
+
+}  // namespace
+
 Telemetry::Telemetry(const TelemetryOptions& o, const nlohmann::json& header)
     : o_(o), redraws_(o.lines == Lines::live && terminal::is_watched(terminal::out)) {
+  if (!o.log.empty()) {
+    file_ = open_log(o.log);
+    try {
+      if (!o.append) files::cut(file_.get(), 0);
+      bytes_ = files::size_of(*file_);
+      const char* const end = ends_in_half(*file_, bytes_) ? "\n" : "";
+      // The command line is as it was typed, in whatever encoding.
+      const std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+      files::append_whole(file_.get(), end + text + "\n", &bytes_);
+    } catch (const Error& e) { throw UsageError(strf("--log: %s", e.what())); }
+  }
+  // Its old files are removed by whoever has the log.
   if (!o.tensorboard.empty())
     events_ = std::make_unique<EventFile>(
         o.tensorboard, o.append ? EventFile::Begin::behind_it : EventFile::Begin::anew, o.first_step);
-  if (o.log.empty()) return;
-  check_log(o.log);
-  file_ = std::fopen(o.log.c_str(), o.append ? "a+" : "w");
-  REQUIRE_USER(file_, "--log %s cannot be written: %s", o.log.c_str(), std::strerror(errno));
-  // A run that was killed, or whose disk was full, may have left half a line.
-  const bool half = o.append && std::fseek(file_, -1, SEEK_END) == 0 && std::fgetc(file_) != '\n';
-  std::fseek(file_, 0, SEEK_END);  // between reading and writing
-  std::fprintf(file_, "%s%s\n", half ? "\n" : "", header.dump().c_str());
-  const bool written = std::fflush(file_) == 0;
-  const int why = errno;
-  if (!written) {
-    std::fclose(file_);
-    throw UsageError(strf("--log %s cannot be written: %s", o.log.c_str(), std::strerror(why)));
-  }
 }
 
 Telemetry::~Telemetry() {
   if (live_) std::printf("\n");
   std::fflush(stdout);
-  if (file_) std::fclose(file_);
 }
 
 // By the clock, so that validations and saves count. The first step warms caches and would spoil the estimate.
@@ -210,10 +233,12 @@ void Telemetry::redraw(const StepRecord& r, double seconds_left, double average)
 
 void Telemetry::record(const nlohmann::json& j) {
   if (!file_) return;
-  const bool written = std::fprintf(file_, "%s\n", j.dump().c_str()) > 0 && std::fflush(file_) == 0;
-  if (!written && !std::exchange(full_, true))
-    note(strf("--log %s: lines from here on are missing or incomplete: %s; training continues", o_.log.c_str(),
-              std::strerror(errno)));
+  try {
+    files::append_whole(file_.get(), j.dump() + "\n", &bytes_);
+  } catch (const Error& e) {
+    if (!std::exchange(full_, true))
+      note(strf("warning: --log: lines from here on are missing: %s; training continues", e.what()));
+  }
 }
 
 void Telemetry::note(const std::string& line) {

@@ -3,10 +3,10 @@
 
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <memory>
 #include <string>
 
+#include "lib/program/files.h"
 #include "lib/program/finding.h"
 #include "lib/program/format.h"
 #include "lib/program/tensorboard.h"
@@ -41,7 +41,8 @@ struct TelemetryOptions {
 // later is said once.
 class Telemetry {
  public:
-  // Throws UsageError, before training starts, if a file cannot be written and for what check_log refuses.
+  // Throws UsageError, before training starts, if a file cannot be written, for what check_log refuses, and if another
+  // run is writing to the log (where its file system has locks); nothing is changed then.
   Telemetry(const TelemetryOptions& o, const nlohmann::json& header);
   ~Telemetry();
   void step(const StepRecord& r);
@@ -57,7 +58,8 @@ class Telemetry {
   void redraw(const StepRecord& r, double seconds_left, double average);
 
   const TelemetryOptions o_;
-  FILE* file_ = nullptr;
+  std::unique_ptr<files::File> file_;  // locked
+  int64_t bytes_ = 0;                  // in it
   std::unique_ptr<EventFile> events_;
   bool redraws_;
   bool live_ = false;  // the cursor stands on a live line

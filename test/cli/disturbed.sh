@@ -41,6 +41,30 @@ if command -v prlimit >/dev/null; then
 else
   skip "a log that may not grow: there is no prlimit"
 fi
+# Launched again by mistake: the second is refused, and the first loses nothing of what it has written.
+twice=(--save "$dir/twice" --log "$dir/twice.jsonl" --tensorboard "$dir/twice.events" --diagnostics "$dir/twice.csv")
+launch_again() {
+  # shellcheck disable=SC2086 # a list of flags
+  timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train "${long[@]}" "$@" >"$dir/second" 2>&1 </dev/null
+  again=$?
+}
+launch_twice() { launch_again "${twice[@]}"; touch "$dir/twice/.HALT"; }
+mpi_until "" launch_twice "${twice[@]}"
+wrong=""
+[ "$again" = 2 ] || wrong="the second ended with status $again"
+grep -q "^error: --save: another run is saving to $dir/twice" "$dir/second" || wrong="$wrong; it does not say why: $(tail -n 3 "$dir/second")"
+awk '/^{.*"command"/ { headers++ } /"step":/ { match($0, /"step":[0-9]+/); if (substr($0, RSTART + 7, RLENGTH - 7) != ++steps) bad = 1 }
+  END { exit bad || headers != 1 || steps < 2 || NR != steps + 1 }' "$dir/twice.jsonl" || wrong="$wrong; the log is not the first's"
+[ "$(ls "$dir/twice.events" | wc -l)" = 1 ] || wrong="$wrong; nor are the events"
+head -n 1 "$dir/twice.csv/training_fsdp.csv" | grep -q '^1,' || wrong="$wrong; nor are the diagnostics"
+verdict "a launch that is refused leaves the running one's outputs alone" "$wrong"
+launch_onto_log() { launch_again --log "$dir/once.jsonl" --tensorboard "$dir/once.events"; pkill -USR1 -P $run; }
+mpi_until "" launch_onto_log --log "$dir/once.jsonl" --tensorboard "$dir/once.events"
+wrong=""
+[ "$again" = 2 ] || wrong="the second ended with status $again"
+grep -q "^error: --log $dir/once.jsonl: another run is writing to it" "$dir/second" || wrong="$wrong; it does not say why: $(tail -n 3 "$dir/second")"
+[ "$(grep -c '"command"' "$dir/once.jsonl")$(ls "$dir/once.events" | wc -l)" = 11 ] || wrong="$wrong; it has begun anew"
+verdict "two runs do not write one log" "$wrong"
 timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 50 --log "$dir/unread.jsonl" --save "$dir/unread" 2>"$dir/out" | head -n 1 >/dev/null
 wrong=""
 [ "${PIPESTATUS[0]}" = 0 ] || wrong="it did not end well"
