@@ -469,6 +469,8 @@ TEST_CASE("many files are one that holds them all", "[data]") {
   CHECK(corpus->files[1].tokens == 3);
 
   refused(refusal(dir + "none*.bin", 1000), {"none*.bin", "no file matches"});
+  write("caf\xe9.bin", "a name in Latin 1");
+  refused(refusal(dir + "caf?.bin", 1000), {"caf?.bin", "/caf\\xe9.bin is not valid UTF-8", "rename it"});
   refused(refusal(dir + "whole,", 1000), {"a name is empty"});
   refused(refusal(dir + "shard_*," + dir + "shard_1.bin", 1000), {"shard_1.bin is named twice"});
   // Several ranks share the checking, and a token of any file's is found by one of them.

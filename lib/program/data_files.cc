@@ -8,9 +8,23 @@
 #include <cstring>
 #include <set>
 
+#include "nlohmann/json.hpp"
+
 #include "lib/device/error.h"
 
 namespace {
+
+// Of a name that a pattern found: nobody has typed it.
+void require_utf8(const std::string& pattern, const std::string& path) {
+  try {
+    (void)nlohmann::json(path).dump();
+  } catch (const nlohmann::json::exception&) {
+    std::string shown;
+    for (const char c : path) shown += c > 31 && c < 127 ? std::string(1, c) : strf("\\x%02x", unsigned(uint8_t(c)));
+    throw UsageError(strf("data files %s: the name %s is not valid UTF-8, which logs and checkpoints need; rename it",
+                          pattern.c_str(), shown.c_str()));
+  }
+}
 
 bool is_there(const std::string& path) {
   struct stat s;
@@ -27,6 +41,7 @@ std::vector<std::string> matches(const std::string& pattern) {
   REQUIRE_USER(status == 0 || status == GLOB_NOMATCH, "data files %s: a directory cannot be searched: %s",
                pattern.c_str(), status == GLOB_NOSPACE ? "out of memory" : std::strerror(why));
   REQUIRE_USER(!paths.empty(), "data files %s: no file matches the pattern", pattern.c_str());
+  for (const std::string& path : paths) require_utf8(pattern, path);
   std::sort(paths.begin(), paths.end());  // by bytes: the same in every locale, on every rank
   return paths;
 }

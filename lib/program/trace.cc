@@ -206,8 +206,9 @@ void write_trace(const std::string& path, const Trace& trace, const json& about)
   }
   other.update(about);
   write_events(&to, trace);
-  std::string text = json({{"displayTimeUnit", "ms"}, {"otherData", other}}).dump();
-  text.pop_back();  // the brace
+  std::string text = json({{"displayTimeUnit", "ms"}, {"otherData", other}})
+                         .dump(-1, ' ', false, json::error_handler_t::replace);  // the command is as it was typed
+  text.pop_back();                                                               // the brace
   text += before_events + to.text + "\n]}\n";
   const std::unique_ptr<files::File> file = files::create_unique(start_of_trace(path));
   try {
