@@ -392,6 +392,7 @@ TEST_CASE("a resumed run is the checkpoint's where it is told nothing", "[progra
   CHECK(r.o.data == "random");
   CHECK(r.o.val_every == 5);
   CHECK(r.o.val_batches == 9);
+  CHECK(r.preset == "class");
   // Its own: what is frozen, sharded and kept.
   CHECK(r.model.frozen.empty());
   CHECK(r.fsdp.reshard_after_forward);
@@ -431,6 +432,54 @@ TEST_CASE("a resumed run is the checkpoint's where it is told nothing", "[progra
   CHECK(to_json(untouched) == to_json(parsed("--lr 0.5")));
 }
 
+TEST_CASE("a resumed run rounds as its checkpoint does, unless it is told otherwise", "[program]") {
+  SavedState saved;
+  saved.step_dir = "run/step-3";
+  const auto resumed = [&](const std::string& was, const std::string& line) {
+    saved.state = state_at(on_cpu("--preset tiny " + was), 3);
+    return resolve_resumed(saved, parsed("--device cpu --resume run " + line), 1, 0);
+  };
+  const std::string was =
+      "--param-dtype bf16 --reduce-dtype fp32 --matmul-dtype fp8 --fp8-scaling row --save-dtype fp8 "
+      "--tf32 --moments bf16 --on-nan skip:3 ";
+  Run r = resumed(was, "");
+  CHECK((r.dtype == Dtype::bf16 && r.reduce_dtype == Dtype::f32));
+  CHECK((r.model.fp8 && r.model.save_fp8 && r.model.fp8_scaling == fp8::Scaling::row));
+  CHECK((r.o.tf32 && r.fsdp.moment_dtype == Dtype::bf16 && r.nan_skips == 3));
+  // What follows from another does so again where that is told otherwise, and only there.
+  r = resumed(was, "--param-dtype fp32 --matmul-dtype off --save-dtype off --tf32=false");
+  CHECK((r.dtype == Dtype::f32 && r.reduce_dtype == Dtype::f32 && !r.o.tf32));
+  CHECK((!r.model.fp8 && !r.model.save_fp8 && r.model.fp8_scaling == fp8::Scaling::tensor));
+  compare(saved.state, &r);
+  says(r.notices.back(), {"--matmul-dtype \"\" (was \"fp8\")", "--save-dtype", "--tf32 false", "--param-dtype \"fp32\"",
+                          "--fp8-scaling"});
+  r = resumed(was, "--param-dtype bf16 --matmul-dtype fp8");
+  CHECK((r.reduce_dtype == Dtype::f32 && r.model.fp8_scaling == fp8::Scaling::row));
+  // --autocast says more of the types than --param-dtype beside it.
+  for (const char* line : {"", "--autocast bf16", "--param-dtype fp32 --autocast bf16"}) {
+    INFO(line);
+    r = resumed("--param-dtype fp32 --autocast bf16 --reduce-dtype bf16", line);
+    CHECK((r.fsdp.gather_wide && r.dtype == Dtype::bf16 && r.reduce_dtype == Dtype::bf16));
+  }
+  for (const char* line : {"--autocast off", "--param-dtype fp32"}) {
+    INFO(line);
+    r = resumed("--autocast bf16 --reduce-dtype bf16", line);
+    CHECK((!r.fsdp.gather_wide && r.dtype == Dtype::f32 && r.reduce_dtype == Dtype::f32));
+  }
+  CHECK(resumed("--param-dtype bf16 --reduce-dtype bf16", "--autocast bf16").reduce_dtype == Dtype::f32);
+  // What the checkpoint brings goes together with what is given, or is refused as the checkpoint's.
+  CHECK(resumed("--val-every 1", "--val-data file").o.val_data == "file");
+  CHECK(resumed("--clip 0", "--optimizer-in-backward 1").fsdp.update_in_backward);
+  const auto refused = [&](const std::string& line) { return error_of<UsageError>([&] { resumed(was, line); }); };
+  says(refused("--val-data file"), {"--val-data needs --val-every", "(what is not given is of run/step-3)"});
+  says(refused("--recompute both"), {"--save-dtype fp8", "(what is not given is of run/step-3)"});
+  // The machine's own choice is another where the machine is.
+  saved.state["options"]["device"] = "gpu";
+  r = resolve_resumed(saved, parsed("--device cpu --resume run"), 1, 0);
+  compare(saved.state, &r);
+  says(r.notices.back(), {"parameters in bf16", "made on a GPU", "on a CPU the default is --param-dtype fp32"});
+}
+
 TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[program]") {
   const std::string was = "--preset tiny --seq 64 --global-batch 4 --steps 20 --seed 3 ";
   const json state = state_at(on_cpu(was), 5);
@@ -446,11 +495,32 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   REQUIRE(one.size() == 1);
   CHECK(one[0] == "differs from the checkpoint: --freeze \"head\" (was \"\"), --lr 0.01 (was 0.0003)");
   // Each option that a resumed run carries over, told otherwise.
-  for (const char* told :
-       {"--rope-base 9", "--rope-scaling llama3:8:1:4:8192", "--norm-eps 0.1", "--max-positions 99", "--nsa-block 64",
-        "--nsa-stride 8", "--nsa-select-block 128", "--nsa-selected 5", "--nsa-window 9", "--min-lr-ratio 0.3",
-        "--warmup 7", "--beta1 0.5", "--beta2 0.5", "--eps 0.1", "--weight-decay 0", "--clip 9", "--clip-norm 1",
-        "--data random", "--val-every 3"}) {
+  for (const char* told : {"--rope-base 9",
+                           "--rope-scaling llama3:8:1:4:8192",
+                           "--norm-eps 0.1",
+                           "--max-positions 99",
+                           "--nsa-block 64",
+                           "--nsa-stride 8",
+                           "--nsa-select-block 128",
+                           "--nsa-selected 5",
+                           "--nsa-window 9",
+                           "--min-lr-ratio 0.3",
+                           "--warmup 7",
+                           "--beta1 0.5",
+                           "--beta2 0.5",
+                           "--eps 0.1",
+                           "--weight-decay 0",
+                           "--clip 9",
+                           "--clip-norm 1",
+                           "--data random",
+                           "--val-every 3",
+                           "--param-dtype bf16 --reduce-dtype fp32",
+                           "--reduce-dtype bf16",
+                           "--autocast bf16 --param-dtype fp32",
+                           "--matmul-dtype fp8",
+                           "--save-dtype fp8",
+                           "--moments bf16",
+                           "--on-nan skip"}) {
     INFO(told);
     const Words said = notices(was + told);
     REQUIRE(said.size() == 1);

@@ -111,12 +111,12 @@ const std::vector<Spec> options_parts::specs = flat({
 {"Precision", {
   {"param-dtype", "TYPE", &Options::param_dtype, one_of({"bf16", "fp32"}), "type of gathered parameters and activations; master weights are fp32", "bf16 on a GPU, fp32 on a CPU"},
   {"reduce-dtype", "TYPE", &Options::reduce_dtype, one_of({"bf16", "fp32"}), "type in which gradients are reduced", "that of --param-dtype"},
-  {"matmul-dtype", "TYPE", &Options::matmul_dtype, one_of({"fp8"}), "run the matmuls of q, k, v, o and the MLP in fp8, scaled by this step's amax: e4m3, gradients in e5m2", "that of --param-dtype"},
+  {"matmul-dtype", "TYPE", &Options::matmul_dtype, one_of({"fp8", "off"}), "run the matmuls of q, k, v, o and the MLP in fp8, scaled by this step's amax: e4m3, gradients in e5m2", "that of --param-dtype"},
   {"fp8-scaling", "WHAT", &Options::fp8_scaling, one_of({"tensor", "row"}), "granularity of the scales of --matmul-dtype fp8: one per tensor, or one per row (per column where a product reduces over rows), which is more accurate and slower; row needs compute capability 9.0"},
-  {"gather-dtype", "TYPE", &Options::gather_dtype, one_of({"fp8"}), "all-gather the weights of --matmul-dtype fp8 in fp8, each tensor scaled by its amax over all ranks: down to half the bytes on the wire and in the slot", "that of --param-dtype"},
-  {"save-dtype", "TYPE", &Options::save_dtype, one_of({"fp8"}), "keep the MLP's hidden layer for the backward pass in fp8 (e4m3), half the size; its gradients are then of the rounded layer", "that of --param-dtype"},
+  {"gather-dtype", "TYPE", &Options::gather_dtype, one_of({"fp8", "off"}), "all-gather the weights of --matmul-dtype fp8 in fp8, each tensor scaled by its amax over all ranks: down to half the bytes on the wire and in the slot", "that of --param-dtype"},
+  {"save-dtype", "TYPE", &Options::save_dtype, one_of({"fp8", "off"}), "keep the MLP's hidden layer for the backward pass in fp8 (e4m3), half the size; its gradients are then of the rounded layer", "that of --param-dtype"},
   {"tf32", "", &Options::tf32, flag, "let fp32 matmuls round their inputs to TF32"},
-  {"autocast", "TYPE", &Options::autocast, one_of({"bf16"}), "gather parameters in fp32 and cast them for the matmuls; gradients are reduced in fp32", "off"},
+  {"autocast", "TYPE", &Options::autocast, one_of({"bf16", "off"}), "gather parameters in fp32 and cast them for the matmuls; gradients are reduced in fp32", "off"},
   {"moments", "TYPE", &Options::moments, one_of({"fp32", "bf16"}), "type of AdamW's moments; bf16 is rounded stochastically"},
 }},
 {"Sharding", {
@@ -274,7 +274,8 @@ std::string parse_text(const Spec& s, const Given& given) {
   } catch (const nlohmann::json::exception&) {
     throw UsageError(strf("%s: not valid UTF-8, which logs and checkpoints need; rename the file", given.as.c_str()));
   }
-  return given.value;
+  // Where it is one of the words it says, of what a checkpoint may bring, that it is not wanted.
+  return given.value == "off" && !words.empty() ? "" : given.value;
 }
 
 void set(const Spec& s, const Given& given, Options* o) {
@@ -465,8 +466,6 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(!o.nsa_stats || !o.log.empty(), "--nsa-stats needs --log FILE to write to");
   REQUIRE_USER(o.mem_dump_every == 0 || !o.diagnostics.empty(), "--mem-dump-every needs --diagnostics DIR to write to");
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
-  for (const char* name : {"val-data", "val-batches"})
-    REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
   REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !is_safetensors_name(o.export_to)),
                "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
   for (const char* name : {"sample-every", "prompt", "temperature", "top-k"})
@@ -483,10 +482,6 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(o.resume != "latest" || !o.save.empty(), "--resume latest needs --save DIR, whose latest step it is");
   REQUIRE_USER(o.graph == 0 || !o.comm_timing, "--graph 1: a graph cannot be timed from outside; drop --comm-timing");
   REQUIRE_USER(o.graph == 0 || o.gather != "mpi", "--graph 1: a CUDA graph cannot hold MPI calls; drop --gather mpi");
-  REQUIRE_USER(o.optimizer_in_backward == 0 || o.clip == 0,
-               "--optimizer-in-backward 1 needs --clip 0: the global norm is known only after the last reduction");
-  REQUIRE_USER(o.autocast.empty() || o.param_dtype != "bf16",
-               "--autocast bf16 gathers parameters in fp32; drop --param-dtype bf16");
   REQUIRE_USER(o.wrap == "auto" || (o.bucket_mb == 0 && o.wrap_min_params == Options().wrap_min_params),
                "--wrap-min-params and --bucket-mb need --wrap auto");
   const bool keeps = o.shard == "grad" || o.shard == "none";
@@ -501,6 +496,15 @@ void check_combinations(const Options& o) {
 }
 
 }  // namespace
+
+void check_carried_combinations(const Options& o) {
+  for (const char* name : {"val-data", "val-batches"})
+    REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);
+  REQUIRE_USER(o.optimizer_in_backward == 0 || o.clip == 0,
+               "--optimizer-in-backward 1 needs --clip 0: the global norm is known only after the last reduction");
+  REQUIRE_USER(o.autocast.empty() || o.param_dtype != "bf16",
+               "--autocast bf16 gathers parameters in fp32; drop --param-dtype bf16");
+}
 
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text) {
   *out = Options();
@@ -527,6 +531,7 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
     if (const Given* given = find(s.name)) set(s, *given, out), out->given.push_back(s.name);
   out->warnings = unknown_variables();
   check_combinations(*out);
+  if (out->resume.empty()) check_carried_combinations(*out);
   return true;
 }
 

@@ -124,6 +124,9 @@ struct Options {
 // line of the file, the value and what is allowed. An empty variable is as one that is not set. Returns false when
 // --help was asked, of all or of a section: `text` then holds it. Touches no MPI and no device.
 bool parse_options(int argc, const char* const* argv, Options* out, std::string* text);
+// Refuses what does not go together of options that a checkpoint may bring. parse_options does, but not with --resume:
+// whoever takes the checkpoint's options over does so then.
+void check_carried_combinations(const Options& o);
 std::string completion_script();  // --completion's, for bash
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);

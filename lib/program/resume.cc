@@ -51,9 +51,26 @@ namespace {
 
 // What a run that goes on takes over, and may be told otherwise.
 const std::vector<std::string> carried = {
-    "rope-base",    "rope-scaling", "norm-eps", "max-positions", "nsa-block", "nsa-stride", "nsa-select-block",
-    "nsa-selected", "nsa-window",   "lr",       "min-lr-ratio",  "warmup",    "beta1",      "beta2",
-    "eps",          "weight-decay", "clip",     "clip-norm",     "data",      "val-data",   "val-every"};
+    "rope-base",    "rope-scaling", "norm-eps",   "max-positions", "nsa-block", "nsa-stride", "nsa-select-block",
+    "nsa-selected", "nsa-window",   "lr",         "min-lr-ratio",  "warmup",    "beta1",      "beta2",
+    "eps",          "weight-decay", "clip",       "clip-norm",     "on-nan",    "data",       "val-data",
+    "val-every",    "matmul-dtype", "save-dtype", "tf32",          "moments"};
+// The same for what follows from one of these, where that is told otherwise.
+const std::vector<std::string> following = {"param-dtype", "autocast", "reduce-dtype", "fp8-scaling", "gather-dtype"};
+
+// Those of `following` that nothing has been told about.
+std::vector<std::string> not_told(const json& was, const Options& o) {
+  std::vector<std::string> names;
+  // With --autocast the checkpoint says bf16, whatever type of parameters was asked for beside it.
+  const bool casts = was.at("autocast") == "bf16";
+  const bool same_cast = !o.gives("autocast") || (o.autocast == "bf16") == casts;
+  const bool same_type =
+      !o.gives("param-dtype") || (casts ? o.gives("autocast") : was.at("param_dtype") == o.param_dtype);
+  if (same_cast && same_type) names = {casts ? "autocast" : "param-dtype", "reduce-dtype"};
+  if (!o.gives("matmul-dtype") || was.at("matmul_dtype") == o.matmul_dtype)
+    names.insert(names.end(), {"fp8-scaling", "gather-dtype"});
+  return names;
+}
 
 }  // namespace
 
@@ -62,14 +79,27 @@ void take_up(const json& state, Options* o) {
   const json& was = state.at("options");
   std::vector<std::string> names = carried;
   auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
-  also({"nsa-phi", "nsa-gate", "seed", "val-batches"});
+  also({"preset", "nsa-phi", "nsa-gate", "seed", "val-batches"});
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
   // The same command on other ranks goes on with the same global batch.
   if (!o->gives("global-batch")) also({"global-batch"}), o->keeps_global_batch = o->gives("batch");
   if (!o->gives("batch") && !o->gives("grad-accum")) also({"grad-accum"});
   if (!o->gives("tokens") && !o->gives("epochs")) also({"steps"});
+  for (const std::string& name : not_told(was, *o)) names.push_back(name);
   take_over(was, names, o);
+}
+
+UsageError of_checkpoint(const UsageError& e, const std::string& step_dir) {
+  return step_dir.empty() ? e : UsageError(strf("%s (what is not given is of %s)", e.what(), step_dir.c_str()));
+}
+
+Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus) {
+  try {
+    take_up(saved.state, &o);
+    check_carried_combinations(o);
+    return resolve(o, world_size, gpus);
+  } catch (const UsageError& e) { throw of_checkpoint(e, saved.step_dir); }
 }
 
 void compare(const json& state, Run* r) {
@@ -96,9 +126,17 @@ void compare(const json& state, Run* r) {
                  r->o.data.c_str(), change(then, files).c_str(), files.size(), then.size());
   }
   std::vector<std::string> names = {"seq", "steps", "freeze"};
-  names.insert(names.end(), carried.begin(), carried.end());
+  for (const auto* more : {&carried, &following}) names.insert(names.end(), more->begin(), more->end());
   std::string others;
   for (const std::string& name : names)
     if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (was " + there(name) + ")";
   if (!others.empty()) r->notices.push_back("differs from the checkpoint:" + others);
+  // The type is chosen by the machine where nobody has said one, and the machine is another.
+  const bool gpu = r->backend == Backend::gpu, said = r->o.gives("param-dtype") || r->o.gives("autocast");
+  const Dtype own = gpu ? Dtype::bf16 : Dtype::f32;
+  if (differs("device") && !said && r->dtype != own)
+    r->notices.push_back(
+        strf("parameters in %s, as in the checkpoint, which was made on a %s; on a %s the default is "
+             "--param-dtype %s",
+             name_of(r->dtype), gpu ? "CPU" : "GPU", gpu ? "GPU" : "CPU", name_of(own)));
 }

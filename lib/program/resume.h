@@ -2,8 +2,7 @@
 //
 //   SavedState saved = load_state(o.resume, o.save, world);   // checkpoint.h; with --resume
 //   saved.state = read_state(saved.state, "manifest.json");   // options.h: a value for every option
-//   take_up(saved.state, &o);                                 // options left open are the checkpoint's
-//   Run r = resolve(o, world.size, gpus);
+//   Run r = resolve_resumed(saved, o, world.size, gpus);      // options left open are the checkpoint's
 //   compare(saved.state, &r);                                 // throws UsageError; notices say what has changed
 #pragma once
 
@@ -11,14 +10,20 @@
 
 #include "nlohmann/json_fwd.hpp"
 
+#include "lib/program/checkpoint.h"
 #include "lib/program/run.h"
 
 // What a checkpoint says beside weights and moments. The order of the data and the learning rate follow from the step.
 nlohmann::json state_at(const Run& r, int64_t step);
 
 // What the command line leaves open is the checkpoint's, but for what a run may shed: frozen parameters are trained
-// when they are not named again, and how a model is sharded, rounded and kept is each run's own.
+// when they are not named again, and how a model is sharded and kept, and who moves it, is each run's own.
 void take_up(const nlohmann::json& state, Options* o);
+
+// As resolve(), behind take_up. Throws UsageError that names the checkpoint, which may have brought what is refused.
+Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus);
+// The same error with that name; step_dir: SavedState's.
+UsageError of_checkpoint(const UsageError& e, const std::string& step_dir);
 
 // Refuses what contradicts the checkpoint and does not show in its tensors; notes what differs.
 void compare(const nlohmann::json& state, Run* r);

@@ -58,12 +58,12 @@ std::string fp8_text(const ModelConfig& c) {
 }
 void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu) {
   REQUIRE_USER(!(c.fp8 || c.save_fp8) || has != fp8::Support::none,
-               "%s fp8: %s has no fp8, which came with compute capability 8.9; drop the option", fp8_option(c),
+               "%s fp8: %s has no fp8, which came with compute capability 8.9; use %s off", fp8_option(c), gpu.c_str(),
+               fp8_option(c));
+  REQUIRE_USER(c.fp8_scaling == fp8::Scaling::tensor || has == fp8::Support::by_row,
+               "--fp8-scaling row: cuBLASLt supports it on compute capability 9.0 only (H100, H200), not on %s; use "
+               "--fp8-scaling tensor",
                gpu.c_str());
-  REQUIRE_USER(
-      c.fp8_scaling == fp8::Scaling::tensor || has == fp8::Support::by_row,
-      "--fp8-scaling row: cuBLASLt supports it on compute capability 9.0 only (H100, H200), not on %s; drop the option",
-      gpu.c_str());
 }
 
 namespace {

@@ -74,8 +74,10 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   }
   Run& r = job->r;
   try {
-    take_up(job->saved.state, &o);
-    r = job->init ? resolve_from(*job->init, o, world.size, gpus) : resolve(o, world.size, gpus);
+    r = job->init           ? resolve_from(*job->init, o, world.size, gpus)
+        : !o.resume.empty() ? resolve_resumed(job->saved, o, world.size, gpus)
+                            : resolve(o, world.size, gpus);
+    o = r.o;
     if (!job->init && !o.init.empty())
       r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
     for (const std::string& notice : notices)
@@ -131,7 +133,9 @@ void open_device(Job* job) {
     job->dev =
         std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, job->transport));
     engines_pay = copy_engines_pay(*job->dev, world);
-    check_fp8(r.model, gpu ? fp8::support(job->dev->compute_capability) : fp8::Support::by_row, job->dev->name);
+    try {
+      check_fp8(r.model, gpu ? fp8::support(job->dev->compute_capability) : fp8::Support::by_row, job->dev->name);
+    } catch (const UsageError& e) { throw of_checkpoint(e, job->saved.step_dir); }
     plan(*job->dev, world, job->transport, r);
   });
   RankFacts here = job->ranks[size_t(world.rank)];
