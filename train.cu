@@ -117,6 +117,14 @@ struct Training {
   bool samples(int64_t step) const { return r.o.sample_every > 0 && step % r.o.sample_every == 0; }
 };
 
+// What a rank's files do not let it read ends the run, with what there is to go back to.
+template <class T, class G>
+void fetch(Training<T, G>& t, const Sampler& sampler, int64_t first_sequence, int64_t rows, int32_t* host) {
+  try {
+    fill_batches(t.r, t.job.world, sampler, first_sequence, rows, host);
+  } catch (const Error& e) { throw Error(e.what() + (t.saver ? "; " + way_back(t.r.o.save) : "")); }
+}
+
 // Enqueues a step, and the copies of what is told of it. Nothing waits for the device but for the step before the last.
 template <class T, class G>
 void issue_step(Training<T, G>& t, int64_t step) {
@@ -125,9 +133,9 @@ void issue_step(Training<T, G>& t, int64_t step) {
   Stream& s = t.dev.compute();
   synchronize(now.done);  // two steps ago: the host stays one step ahead of the device
   flight::begin_step(step);
-  const auto fetch = Clock::now();
-  fill_batches(r, t.job.world, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
-  now.fetch_seconds = std::chrono::duration<double>(Clock::now() - fetch).count();
+  const auto begun = Clock::now();
+  fetch(t, t.sampler, (step - 1) * r.global_batch, r.global_batch, now.batches.get());
+  now.fetch_seconds = std::chrono::duration<double>(Clock::now() - begun).count();
   now.adamw[0] = ops::AdamW(float(learning_rate(r, step)), float(r.o.beta1), float(r.o.beta2), float(r.o.eps),
                             float(r.o.weight_decay), step);
   now.adamw[0].halt = halt::summand();
@@ -167,7 +175,7 @@ void issue_validation(Training<T, G>& t, int64_t step) {
   StepInFlight& now = t.slot(step);
   for (int64_t at = 0; at < t.val_rows; at += r.global_batch) {
     synchronize(t.val_copied);
-    fill_batches(r, t.job.world, t.val_sampler, at, std::min(r.global_batch, t.val_rows - at), t.val_batches.get());
+    fetch(t, t.val_sampler, at, std::min(r.global_batch, t.val_rows - at), t.val_batches.get());
     for (int64_t m = 0; m < r.grad_accum; m++)
       validation_program(t.dev, t.model, t.val_batches.get() + m * batch_ints(r.model, r.batch), at + m == 0,
                          t.val_copied);
@@ -233,7 +241,11 @@ std::string report_step(Training<T, G>& t, int64_t step) {
   const std::string wrong = t.bad.take(step, of, t.model.fsdp.units(), was.unit_sums.get(), replay, note);
   if (wrong.empty()) return "";
   t.dev.compute().synchronize();  // with a step that is still running
-  return wrong + (t.saver ? "; --resume " + r.o.save + " resumes from its latest step" : "");
+  if (!t.saver) return wrong;
+  try {
+    t.saver->finish();       // a save that is under way may be the one to go back to
+  } catch (const Error&) {}  // said is why the run ends
+  return wrong + "; " + way_back(r.o.save);
 }
 
 // --------------------------------------------------------------------------------------------------------- the loop
@@ -270,8 +282,7 @@ std::string loop(Training<T, G>& t) {
     if (t.validates(step)) issue_validation(t, step);
     if (step > t.first) {
       const std::string wrong = report_step(t, step - 1);
-      if (!wrong.empty())
-        return wrong + (saved == step - 1 ? strf("; step-%lld has the weights of the step before it", ll(saved)) : "");
+      if (!wrong.empty()) return wrong;
       if (!t.stop.empty()) break;
     }
     if (t.samples(step)) t.slot(step).sample = write_sample(t.job, t.model, step);

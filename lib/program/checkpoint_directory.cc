@@ -106,6 +106,12 @@ std::string find_checkpoint(const std::string& resume, const std::string& save_d
   return path + "/" + name_of_step(newest);
 }
 
+std::string way_back(const std::string& dir) {
+  try {
+    return "resume from " + find_checkpoint(dir, dir);
+  } catch (const Error&) { return "there is no checkpoint to resume from"; }
+}
+
 Steps steps_in(const std::string& dir) {
   Steps steps;
   struct stat s;

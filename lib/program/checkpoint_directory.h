@@ -40,6 +40,9 @@ bool in_checkpoint(const std::string& path, const std::string& dir);
 // that of save_dir. Returns the step's directory. Throws UsageError.
 std::string find_checkpoint(const std::string& resume, const std::string& save_dir);
 
+// "resume from DIR/step-20", or that nothing is there to resume from: for errors that end a run which saves to dir.
+std::string way_back(const std::string& dir);
+
 // The steps in a directory, each with what tells its manifest from any other of that name.
 using Steps = std::map<int64_t, std::string>;
 Steps steps_in(const std::string& dir);

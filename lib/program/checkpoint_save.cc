@@ -269,12 +269,8 @@ void Saver::write(int64_t step, const std::string& state) {
   failed_.clear();
   if (error.empty()) return;
   const bool ends = error.compare(0, ends_run.size(), ends_run) == 0;
-  std::string before;
-  try {
-    before = "resume from " + find_checkpoint(to_.dir, to_.dir);
-  } catch (const Error&) { before = "there is no earlier one to resume from"; }
   (ends ? error_ : failed_) = strf("saving step %lld failed: %s; %s", ll(step),
-                                   error.substr(ends ? ends_run.size() : 0).c_str(), before.c_str());
+                                   error.substr(ends ? ends_run.size() : 0).c_str(), way_back(to_.dir).c_str());
   if (!ends) notes_.push_back("warning: " + failed_ + "; training goes on, and the next save tries again");
 }
 

@@ -203,7 +203,7 @@ void TokenFile::read_bytes(int64_t at, std::vector<uint8_t>* to) const {
     if (n < 0)
       throw Error(
           strf("data file %s cannot be read at byte %lld: %s; see that the disk or server that holds it is "
-               "there, and --resume",
+               "there",
                path_.c_str(), ll(at) + ll(have), std::strerror(errno)));
     if (n == 0) cut(at + int64_t(have));
     have += size_t(n);
@@ -228,7 +228,7 @@ void TokenFile::cut(int64_t at) const {
   fstat(fd_, &now);
   throw Error(strf(
       "data file %s was cut while it was in use: it had %lld bytes and has %lld, as was seen in reading byte %lld; "
-      "restore it, and --resume",
+      "restore it",
       path_.c_str(), ll(opened_.st_size), ll(now.st_size), ll(at)));
 }
 
@@ -236,15 +236,15 @@ void TokenFile::cut(int64_t at) const {
 void TokenFile::require_unchanged(int64_t at, const std::function<void(const std::string&)>& warn) const {
   struct stat now;
   if (fstat(fd_, &now) != 0)
-    throw Error(strf("data file %s is no longer there: %s, as was seen in reading byte %lld; restore it, and --resume",
-                     path_.c_str(), std::strerror(errno), ll(at)));
+    throw Error(strf("data file %s is no longer there: %s, as was seen in reading byte %lld; restore it", path_.c_str(),
+                     std::strerror(errno), ll(at)));
   if (now.st_size < opened_.st_size) cut(at);
   if (now.st_size != opened_.st_size || now.st_mtim.tv_sec != opened_.st_mtim.tv_sec ||
       now.st_mtim.tv_nsec != opened_.st_mtim.tv_nsec)
-    throw Error(strf(
-        "data file %s was written to while it was in use, as was seen in reading byte %lld; restore it, and --resume "
-        "from a step before that",
-        path_.c_str(), ll(at)));
+    throw Error(
+        strf("data file %s was written to while it was in use, as was seen in reading byte %lld; restore it, since "
+             "steps after that have read other tokens",
+             path_.c_str(), ll(at)));
   if (now.st_nlink == 0 && warn && !std::exchange(said_gone_, true))
     warn(
         strf("data file %s was removed or replaced; training goes on with what it has open, but --resume will not "

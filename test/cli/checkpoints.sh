@@ -73,7 +73,9 @@ mpi -np 2 ./train "${run[@]}" --resume "$dir/none"
 judge "no checkpoint" "$dir/none" "No such file"
 # What diverges ends, and nothing of it is saved.
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --lr 10 --clip 0 --weight-decay 10 --save "$dir/diverged" --save-every 5
-judge "a run that diverges" "gradient norm" "diverged" "$dir/diverged"
+judge "a run that diverges" "gradient norm" "diverged" "; resume from $(readlink -f "$dir/diverged/latest")"
+mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --lr 10 --clip 0 --weight-decay 10 --save "$dir/unsaved"
+judge "a run that diverges before its first save" "diverged" "there is no checkpoint to resume from"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
 verdict "a run that diverged leaves what can be loaded" "$(grep -q "resuming after step" "$dir/out" || echo "it does not go on")"
 

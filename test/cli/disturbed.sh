@@ -21,8 +21,8 @@ verdict "a stall" "$wrong"
 # Data that changes under two ranks, a log that may not grow, an output that nobody reads.
 changing() { cp "$dir/text" "$dir/changing" && touch -d 2001-01-01 "$dir/changing"; }
 changing
-mpi_until "" "truncate -s 1000 $dir/changing" --data "$dir/changing"
-judge "data that is cut under a run" "$dir/changing" "was cut" "had 63000 bytes and has 1000" "byte "
+mpi_until "" "truncate -s 1000 $dir/changing" --data "$dir/changing" --save "$dir/cut"
+judge "data that is cut under a run" "$dir/changing" "was cut" "had 63000 bytes and has 1000" "byte " "; restore it; there is no checkpoint"
 changing
 mpi_until "" "touch $dir/changing" --data "$dir/changing"
 judge "data that is written to under a run" "$dir/changing" "was written to" "byte "
