@@ -170,17 +170,6 @@ struct TokenFiles : Corpus {
   }
 };
 
-// What two files differ in that cannot be read as one; empty: nothing.
-std::string difference(const TokenHeader& a, const TokenHeader& b) {
-  const bool both_said = a.vocab > 0 && b.vocab > 0, both_named = !a.tokenizer.empty() && !b.tokenizer.empty();
-  if (a.width != b.width) return strf("%d bytes a token and %d", a.width, b.width);
-  if (both_named && a.tokenizer != b.tokenizer)
-    return strf("the tokenizer %s and %s", a.tokenizer.c_str(), b.tokenizer.c_str());
-  if (both_said && a.vocab != b.vocab)
-    return strf("a vocabulary of %lld and %lld", static_cast<long long>(a.vocab), static_cast<long long>(b.vocab));
-  return "";
-}
-
 // So that so many files can be open at once, as far as the system lets this process.
 void allow_open_files(size_t n) {
   const rlim_t beside = 256;  // what else a rank has open
@@ -205,6 +194,7 @@ std::unique_ptr<TokenFiles> open_files(const std::string& names, int64_t vocab, 
       REQUIRE_USER(differs.empty(), "data files %s and %s differ: %s; train on those of one kind", first.path().c_str(),
                    path.c_str(), differs.c_str());
     }
+    corpus->width = h.width;
     if (corpus->tokenizer.empty()) corpus->tokenizer = h.tokenizer;
     if (corpus->vocab == 0) corpus->vocab = h.vocab;
     if (corpus->end_of_document < 0) corpus->end_of_document = h.end_of_document;
@@ -231,7 +221,7 @@ std::unique_ptr<Synthetic> synthetic(int64_t vocab, int64_t seq) {
   corpus->text.resize(size_t(bytes));
   corpus->count = bytes;
   corpus->description = "synthetic stories";
-  corpus->tokenizer = bytes_tokenizer, corpus->text_bytes = bytes;
+  corpus->width = 1, corpus->tokenizer = bytes_tokenizer, corpus->text_bytes = bytes;
   const char most = *std::max_element(corpus->text.begin(), corpus->text.end());
   REQUIRE_USER(most < vocab,
                "the built-in corpus holds bytes up to %d: --vocab %lld is too small for it (or use --data random)",

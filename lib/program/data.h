@@ -14,7 +14,8 @@
 
 #include "lib/program/data_files.h"
 
-struct Corpus {
+// What is known of the tokens is of all that was opened, whatever part of it this is.
+struct Corpus : TokenKind {
   virtual ~Corpus() = default;
   // Writes tokens [first, first + n) to out. Of a file, throws Error that names it and the byte: it cannot be read, or
   // was cut or written to since it was opened; a token that is not below the vocabulary.
@@ -22,9 +23,7 @@ struct Corpus {
   std::function<void(const std::string&)> warn = {};  // is told, once, that a file was removed while it is open
   int64_t count = 0;                                  // tokens
   std::string description;
-  // What is known of all that was opened, whatever part of it this is; see TokenHeader.
-  std::string tokenizer = {};
-  int64_t vocab = 0, text_bytes = -1, end_of_document = -1;
+  int64_t text_bytes = -1, end_of_document = -1;  // as TokenHeader's
   std::vector<DataFile> files = {};
 };
 

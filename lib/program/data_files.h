@@ -17,6 +17,15 @@ struct DataFile {
   int64_t tokens;
 };
 
+// What tokens are of; what is not known differs from nothing.
+struct TokenKind {
+  int width = 0;               // bytes a token; 0: not known
+  int64_t vocab = 0;           // the tokenizer's; 0: not said
+  std::string tokenizer = {};  // its name; bytes_tokenizer; empty: not said
+};
+// What two kinds differ in that cannot be told apart by one model; empty: nothing.
+std::string difference(const TokenKind& a, const TokenKind& b);
+
 // Throws UsageError: nothing matches a pattern, a file is named twice, a name is empty. A name without a pattern is
 // taken as it is, whether or not there is such a file.
 std::vector<std::string> data_files(const std::string& names);

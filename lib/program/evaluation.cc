@@ -18,7 +18,9 @@ struct TextEval : EvalSet {
   int64_t seq;
 
   TextEval(std::unique_ptr<Corpus> c, const std::string& names, int64_t seq)
-      : corpus(std::move(c)), names(names), seq(seq) {}
+      : corpus(std::move(c)), names(names), seq(seq) {
+    kind = *corpus;
+  }
   int64_t targets() const { return corpus->count - 1; }
   int64_t sequences() const override { return (targets() + seq - 1) / seq; }
   void sequence(int64_t i, int32_t* inputs, int32_t* wanted) const override {

@@ -19,6 +19,7 @@
 
 struct EvalSet {
   virtual ~EvalSet() = default;
+  TokenKind kind = {};  // of its tokens
   virtual int64_t sequences() const = 0;
   // seq numbers each. A target of -1 is not wanted, and has no loss.
   virtual void sequence(int64_t i, int32_t* inputs, int32_t* targets) const = 0;

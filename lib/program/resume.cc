@@ -44,6 +44,7 @@ json state_at(const Run& r, int64_t step) {
           {"sequences", step * r.global_batch},
           {"commit", commit()},
           {"options", settings(r)},
+          {"tokens", {{"width", r.tokens.width}, {"vocab", r.tokens.vocab}, {"tokenizer", r.tokens.tokenizer}}},
           {"data_files", files_json(r)}};
 }
 
@@ -100,6 +101,12 @@ Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus
     check_carried_combinations(o);
     return resolve(o, world_size, gpus);
   } catch (const UsageError& e) { throw of_checkpoint(e, saved.step_dir); }
+}
+
+TokenKind tokens_of(const json& state) {
+  if (!state.is_object() || !state.contains("tokens")) return {};
+  const json& t = state.at("tokens");
+  return {t.at("width"), t.at("vocab"), t.at("tokenizer")};
 }
 
 void compare(const json& state, Run* r) {

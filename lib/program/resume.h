@@ -25,5 +25,8 @@ Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus
 // The same error with that name; step_dir: SavedState's.
 UsageError of_checkpoint(const UsageError& e, const std::string& step_dir);
 
+// What a checkpoint's model was trained on; nothing is known where there is no state, or an older one.
+TokenKind tokens_of(const nlohmann::json& state);
+
 // Refuses what contradicts the checkpoint and does not show in its tensors; notes what differs.
 void compare(const nlohmann::json& state, Run* r);

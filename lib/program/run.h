@@ -27,6 +27,7 @@ struct Run {
   int64_t nan_skips = 0;                         // bad steps in a row that --on-nan skips; 0: it stops
   std::vector<std::string> notices;              // what was chosen that a user may not expect
   std::vector<DataFile> data_files = {};         // that --data names, once they are open
+  TokenKind tokens = {};                         // of the data, then
   int64_t tokens_per_step() const { return global_batch * model.seq; }
   int64_t max_positions() const { return o.max_positions ? o.max_positions : model.seq; }
 };

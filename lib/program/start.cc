@@ -61,6 +61,27 @@ std::vector<std::string> check_launch(const Options& o, const std::string& typed
   return {alone.notice, fewer_gpus(job->ranks)};
 }
 
+// A model knows the tokens of one tokenizer. What nobody named, built-in or random, is compared with the checkpoint's
+// alone.
+void require_one_kind(const Job& job) {
+  const Options& o = job.r.o;
+  std::vector<std::pair<std::string, TokenKind>> kinds = {
+      {"the data of " + job.saved.step_dir, tokens_of(job.saved.state)}};
+  const auto require_same_kind = [&](const std::string& name, const TokenKind& kind) {
+    for (const auto& [other_name, other] : kinds)
+      if (const std::string differs = difference(other, kind); !differs.empty())
+        throw UsageError(
+            strf("%s and %s differ: %s; use those of one kind", other_name.c_str(), name.c_str(), differs.c_str()));
+  };
+  const auto add = [&](const std::string& option, const std::string& names, const TokenKind& kind) {
+    require_same_kind(names.empty() ? "the built-in corpus" : option + " " + names, kind);
+    if (!names.empty()) kinds.push_back({option + " " + names, kind});
+  };
+  add("--data", o.data, *job.data);
+  if (job.val_data && !o.val_data.empty()) add("--val-data", o.val_data, *job.val_data);
+  if (job.eval) add("--eval", o.eval, job.eval->kind);
+}
+
 // The options resolved and the data opened, alike on all ranks.
 void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, Job* job) {
   const World& world = job->world;
@@ -92,7 +113,8 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
     if (o.val_every > 0) job->val_data = splits ? open(o.data, Split::validation) : open(o.val_data, Split::all);
     if (!o.eval.empty()) job->eval = open_eval(o.eval, r.model.vocab, r.model.seq, {world.rank, world.size});
     if (o.sample > 0) job->prompt = parse_prompt(o.prompt, *job->data, r.model.vocab);
-    r.data_files = job->data->files;
+    require_one_kind(*job);
+    r.data_files = job->data->files, r.tokens = *job->data;
     limit_epochs(Sampler{job->data.get(), r.model.seq, o.seed}.windows(), &r);
     compare(job->saved.state, &r);
   } catch (const Error& e) { error = e.what(); }

@@ -130,7 +130,7 @@ TokenHeader read_token_header(const std::string& path, const uint8_t* p, int64_t
                "header (data/README.md has the formats; rename it to .txt if it is text)",
                file);
   h.count = uint64_t(bytes), h.text_bytes = bytes;
-  h.tokenizer = bytes_tokenizer, h.format = "text, a byte a token";
+  h.width = 1, h.tokenizer = bytes_tokenizer, h.format = "text, a byte a token";
   return h;
 }
 

@@ -13,14 +13,13 @@
 #include <string>
 #include <vector>
 
-struct TokenHeader {
+#include "lib/program/data_files.h"
+
+struct TokenHeader : TokenKind {
   int64_t bytes = 0;  // of the header; the tokens lie behind it
-  int width = 1;      // bytes a token
   uint64_t count = 0;
-  int64_t vocab = 0;             // the tokenizer's; 0: not said
   int64_t text_bytes = -1;       // that the tokens stand for; -1: not said
   int64_t end_of_document = -1;  // the token behind each document; -1: not said
-  std::string tokenizer;         // its name; bytes_tokenizer; empty: not said
   std::string format;            // for people
 };
 constexpr const char* bytes_tokenizer = "bytes";  // a token is a byte of the text

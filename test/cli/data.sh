@@ -57,6 +57,13 @@ bad "files of different kinds" "$dir/tokens.bin|2 bytes a token and 1|differ" --
 bad "a log onto one of many files" "--log $t/part_0.txt|the same file as --data" --data "$t/part_*.txt" --log "$t/part_0.txt"
 { printf TOKENS02 && u16 2 0 300 0 200 0 0 0 0 0 0 0 65535 65535 0 0 && printf 'somebody' && head -c 208 /dev/zero && u16 $(seq 0 199); } >"$t/named.bin"
 bad "a tokenizer with more tokens than the model" "$t/named.bin|vocabulary in its header, 300 (somebody)|256|--vocab 304" --data "$t/named.bin"
+for option in --val-data --eval; do
+  bad "$option of another tokenizer" "--data $t/named.bin and $option $t/part_0.txt differ: 2 bytes a token and 1" --data "$t/named.bin" \
+    --vocab 304 --val-every 1 $option "$t/part_0.txt"
+done
+mpi -np 2 ./train "${small[@]}" --data "$t/named.bin" --vocab 304 --save "$t/of-named"
+mpi -np 2 ./train "${small[@]}" --data "$dir/mine/text" --vocab 304 --resume "$t/of-named"
+judge "data of another tokenizer than the checkpoint's" "the data of $t/of-named/step-2 and --data $dir/mine/text differ"
 good "a tokenizer is named" "(uint16 tokens of somebody)" "${small[@]}" --data "$t/named.bin" --vocab 304
 
 # What a model has learnt by heart it writes, in a window that moves on; with any ranks.
