@@ -14,6 +14,7 @@
 #include "lib/program/presets.h"
 #include "lib/program/launch.h"
 #include "lib/program/report.h"
+#include "lib/program/resume.h"
 #include "lib/program/step.h"
 
 using ll = long long;
@@ -347,6 +348,11 @@ int answer(const Options& o, const std::string& command) {
   for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
   const auto resolved = [&] {
+    if (!o.resume.empty()) {
+      SavedState saved = load_state(o.resume, o.save, World());
+      saved.state = read_state(saved.state, saved.step_dir + "/manifest.json");
+      return resolve_resumed(saved, o, ranks, gpu_count());
+    }
     if (o.init.empty()) return resolve(o, ranks, gpu_count());
     return resolve_from(parse_model_folder(o.init, read_model_folder(o.init)), o, ranks, gpu_count());
   };

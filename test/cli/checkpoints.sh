@@ -63,6 +63,15 @@ wrong=""
   wrong="$wrong; nor is what validation says"
 ! grep -q "differs from" "$dir/out" || wrong="$wrong; it says that something changed"
 verdict "a run goes on as its checkpoint says" "$wrong"
+ran=$(head -n 1 "$dir/as-again.jsonl" | grep -o '"planned_peak_mib":[0-9.]*' | cut -d: -f2)
+for from in "$dir/as" "latest --save $dir/as"; do
+  # shellcheck disable=SC2086
+  planned=$(./train --plan --device cpu --world 2 --resume $from | awk '$1 == "arena" { print $2 }')
+  verdict "a plan of what goes on" "$([ -n "$ran" ] && [ "$ran" = "$planned" ] || echo "planned $planned MiB, ran $ran")"
+done
+./train --show-params --device cpu --world 2 --resume "$dir/none" >"$dir/out" 2>&1
+status=$?
+judge "a plan of what is not there" "$dir/none" "No such file"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --heads 4
 judge "a checkpoint of other heads" "--heads 4" "made with 2"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --dim 64
