@@ -177,11 +177,11 @@ TEST_CASE("what is exported is read back bit for bit", "[init]") {
     INFO(what);
     const std::string start = dir.path + "/" + std::to_string(i++), made = start + "-made", again = start + "-again",
                       alone = start + "-alone", narrow = start + "-narrow";
-    Loaded<float, float> first(world, sizes + "--batch 1 " + what + " --seed 7 --export-dtype fp32");
+    Loaded<float, float> first(world, sizes + "--batch 1 " + what + " --seed 7 --export-dtype fp32 --export unused");
     first.write(made);
     barrier();
     // Nothing but the folder says what the model is.
-    const std::string from = " --init " + made + " --batch 1 --seed 8 --export-dtype fp32";
+    const std::string from = " --init " + made + " --batch 1 --seed 8 --export-dtype fp32 --export unused";
     Loaded<float, float> second(world, from);
     second.write(again);
     barrier();
@@ -225,10 +225,12 @@ TEST_CASE("NSA begins with a dense model's keys and values in all branches", "[i
   CommonDirectory dir;
   for (const char* arch : {"llama", "rope"}) {
     const std::string made = dir.path + "/" + arch;
-    Loaded<float, float>(world, sizes + "--batch 1 --attn dense --seed 7 --export-dtype fp32 --arch " + arch)
+    Loaded<float, float>(world,
+                         sizes + "--batch 1 --attn dense --seed 7 --export-dtype fp32 --export unused --arch " + arch)
         .write(made);
     barrier();
-    const std::string nsa = " --attn nsa --nsa-phi linear --batch 1 --seed 9 --export-dtype fp32 " + small_nsa;
+    const std::string nsa =
+        " --attn nsa --nsa-phi linear --batch 1 --seed 9 --export-dtype fp32 --export unused " + small_nsa;
     Loaded<float, float> begun(world, "--init " + made + nsa);
     CHECK(has(begun.notes, "the three branches begin with its keys and values"));
     begun.write(made + "-nsa");
@@ -273,7 +275,7 @@ TEST_CASE("an option that contradicts config.json is refused, and what is free i
   CHECK(has(refusal("--tie-embeddings"), "--tie-embeddings true"));
   CHECK(has(refusal("--arch rope"), "config.json says \"llama\""));
   CHECK(has(refusal("--preset tiny"), "--preset tiny"));
-  CHECK(refusal("--dim 64 --rope-base 10000 --seq 24 --max-positions 4096").empty());
+  CHECK(refusal("--dim 64 --rope-base 10000 --seq 24 --max-positions 4096 --export unused").empty());
   Loaded<float, float> plain(World(), "--batch 1 --init " + fixture);
   CHECK((plain.run.model.seq == 128 && plain.run.max_positions() == 128 && plain.run.preset.empty()));
   CHECK(plain.run.model.rope.scaling == RopeScaling{8, 1, 4, 16});

@@ -491,6 +491,10 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   };
   CHECK(notices(was).empty());
   CHECK(notices(was + "--grad-accum 2 --shard grad --recompute both --log-every 7").empty());
+  for (const char* end : {"--stop-after 5", "--stop-after 3"})
+    CHECK(notices(was + end) ==
+          Words{strf("nothing to train: the checkpoint is of step 5, and the run ends after step %c", end[13])});
+  CHECK(notices(was + "--stop-after 0").empty());  // which asks for no step
   const Words one = notices(was + "--lr 0.01 --freeze head");
   REQUIRE(one.size() == 1);
   CHECK(one[0] == "differs from the checkpoint: --freeze \"head\" (was \"\"), --lr 0.01 (was 0.0003)");
@@ -498,7 +502,7 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   for (const char* told : {"--rope-base 9",
                            "--rope-scaling llama3:8:1:4:8192",
                            "--norm-eps 0.1",
-                           "--max-positions 99",
+                           "--max-positions 99 --save unused",
                            "--nsa-block 64",
                            "--nsa-stride 8",
                            "--nsa-select-block 128",

@@ -466,8 +466,13 @@ void check_combinations(const Options& o) {
   REQUIRE_USER(!o.nsa_stats || !o.log.empty(), "--nsa-stats needs --log FILE to write to");
   REQUIRE_USER(o.mem_dump_every == 0 || !o.diagnostics.empty(), "--mem-dump-every needs --diagnostics DIR to write to");
   REQUIRE_USER(o.save_every == 0 || !o.save.empty(), "--save-every needs --save DIR");
+  REQUIRE_USER(!o.gives("keep") || !o.save.empty(), "--keep needs --save DIR");
   REQUIRE_USER(!o.gives("export-shard-mb") || (!o.export_to.empty() && !is_safetensors_name(o.export_to)),
                "--export-shard-mb needs --export DIR; a name that ends in .safetensors is one file");
+  REQUIRE_USER(!o.gives("export-dtype") || !o.export_to.empty(), "--export-dtype needs --export PATH");
+  REQUIRE_USER(
+      !o.gives("max-positions") || !o.save.empty() || (!o.export_to.empty() && !is_safetensors_name(o.export_to)),
+      "--max-positions needs --export DIR, whose config.json says it, or --save DIR, to be exported later");
   for (const char* name : {"sample-every", "prompt", "temperature", "top-k"})
     REQUIRE_USER(o.sample > 0 || !o.gives(name), "--%s needs --sample N, the tokens to write", name);
   for (const auto& [option, is_given] : {std::pair("--profile", o.profile), std::pair("--trace", !o.trace.empty())})

@@ -138,6 +138,10 @@ void compare(const json& state, Run* r) {
   for (const std::string& name : names)
     if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (was " + there(name) + ")";
   if (!others.empty()) r->notices.push_back("differs from the checkpoint:" + others);
+  const auto step = state.at("step").get<int64_t>();
+  if (r->last_step <= step && r->o.stop_after != 0)
+    r->notices.push_back(strf("nothing to train: the checkpoint is of step %lld, and the run ends after step %lld",
+                              static_cast<long long>(step), static_cast<long long>(r->last_step)));
   // The type is chosen by the machine where nobody has said one, and the machine is another.
   const bool gpu = r->backend == Backend::gpu, said = r->o.gives("param-dtype") || r->o.gives("autocast");
   const Dtype own = gpu ? Dtype::bf16 : Dtype::f32;

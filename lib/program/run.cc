@@ -241,8 +241,13 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
   REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
                name_of(m.arch));
   m.sparse = m.attends() && o.attn != "dense";
-  REQUIRE_USER(!o.nsa_stats || m.sparse, "--nsa-stats needs --attn nsa; this run has %s",
-               m.attends() ? "dense attention" : "no attention");
+  for (const char* name : {"nsa-block", "nsa-stride", "nsa-select-block", "nsa-selected", "nsa-window", "nsa-phi",
+                           "nsa-gate", "nsa-stats"})
+    REQUIRE_USER(m.sparse || !o.gives(name), "--%s needs --attn nsa; this run has %s", name,
+                 m.attends() ? "dense attention" : "no attention");
+  const bool rotates = m.arch == Arch::rope || m.arch == Arch::llama;
+  for (const char* name : {"rope-base", "rope-scaling"})
+    REQUIRE_USER(rotates || !o.gives(name), "--%s: architecture %s has no RoPE", name, name_of(m.arch));
   m.nsa.block = o.nsa_block, m.nsa.stride = o.nsa_stride, m.nsa.select_block = o.nsa_select_block;
   m.nsa.selected = o.nsa_selected, m.nsa.window = o.nsa_window, m.nsa.phi = value_of(phi_names, o.nsa_phi);
   m.nsa_gate = value_of(nsa_gate_names, o.nsa_gate);
@@ -284,6 +289,8 @@ void check_frozen(const ModelConfig& m, const std::string& freeze) {
     REQUIRE_USER(any, "--freeze %s: no parameter's name starts with that; --show-params lists the names",
                  start.c_str());
   }
+  REQUIRE_USER(freeze.empty() || !m.frozen.empty(), "--freeze %s: it names no parameter; --show-params lists the names",
+               freeze.c_str());
   REQUIRE_USER(std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.trained(); }),
                "--freeze %s: nothing is left to train; drop a name", freeze.c_str());
 }

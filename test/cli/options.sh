@@ -50,6 +50,12 @@ bad "passes over what has no end" "--epochs 2|--data random" --epochs 2 --data r
 bad "passes and tokens" "--epochs|--tokens" --epochs 2 --tokens 1000
 bad "less than a step of the data" "--epochs 1e-05|of a step" --epochs 0.00001
 bad "save-every without save" "--save-every|--save DIR" --save-every 2
+bad "steps kept of none that are saved" "--keep needs --save DIR" --keep 3
+bad "a type of no export" "--export-dtype needs --export PATH" --export-dtype fp32
+bad "positions of no config.json" "--max-positions needs --export DIR" --max-positions 64 --export "$dir/model.safetensors"
+bad "sparse attention's sizes for dense" "--nsa-window needs --attn nsa; this run has dense attention" --attn dense --nsa-window 8
+bad "RoPE where there is none" "--rope-base: architecture simple has no RoPE" --arch simple --rope-base 10000
+bad "no name of what is frozen" "--freeze ,|no parameter" --freeze ,
 bad "no step to save" "--stop-after 0|--save|--export" --stop-after 0 --save "$dir/nothing"
 bad "autocast of bf16" "--autocast|--param-dtype bf16" --autocast bf16 --param-dtype bf16
 bad "a graph that is timed" "--graph 1|--comm-timing" --graph 1 --comm-timing
