@@ -313,6 +313,9 @@ std::string loop(Training<T, G>& t) {
 // What is found out by the last weights, unless somebody wants the machine.
 template <class T, class G>
 void conclude(Training<T, G>& t) {
+  // Everything is written. Who asked too late for the last step to tell, while the model was exported, is heard here.
+  halt::end_at_once();
+  if (!t.halted) t.stop = agree(halt::reason(halt::summand(), t.r.o.save)), t.halted = !t.stop.empty();
   const bool asked = t.job.eval || t.r.o.sample > 0;
   if (t.halted && asked && t.speaks()) t.job.telemetry->note("--eval and --sample are left out: " + t.stop);
   if (t.halted) return;
@@ -375,6 +378,9 @@ std::string train(const Job& job) {
     flight::set_phase("");
     conclude(t);
   });
+  // One that came too late to stop this run is not for the next.
+  const std::string left = t.speaks() && !r.o.save.empty() ? halt::remove_file(r.o.save) : "";
+  if (!left.empty()) note(left);
   return wrong;
 }
 

@@ -66,6 +66,13 @@ TEST_CASE("a signal ends a run that has not begun, and asks one that has", "[hal
           }) == 128 + signal);
     CHECK(status_of([=] {
             halt::catch_signals();
+            halt::finish_steps();
+            halt::end_at_once();
+            raise(signal);
+            return 0;
+          }) == 128 + signal);
+    CHECK(status_of([=] {
+            halt::catch_signals();
             halt::release_signals();
             raise(signal);
             return 0;

@@ -16,7 +16,9 @@
 namespace halt {
 namespace {
 
-std::atomic<bool> finishes{false}, file_asks{false}, launcher_asks{false};
+enum class Phase { start, steps, findings };
+std::atomic<Phase> phase{Phase::start};
+std::atomic<bool> file_asks{false}, launcher_asks{false};
 std::atomic<long long> first_ms{0};  // of a signal; 0: none came
 std::atomic<bool> continued{false};  // by the launcher
 const char* fresh_line = "";         // set before the handler
@@ -32,15 +34,17 @@ void on_signal(int signal) {
   const int saved_errno = errno;
   const long long now = now_ms();
   long long none = 0;
-  if (finishes && (first_ms.compare_exchange_strong(none, now) || now < none + 1000)) {
+  const Phase at = phase;
+  if (at == Phase::steps && (first_ms.compare_exchange_strong(none, now) || now < none + 1000)) {
     errno = saved_errno;
     return;
   }
   if (flight::speaks_first()) {
-    const char* text = finishes
-                           ? "error: a second signal: ended at once; nothing is saved of what came after the latest "
-                             "checkpoint\n"
-                           : "error: ended by a signal before the first step; there is nothing to save\n";
+    const char* const text =
+        at == Phase::start ? "error: ended by a signal before the first step; there is nothing to save\n"
+        : at == Phase::steps
+            ? "error: a second signal: ended at once; nothing is saved of what came after the latest checkpoint\n"
+            : "error: ended by a signal behind the last step; what was to be saved and exported is written\n";
     for (const char* part : {fresh_line, text})
       if (write(2, part, std::strlen(part)) < 0) {}  // nobody is left to tell
     flight::done_speaking();
@@ -85,8 +89,9 @@ void finish_steps() {
     sigemptyset(&action.sa_mask);
     sigaction(SIGCONT, &action, nullptr);
   }
-  finishes = true;
+  phase = Phase::steps;
 }
+void end_at_once() { phase = Phase::findings; }
 
 Asked asked() { return file_asks ? Asked::by_file : first_ms != 0 || launcher_asks ? Asked::by_signal : Asked::no; }
 void look(const std::string& dir) {

@@ -4,6 +4,7 @@
 //
 //   halt::catch_signals();                     // until the first step a signal ends this rank at once
 //   halt::finish_steps();                      // from here on it asks
+//   halt::end_at_once();                       // and from here on it ends this rank again: all is written
 //   if (halt::asked() != halt::Asked::no) ...  // told to all ranks with a step's scalars: they stop behind the same
 //   step
 //
@@ -22,6 +23,7 @@ namespace halt {
 
 void catch_signals();
 void finish_steps();
+void end_at_once();
 void release_signals();  // at the end, before ranks leave: they do again what they did before
 
 enum class Asked { no, by_signal, by_file };

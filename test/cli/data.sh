@@ -111,6 +111,27 @@ verdict "the plan knows of samples and evaluations" "$([ -n "$ran" ] && [ "$ran"
 stop_it() { touch "$t/halted/.HALT"; }
 mpi_until "" stop_it --eval "$t/odd.txt" --save "$t/halted"
 verdict "a run that is asked to stop evaluates nothing" "$(grep -q 'eval and --sample are left out: ' "$dir/out" && ! grep -q '^evaluated' "$dir/out" || echo "it does, or does not say so")"
+# One signal while a long text is evaluated, and a file that comes then: all is saved by now.
+yes "all work and no play" | head -n 200000 >"$t/long.txt"
+behind_steps() { # COMMAND OPTION...
+  local command=$1
+  shift
+  rm -f "$dir/out"
+  # shellcheck disable=SC2086 # a list of flags
+  timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train "${small[@]}" "$@" >"$dir/out" 2>&1 </dev/null &
+  run=$!
+  await '^step *2/2'
+  $command
+  wait $run
+  status=$?
+}
+interrupt() { sleep 0.5; pkill -TERM -n -f -- "--save $t/evaluated"; }
+behind_steps interrupt --eval "$t/long.txt" --save "$t/evaluated"
+judge "a signal while a text is evaluated" "ended by a signal behind the last step"
+verdict "what was saved before is there" "$([ -s "$t/evaluated/step-2/manifest.json" ] || echo "it is not")"
+touch_halt() { touch "$t/halted-late/.HALT"; }
+behind_steps touch_halt --eval "$t/odd.txt" --save "$t/halted-late"
+verdict "a .HALT that comes too late is not the next run's" "$([ "$status" = 0 ] && [ ! -e "$t/halted-late/.HALT" ] || echo "status $status, or it is still there")"
 bad "a prompt without a sample" "--prompt|--sample N" --prompt "Once"
 bad "samples every so often of nothing" "--sample-every|--sample N" --sample-every 2
 bad "a prompt of no token ids" "--prompt|'Once'|299" --data "$t/named.bin" --vocab 304 --sample 3 --prompt "Once 3"
