@@ -1374,6 +1374,21 @@ TEST_CASE("the exported model is whole, and nothing but the model", "[checkpoint
   CHECK(list(dir) == "model.safetensors other.safetensors.tmp");
   CHECK(read_all(path) == was);
   CHECK(read_all(other + ".tmp") == "mine");
+  // A weight that is not finite, on one rank.
+  {
+    std::vector<Part> parts = rank.parts();
+    const auto weight = std::find_if(parts.begin(), parts.end(),
+                                     [](const Part& p) { return p.count > 0 && !std::strcmp(p.kind, "weight"); });
+    const bool has_one = world.rank == world.size - 1 && weight != parts.end();
+    const float nan = std::nanf("");
+    if (has_one) std::memcpy(weight->data, &nan, 4);
+    error = error_of([&] { export_safetensors(other, Dtype::f32, dev, world, parts); });
+    rank.fill(20);
+  }
+  CHECK(has(error, strf("--export: rank %d: tensor '", world.size - 1)));
+  CHECK(has(error, "' has nan at place "));
+  barrier();
+  CHECK(list(dir) == "model.safetensors other.safetensors.tmp");
   // A file that is there: known at the start, and when it comes while the model is written. Where the file system
   // cannot rename so that nothing is replaced, too.
   CHECK(has(error_of([&] { check_export(path); }), "--export: " + path + " exists and is not overwritten"));

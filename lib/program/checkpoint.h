@@ -156,6 +156,8 @@ nlohmann::json load_checkpoint(const std::string& resume, const std::string& sav
 
 // -------------------------------------------------------------------------------- what a save is made of (and tests)
 
+// Throws Error that names the first of these weights of a tensor, numbers `first` on of fp32, that is not finite.
+void require_finite(const std::string& tensor, const char* weights, int64_t first, int64_t count);
 // A rank's file, from `bytes`: its parts, one behind the other. Returns its entry in the manifest.
 std::string write_shard(const std::string& dir, int64_t step, int rank, const std::vector<Part>& parts,
                         const char* bytes);

@@ -135,17 +135,21 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   return remove_old_steps(dir, step, keep);
 }
 
+void require_finite(const std::string& tensor, const char* weights, int64_t first, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    float x;
+    std::memcpy(&x, weights + i * 4, 4);
+    if (!std::isfinite(x))
+      throw Error(
+          strf("tensor '%s' has %g at place %lld: the run has diverged", tensor.c_str(), double(x), ll(first + i)));
+  }
+}
+
 namespace {
 // A run that has diverged must not push out the last good step.
-void require_finite(const std::vector<Part>& parts, const char* bytes) {
+void require_finite_weights(const std::vector<Part>& parts, const char* bytes) {
   for (const Part& p : parts) {
-    for (int64_t i = 0; std::strcmp(p.kind, "weight") == 0 && i < p.count; i++) {
-      float x;
-      std::memcpy(&x, bytes + i * 4, 4);
-      if (!std::isfinite(x))
-        throw Error(strf("tensor '%s' has %g at place %lld: the run has diverged", p.tensor.c_str(), double(x),
-                         ll(p.first + i)));
-    }
+    if (std::strcmp(p.kind, "weight") == 0) require_finite(p.tensor, bytes, p.first, p.count);
     bytes += p.bytes();
   }
 }
@@ -241,7 +245,7 @@ void Saver::write(int64_t step, const std::string& state) {
     if (dev_.backend == Backend::gpu) CUDA_CHECK(cudaSetDevice(dev_.ordinal));  // a thread starts on device 0
 #endif
     synchronize(copied_);
-    require_finite(parts_, copy_->get());
+    require_finite_weights(parts_, copy_->get());
     shard = write_shard(to_.dir, step, world_.rank, parts_, copy_->get());
   } catch (const files::FileError& e) { error = strf("rank %d: %s", world_.rank, e.what()); } catch (const Error& e) {
     error = ends_run + strf("rank %d: %s", world_.rank, e.what());

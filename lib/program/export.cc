@@ -163,6 +163,7 @@ void write_parts(const Layout& all, const std::vector<std::string>& paths, Dtype
       const int64_t n = std::min(most, p.count - at);
       dev.compute().copy(buffer.get(), p.data + at * 4, n * 4);
       dev.compute().synchronize();
+      require_finite(p.tensor, buffer.get(), p.first + at, n);
       // Narrowed in place: the copy falls behind what is still to be read.
       for (int64_t i = 0; dtype == Dtype::bf16 && i < n; i++) {
         float wide;
@@ -290,13 +291,16 @@ std::string export_model(const Run& r, Device& dev, const World& world, const st
     texts[generation_name] = json{{"_from_model_config", true}}.dump(2) + "\n";
   }
   json config = model_config_json(r);
+  std::string without;
   if (!r.o.init.empty()) {
     const BesideModel beside = read_beside_model(r.o.init);
     config.update(beside.token_ids);
     for (const auto& [name, text] : beside.files) texts[name] = text;
+    if (!beside.found) without = strf("; without tokenizer and token ids: %s is not there any more", r.o.init.c_str());
   }
   texts[config_name] = config.dump(2) + "\n";
   export_folder(to, texts, names, r.o.export_shard_mb << 20, dtype, dev, world, parts);
-  return strf("exported the model to %s (%s)", to.c_str(),
-              is_llama(r.model) ? "LlamaForCausalLM, for transformers" : "for --init and peers/read_export.py");
+  return strf("exported the model to %s (%s)%s", to.c_str(),
+              is_llama(r.model) ? "LlamaForCausalLM, for transformers" : "for --init and peers/read_export.py",
+              without.c_str());
 }

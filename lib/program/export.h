@@ -4,7 +4,8 @@
 //   --export DIR                a folder as model_folder.h says: what transformers' from_pretrained(DIR) loads if the
 //                               model is a Llama, else what --init DIR and peers/read_export.py read
 //
-// A run that began with --init DIR hands on DIR's tokenizer and token ids. What is written has a name of its own until
+// A run that began with --init DIR hands on DIR's tokenizer and token ids, and so do those that go on from its
+// checkpoints. Weights must be finite. What is written has a name of its own until
 // it is complete, and nothing that was there, or has come meanwhile, is replaced.
 #pragma once
 

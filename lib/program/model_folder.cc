@@ -136,6 +136,7 @@ BesideModel read_beside_model(const std::string& dir) {
   try {
     const std::string path = dir + "/" + config_name;
     const json config = parse_json(files::read_all(path, most_text), path, remedy);
+    all.found = true;
     for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
       if (config.is_object() && config.contains(key)) all.token_ids[key] = config[key];
   } catch (const Error&) {}

@@ -39,6 +39,7 @@ ModelFolder parse_model_folder(const std::string& dir, const std::string& text);
 // generate text; by name. And the tokens' ids in its config.json that begin, end and pad. What cannot be read is left
 // out: the folder may be gone by now.
 struct BesideModel {
+  bool found = false;  // config.json at least
   std::map<std::string, std::string> files;
   nlohmann::json token_ids = nlohmann::json::object();
 };

@@ -80,7 +80,7 @@ void take_up(const json& state, Options* o) {
   const json& was = state.at("options");
   std::vector<std::string> names = carried;
   auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
-  also({"preset", "nsa-phi", "nsa-gate", "seed", "val-batches"});
+  also({"preset", "init", "nsa-phi", "nsa-gate", "seed", "val-batches"});
   if (!o->gives("preset") || o->preset == was.at("preset"))
     also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
   // The same command on other ranks goes on with the same global batch.

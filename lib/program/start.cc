@@ -99,7 +99,7 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
         : !o.resume.empty() ? resolve_resumed(job->saved, o, world.size, gpus)
                             : resolve(o, world.size, gpus);
     o = r.o;
-    if (!job->init && !o.init.empty())
+    if (!job->init && o.gives("init"))
       r.notices.push_back("--init " + o.init + " is not read: the checkpoint has the weights");
     for (const std::string& notice : notices)
       if (!notice.empty()) r.notices.push_back(notice);

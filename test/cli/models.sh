@@ -21,9 +21,15 @@ hf=(--init "$dir/begun" --device cpu --seq 48 --global-batch 2 --data random --s
 mpi -np 2 ./train "${hf[@]}" --stop-after 2
 wrong=""
 grep -q "^weights of $dir/begun (llama, BF16)" "$dir/out" || wrong="it is not said where the weights are from"
+# Nor does another, but for what stands beside the weights.
+echo '{"model": "somebody'"'"'s"}' >"$dir/begun/tokenizer.json"
+mpi -np 2 ./train --device cpu --resume "$dir/hf-saved" --stop-after 0 --export "$dir/hf-handed-on"
+cmp -s "$dir/begun/tokenizer.json" "$dir/hf-handed-on/tokenizer.json" || wrong="$wrong; the tokenizer is lost"
+[ "$(grep -c '"[be]os_token_id": [0-9]' "$dir/hf-handed-on/config.json")" = 2 ] || wrong="$wrong; the tokens' ids are lost"
 rm -r "$dir/begun"
 mpi -np 2 ./train "${hf[@]}" --resume latest --log "$dir/hf.jsonl" --export "$dir/hf-out"
 [ "$status" = 0 ] || wrong="$wrong; exit status $status"
+grep -q "without tokenizer and token ids: $dir/begun is not there any more" "$dir/out" || wrong="$wrong; it is not said that the tokenizer is lost"
 grep -q "the checkpoint has the weights" "$dir/out" || wrong="$wrong; it is not said that the folder is not read"
 hf[1]=test/hf-llama
 mpi -np 2 ./train "${hf[@]:0:10}" --steps 4 --log "$dir/whole.jsonl"
