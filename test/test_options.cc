@@ -487,6 +487,8 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
     refused({"--lr", bad}, {"--lr", bad, "a number above 0, up to 10"});
   refused({"--beta2", "1"}, {"--beta2 1", "to below 1"});
   refused({"--seed", "-1"}, {"--seed -1", "0 or more"});
+  for (const char* large : {"9007199254740993", "123456789012345678901234567890"})
+    refused({"--seed", large}, {large, "of 0 or more, up to 9000000000000000"});
   refused({"--preset", "huge"}, {"--preset huge", "tiny", "llama-47b"});
   refused({"--arch", "Simple"}, {"--arch Simple", "simple, rope, llama or mlp"});
   refused({"--param-dtype", "fp16"}, {"--param-dtype fp16", "bf16 or fp32"});

@@ -231,7 +231,10 @@ struct Given {
 std::string quoted(const std::string& value) { return value.empty() ? "''" : excerpt(value); }
 
 [[noreturn]] void refuse(const Spec& s, const Given& given) {
-  throw UsageError(strf("%s: %s; see --help", given.as.c_str(), allowed_text(s).c_str()));
+  // A limit that is there for the sake of exact numbers alone is told to those who meet it.
+  const bool beyond = is_number(s) && s.allowed.hi == most && std::strtod(given.value.c_str(), nullptr) > most;
+  throw UsageError(strf("%s: %s%s; see --help", given.as.c_str(), allowed_text(s).c_str(),
+                        beyond ? strf(", up to %.0f", most).c_str() : ""));
 }
 
 // Written so that a NaN is not.
