@@ -5,6 +5,7 @@
 #include <fstream>
 #include <numeric>
 #include <set>
+#include <tuple>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -164,6 +165,25 @@ TEST_CASE("text is a token a byte", "[data]") {
   auto t = tokens_of(*corpus);
   CHECK(std::string(t.begin(), t.end()) == "hello, world\n");
   CHECK(corpus->description.find(file.path) != std::string::npos);
+}
+
+TEST_CASE("what no token can exceed is not read through", "[data]") {
+  File file("");
+  REQUIRE(::truncate(file.path.c_str(), 64 << 20) == 0);
+  const auto bytes_read = [] {  // by this process
+    std::ifstream io("/proc/self/io");
+    std::string name;
+    int64_t n = -1;
+    io >> name >> n;
+    return n;
+  };
+  for (const auto& [vocab, least, most] : {std::tuple(256, 0, 1 << 20), std::tuple(255, 64 << 20, 65 << 20)}) {
+    INFO(vocab);
+    const int64_t before = bytes_read();
+    open_corpus(file.path, vocab, 64, 0, Split::all);
+    const int64_t n = bytes_read() - before;
+    CHECK((before < 0 || (n >= least && n <= most)));
+  }
 }
 
 TEST_CASE("token files of both widths, and llm.c's", "[data]") {
@@ -483,6 +503,7 @@ TEST_CASE("many files are one that holds them all", "[data]") {
       open_corpus(dir + "bad_0.bin", 900, 4, 0, Split::all, {rank, 2});
     } catch (const UsageError& e) { found += std::string(e.what()).find("index 3400000") != std::string::npos; }
   CHECK(found == 1);
+  CHECK_NOTHROW(open_corpus(dir + "bad_0.bin", 900, 4, 0, Split::validation, {0, 1, /*checked=*/true}));
   // Files of one kind.
   auto differs = [&](const char* name, const std::string& bytes) {
     write(name, bytes);

@@ -203,7 +203,8 @@ std::unique_ptr<TokenFiles> open_files(const std::string& names, int64_t vocab, 
     corpus->add(std::move(file));
   }
   if (!text_bytes_said) corpus->text_bytes = -1;
-  for (const auto& part : corpus->parts) part->check_tokens(reader.rank, reader.ranks);
+  for (const auto& part : corpus->parts)
+    if (!reader.checked) part->check_tokens(reader.rank, reader.ranks);
   corpus->count = corpus->starts.back();
   const std::string& format = corpus->parts[0]->header().format;
   corpus->description = paths.size() == 1 ? strf("%s (%s)", names.c_str(), format.c_str())

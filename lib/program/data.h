@@ -30,6 +30,7 @@ struct Corpus : TokenKind {
 enum class Split { all, training, validation };  // validation: the last tenth; training: the rest
 struct Reader {                                  // which part of a file's tokens is checked when it is opened
   int rank = 0, ranks = 1;
+  bool checked = false;  // they were, when the other part was opened: none
 };
 // names: as data_files takes them; "" the synthetic corpus; "random" uniform tokens below vocab. Throws UsageError
 // (missing, empty, fewer than seq + 1 tokens, wrong magic, truncated, a vocabulary larger than the model's, a token at

@@ -107,7 +107,8 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
     if (world.rank == 0) check_outputs(o), check_profile(&r);
     const bool splits = o.val_every > 0 && o.val_data.empty();
     auto open = [&](const std::string& names, Split split) {
-      return open_corpus(names, r.model.vocab, r.model.seq, o.seed, split, {world.rank, world.size});
+      const bool checked = split == Split::validation;
+      return open_corpus(names, r.model.vocab, r.model.seq, o.seed, split, {world.rank, world.size, checked});
     };
     job->data = open(o.data, splits ? Split::training : Split::all);
     if (o.val_every > 0) job->val_data = splits ? open(o.data, Split::validation) : open(o.val_data, Split::all);

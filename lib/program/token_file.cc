@@ -36,9 +36,12 @@ int64_t first_at_or_above(const uint8_t* tokens, int64_t count, int64_t limit) {
   }
   return -1;
 }
+// Whether a token of so many bytes can be at or above the limit.
+bool may_reach(int width, int64_t limit) { return limit < int64_t(1) << (8 * width); }
+
 // The first of the tokens that is not below the limit, or -1.
 int64_t first_bad(const uint8_t* tokens, int width, int64_t count, int64_t limit) {
-  if (width < 4 && limit >= int64_t(1) << (8 * width)) return -1;
+  if (!may_reach(width, limit)) return -1;
   return width == 1   ? first_at_or_above<uint8_t>(tokens, count, limit)
          : width == 2 ? first_at_or_above<uint16_t>(tokens, count, limit)
                       : first_at_or_above<uint32_t>(tokens, count, limit);
@@ -173,7 +176,8 @@ void TokenFile::require_length() const {
 }
 
 void TokenFile::check_tokens(int rank, int ranks) const {
-  const int64_t most = int64_t(1) << 20;  // tokens at once
+  if (!may_reach(header_.width, vocab_)) return;  // nothing is read for nothing
+  const int64_t most = int64_t(1) << 20;          // tokens at once
   std::vector<uint8_t> part;
   posix_fadvise(fd_, 0, 0, POSIX_FADV_SEQUENTIAL);
   for (int64_t at = rank * most; at < count(); at += ranks * most) {
