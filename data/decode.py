@@ -27,7 +27,8 @@ def decode_lines(lines, tokenizer, out):
         if not match:
             out.write(line.encode(errors="surrogateescape"))
         else:
-            tokens = [int(t) for t in re.split("[ ,]+", match[2])]
+            # Beyond that no token is, and int() takes no number of any length.
+            tokens = [int(t.lstrip("0")[:20] or "0") for t in re.split("[ ,]+", match[2])]
             require(tokens, tokenizer, f"line {number}")
             out.write((match[1] or "").encode() + text_of(tokens, tokenizer, tokenizer.end) + b"\n")
         out.flush()
@@ -57,7 +58,7 @@ def decode_file(f, path, tokenizer, most, out):
     if len(header) < HEADER.size:
         raise Wrong(f"{path}: truncated: it ends inside its header")
     _, width, vocab, count, _, end, _, name = HEADER.unpack(header)
-    name = name.rstrip(b"\0").decode()
+    name = name.rstrip(b"\0").decode(errors="backslashreplace")
     if name != tokenizer.name:
         raise Wrong(f"{path}: made with {name}, not with {tokenizer.name}; name it by --tokenizer or --tiktoken")
     if width not in ARRAY or os.fstat(f.fileno()).st_size != HEADER.size + width * count:
@@ -78,25 +79,34 @@ def decode_file(f, path, tokenizer, most, out):
     out.write(tokenizer.decode(document))
 
 
+def require_no_tokens(args, name):
+    if args.tokens is not None:
+        raise Wrong(f"--tokens {args.tokens}: {name} is text, and --tokens is for a token file; drop it")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="a token file or text with ids (default: what comes in)")
     add_tokenizers(parser)
-    parser.add_argument("--tokens", type=int, default=1 << 62, metavar="N", help="of a token file (default: all)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a token file (default: all)")
     args = parser.parse_args()
     out = sys.stdout.buffer
     try:
+        if args.tokens is not None and args.tokens < 1:
+            raise Wrong(f"--tokens {args.tokens}: give a number of 1 or more")
         tokenizer = tokenizer_of(args)
         if not args.file:
-            sys.stdin.reconfigure(errors="surrogateescape")
+            require_no_tokens(args, "what comes in")
+            sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
             return decode_lines(sys.stdin, tokenizer, out)
         with open(args.file, "rb") as f:
             is_tokens = f.read(len(MAGIC)) == MAGIC
             f.seek(0)
             if is_tokens:
-                decode_file(f, args.file, tokenizer, args.tokens, out)
+                decode_file(f, args.file, tokenizer, args.tokens or 1 << 62, out)
                 return out.flush()
-        with open(args.file, errors="surrogateescape") as f:
+        require_no_tokens(args, args.file)
+        with open(args.file, errors="surrogateescape", newline="\n") as f:
             decode_lines(f, tokenizer, out)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

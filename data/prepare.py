@@ -20,10 +20,12 @@ import argparse
 import array
 import collections
 import concurrent.futures.process
+import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import struct
 import sys
 
@@ -37,6 +39,20 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 class Wrong(Exception):
     """What the user can mend: a line."""
+
+
+class Stopped(BaseException):
+    """By a signal, its number."""
+
+
+def at_signals(handler):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def stop(number, _frame):
+    at_signals(signal.SIG_IGN)  # what was begun is removed first
+    raise Stopped(number)
 
 
 # -------------------------------------------------------------------------------------------------------- tokenizers
@@ -231,6 +247,8 @@ def document_of(line, where, field):
         value = json.loads(line)
     except ValueError as e:
         raise Wrong(f"{where}: not JSON: {e}") from e
+    except RecursionError as e:
+        raise Wrong(f"{where}: nested too deeply to be read; remove the line") from e
     if not isinstance(value, dict) or not isinstance(value.get(field), str):
         raise Wrong(f'{where}: no text in the field "{field}"; --field names another')
     try:
@@ -261,6 +279,15 @@ def tokenize(batch):
     return b"".join(out), text_bytes, documents
 
 
+def submit(pool, batch):
+    """A process that starts for it inherits that it does not hear Ctrl-C, which the parent does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(tokenize, batch)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def tokenized(args, all_batches):
     """The batches' results in order. No more than a few batches for each core are on their way."""
     if args.workers == 1:
@@ -268,19 +295,19 @@ def tokenized(args, all_batches):
         yield from map(tokenize, all_batches)
         return
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.workers, context, start_worker, (args,)) as pool:
-        waiting = collections.deque()
-        try:
-            for batch in all_batches:
-                waiting.append(pool.submit(tokenize, batch))
-                if len(waiting) >= 3 * args.workers:
-                    yield waiting.popleft().result()
-            while waiting:
+    pool = concurrent.futures.ProcessPoolExecutor(args.workers, context, start_worker, (args,))
+    waiting = collections.deque()
+    try:
+        for batch in all_batches:
+            waiting.append(submit(pool, batch))
+            if len(waiting) >= 3 * args.workers:
                 yield waiting.popleft().result()
-        except concurrent.futures.process.BrokenProcessPool as e:
-            raise Wrong("a process that tokenizes was killed; if memory was short, use fewer --workers") from e
-        finally:
-            pool.shutdown(cancel_futures=True)
+        while waiting:
+            yield waiting.popleft().result()
+    except concurrent.futures.process.BrokenProcessPool as e:
+        raise Wrong("a process that tokenizes was killed; if memory was short, use fewer --workers") from e
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ output
@@ -288,6 +315,8 @@ class Output:
     """Files of at most so many tokens each, which get their names together, at the end."""
 
     def __init__(self, path, tokenizer, shard_tokens):
+        if not os.path.basename(path):
+            raise Wrong(f"--out {path or repr(path)}: give the name of a file")
         self.path, self.tokenizer, self.shard_tokens = path, tokenizer, shard_tokens
         self.width = width_of(tokenizer.vocab)
         self.file, self.made, self.tokens, self.text = None, [], 0, 0
@@ -313,7 +342,8 @@ class Output:
             part = data[at : at + room]
             before = text_bytes * at // total
             at += len(part)
-            self.file.write(part)
+            with self.writing():
+                self.file.write(part)
             self.tokens += len(part) // self.width
             self.text += text_bytes * at // total - before
             if self.tokens == self.shard_tokens:
@@ -322,36 +352,47 @@ class Output:
     def begin(self):
         path = self.name(len(self.made))
         self.require_free(path)
-        temporary = f"{path}.tmp-{os.getpid()}"
-        self.file = open(temporary, "xb")
-        self.made.append((temporary, path))
-        self.file.write(bytes(HEADER.size))
+        self.made.append((f"{path}.tmp-{os.getpid()}", path))
+        with self.writing():
+            self.file = open(self.made[-1][0], "xb")
+            self.file.write(bytes(HEADER.size))
         self.tokens = self.text = 0
 
     def end(self):
         t = self.tokenizer
         name = "".join(c if " " <= c <= "~" else "?" for c in t.name).encode()[:215]
-        self.file.seek(0)
-        self.file.write(HEADER.pack(MAGIC, self.width, t.vocab, self.tokens, self.text, t.end, 0, name))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with self.writing():
+            self.file.seek(0)
+            self.file.write(HEADER.pack(MAGIC, self.width, t.vocab, self.tokens, self.text, t.end, 0, name))
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
         self.file = None
+
+    @contextlib.contextmanager
+    def writing(self):
+        try:
+            yield
+        except OSError as e:
+            raise Wrong(f"--out: {self.made[-1][0]}: {e.strerror}; make room there, or choose another place") from e
 
     def finish(self):
         if self.file:
             self.end()
         for _, path in self.made:
             self.require_free(path)
+        at_signals(signal.SIG_IGN)  # all files get their names, or none
         while self.made:
             os.rename(*self.made[0])
             del self.made[0]
 
     def discard(self):
         if self.file:
-            self.file.close()
+            with contextlib.suppress(OSError):  # of what could not be written
+                self.file.close()
         for temporary, _ in self.made:
-            os.unlink(temporary)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
 
 def prepare(args):
@@ -399,10 +440,19 @@ def main():
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="(default: all cores)")
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
+    # Python's tracker cleans up behind a pool that a signal ended, and would warn of it.
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
+    at_signals(stop)
     try:
         prepare(args)
     except (Wrong, OSError) as e:
         sys.exit(f"error: {e}")
+    except Stopped as e:
+        print(f"error: ended by {signal.Signals(e.args[0]).name}; nothing is written", file=sys.stderr, flush=True)
+        # The pool would wait for processes that the same signal may have killed in the middle of an answer.
+        for process in multiprocessing.active_children():
+            process.kill()
+        os._exit(128 + e.args[0])
 
 
 if __name__ == "__main__":

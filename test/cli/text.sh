@@ -50,10 +50,50 @@ if [ -n "$python" ]; then
   judge "bytes that end documents in one" "zero.txt" "byte 5 of it is 0"
   to_tokens none.txt --out none.bin
   judge "no text file" "none.txt" "No such file"
+  { printf '{"text": "a"}\n' && head -c 100000 /dev/zero | tr '\0' '[' && echo; } >"$t/deep.jsonl"
+  to_tokens deep.jsonl --out none.bin
+  judge "a JSON line that is nested too deeply" "deep.jsonl:2: nested too deeply"
+  to_tokens a.txt --out ''
+  judge "no name for tokens" "--out ''" "name of a file"
+  (ulimit -f 1 && to_tokens parts.txt a.txt --out none.bin && echo $status >"$t/status")
+  status=$(cat "$t/status")
+  judge "a full disk" "--out: none.bin.tmp-" "File too large; make room there"
+  head -c 2000 "$t/a.txt" >"$t/few.txt"
+  (ulimit -f 1 && to_tokens few.txt --out none.bin && echo $status >"$t/status")
+  status=$(cat "$t/status")
+  judge "a disk that is full at the end" "--out: none.bin.tmp-" "File too large; make room there"
+  # A signal to all of its processes, as by Ctrl-C.
+  for i in $(seq 1 40); do cat "$t/a.txt"; done >"$t/long.txt"
+  for signal in INT TERM; do
+    (cd "$t" && exec setsid "$python" -c 'import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in the background ignores
+os.execv(sys.executable, [sys.executable] + sys.argv[1:])' "$OLDPWD/data/prepare.py" long.txt --workers 2 --out none.bin) >"$dir/out" 2>&1 </dev/null &
+    prepare=$!
+    for ((i = 0; i < limit * 20; i++)); do [ -n "$(find "$t" -name 'none.bin.tmp-*' -size +0)" ] && break || sleep 0.05; done
+    kill -$signal -- -$prepare
+    wait $prepare
+    status=$?
+    judge "a signal while text is tokenized" "ended by SIG$signal"
+    verdict "and there is nothing but the line" "$([ "$(wc -l <"$dir/out")" = 1 ] || cat "$dir/out")"
+  done
   verdict "what fails leaves nothing" "$(cd "$t" && find . -name 'none*')"
   "$python" data/decode.py "$t/rt.bin" --tokenizer none.json >"$dir/out" 2>&1
   status=$?
   judge "a tokenizer that is not there" "none.json"
+  decode() { # OPTION...: of what comes in
+    "$python" data/decode.py "$@" >"$dir/out" 2>&1
+    status=$?
+  }
+  decode "$t/rt.bin" --tokens -3
+  judge "fewer tokens than none" "--tokens -3" "1 or more"
+  decode "$t/b.jsonl" --tokens 3
+  judge "so many tokens of text" "--tokens 3" "b.jsonl is text"
+  { head -c 40 "$t/rt.bin" && printf 'caf\351' && tail -c +45 "$t/rt.bin"; } >"$t/latin.bin"
+  decode "$t/latin.bin"
+  judge "a name of a tokenizer that is no UTF-8" "$t/latin.bin" 'caf\xe9'
+  head -c 5000 /dev/zero | tr '\0' 7 | decode
+  judge "a number of any length" "line 1: 77777777777777777777 is not a token of bytes"
+  verdict "lines are as they are" "$(printf 'a\r\n104 105\nb\r\n' | "$python" data/decode.py | cmp - <(printf 'a\r\nhi\nb\r\n') 2>&1)"
 else
   skip "text to tokens: there is no python3"
 fi
