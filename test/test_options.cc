@@ -659,7 +659,7 @@ TEST_CASE("a state that an older or another program wrote", "[options]") {
   CHECK(refusal({{"options", 5}}).find("\"options\" is 5, not an object") != std::string::npos);
   CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\", not a whole number from 0 to 9000000000000000") !=
         std::string::npos);
-  CHECK(refusal({{"tokens", {{"width", 2}, {"vocab", "x"}, {"tokenizer", "t"}}}}).find("\"tokens.vocab\" is \"x\"") !=
+  CHECK(refusal({{"tokens", {{"vocab", "x"}, {"tokenizer", "t"}}}}).find("\"tokens.vocab\" is \"x\"") !=
         std::string::npos);
   for (const char* key : {"step", "options"})
     CHECK(refusal({{key, nullptr}}) ==

@@ -190,11 +190,12 @@ std::unique_ptr<TokenFiles> open_files(const std::string& names, int64_t vocab, 
     const TokenHeader& h = file->header();
     if (!corpus->parts.empty()) {
       const TokenFile& first = *corpus->parts[0];
-      const std::string differs = difference(first.header(), h);
+      const int width = first.header().width;
+      const std::string differs =
+          width != h.width ? strf("%d bytes a token and %d", width, h.width) : difference(first.header(), h);
       REQUIRE_USER(differs.empty(), "data files %s and %s differ: %s; train on those of one kind", first.path().c_str(),
                    path.c_str(), differs.c_str());
     }
-    corpus->width = h.width;
     if (corpus->tokenizer.empty()) corpus->tokenizer = h.tokenizer;
     if (corpus->vocab == 0) corpus->vocab = h.vocab;
     if (corpus->end_of_document < 0) corpus->end_of_document = h.end_of_document;
@@ -222,7 +223,7 @@ std::unique_ptr<Synthetic> synthetic(int64_t vocab, int64_t seq) {
   corpus->text.resize(size_t(bytes));
   corpus->count = bytes;
   corpus->description = "synthetic stories";
-  corpus->width = 1, corpus->tokenizer = bytes_tokenizer, corpus->text_bytes = bytes;
+  corpus->tokenizer = bytes_tokenizer, corpus->text_bytes = bytes;
   const char most = *std::max_element(corpus->text.begin(), corpus->text.end());
   REQUIRE_USER(most < vocab,
                "the built-in corpus holds bytes up to %d: --vocab %lld is too small for it (or use --data random)",

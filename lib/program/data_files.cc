@@ -66,7 +66,6 @@ std::vector<std::string> data_files(const std::string& names) {
 
 std::string difference(const TokenKind& a, const TokenKind& b) {
   const bool both_said = a.vocab > 0 && b.vocab > 0, both_named = !a.tokenizer.empty() && !b.tokenizer.empty();
-  if (a.width > 0 && b.width > 0 && a.width != b.width) return strf("%d bytes a token and %d", a.width, b.width);
   if (both_named && a.tokenizer != b.tokenizer)
     return strf("the tokenizer %s and %s", a.tokenizer.c_str(), b.tokenizer.c_str());
   if (both_said && a.vocab != b.vocab)

@@ -19,7 +19,6 @@ struct DataFile {
 
 // What tokens are of; what is not known differs from nothing.
 struct TokenKind {
-  int width = 0;               // bytes a token; 0: not known
   int64_t vocab = 0;           // the tokenizer's; 0: not said
   std::string tokenizer = {};  // its name; bytes_tokenizer; empty: not said
 };

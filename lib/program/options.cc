@@ -605,7 +605,7 @@ nlohmann::json read_state(const nlohmann::json& state, const std::string& file) 
     for (const CheckedJson& f : top.at("data_files").items()) f.at("file").text(), f.at("tokens").whole(1, most_exact);
   if (top.has("tokens")) {
     const CheckedJson tokens = top.at("tokens");
-    tokens.at("width").whole(0, 4), tokens.at("vocab").whole(0, most_exact), tokens.at("tokenizer").text();
+    tokens.at("vocab").whole(0, most_exact), tokens.at("tokenizer").text();
   }
   nlohmann::json options = top.at("options").object();
   const CheckedJson settings(state["options"], file, remedy);

@@ -135,7 +135,7 @@ std::string key_of(std::string name);  // there, of an option
 void take_over(const nlohmann::json& settings, const std::vector<std::string>& names, Options* o);
 // The state of a checkpoint, {"step": N, "options": {...}}, as this program takes it: with a value for every option
 // that it has. One that the checkpoint does not name, because it is older, has its default, and null if that was chosen
-// by the machine or the preset. "data_files": [{"file": NAME, "tokens": N}, ...] and "tokens": {"width": N, "vocab": N,
+// by the machine or the preset. "data_files": [{"file": NAME, "tokens": N}, ...] and "tokens": {"vocab": N,
 // "tokenizer": NAME} may stand beside them. Throws UsageError that names `file` and the key of a value of another type.
 nlohmann::json read_state(const nlohmann::json& state, const std::string& file);
 // Whether a file may say that of the option of this name: empty, or what it may ("a whole number from 1 to 64").

@@ -44,7 +44,7 @@ json state_at(const Run& r, int64_t step) {
           {"sequences", step * r.global_batch},
           {"commit", commit()},
           {"options", settings(r)},
-          {"tokens", {{"width", r.tokens.width}, {"vocab", r.tokens.vocab}, {"tokenizer", r.tokens.tokenizer}}},
+          {"tokens", {{"vocab", r.tokens.vocab}, {"tokenizer", r.tokens.tokenizer}}},
           {"data_files", files_json(r)}};
 }
 
@@ -106,7 +106,7 @@ Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus
 TokenKind tokens_of(const json& state) {
   if (!state.is_object() || !state.contains("tokens")) return {};
   const json& t = state.at("tokens");
-  return {t.at("width"), t.at("vocab"), t.at("tokenizer")};
+  return {t.at("vocab"), t.at("tokenizer")};
 }
 
 void compare(const json& state, Run* r) {

@@ -122,6 +122,6 @@ bool above_the_report(const json& result) {
   return has_number(result, "peak_mib") && result["peak_mib"].get<double>() + mib(int64_t(reserve())) > report_gpu_mib;
 }
 std::string footnote() {
-  return strf("\n%s more than fits in a GPU of 80 GiB, of which CUDA, cuBLAS and NCCL take %s MiB.\n",
-              dagger, whole(mib(int64_t(reserve()))).c_str());
+  return strf("\n%s more than fits in a GPU of 80 GiB, of which CUDA, cuBLAS and NCCL take %s MiB.\n", dagger,
+              whole(mib(int64_t(reserve()))).c_str());
 }

@@ -17,6 +17,7 @@
 
 struct TokenHeader : TokenKind {
   int64_t bytes = 0;  // of the header; the tokens lie behind it
+  int width = 1;      // bytes a token
   uint64_t count = 0;
   int64_t text_bytes = -1;       // that the tokens stand for; -1: not said
   int64_t end_of_document = -1;  // the token behind each document; -1: not said

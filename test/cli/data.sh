@@ -58,7 +58,7 @@ bad "a log onto one of many files" "--log $t/part_0.txt|the same file as --data"
 { printf TOKENS02 && u16 2 0 300 0 200 0 0 0 0 0 0 0 65535 65535 0 0 && printf 'somebody' && head -c 208 /dev/zero && u16 $(seq 0 199); } >"$t/named.bin"
 bad "a tokenizer with more tokens than the model" "$t/named.bin|vocabulary in its header, 300 (somebody)|256|--vocab 304" --data "$t/named.bin"
 for option in --val-data --eval; do
-  bad "$option of another tokenizer" "--data $t/named.bin and $option $t/part_0.txt differ: 2 bytes a token and 1" --data "$t/named.bin" \
+  bad "$option of another tokenizer" "--data $t/named.bin and $option $t/part_0.txt differ: the tokenizer somebody and bytes" --data "$t/named.bin" \
     --vocab 304 --val-every 1 $option "$t/part_0.txt"
 done
 mpi -np 2 ./train "${small[@]}" --data "$t/named.bin" --vocab 304 --save "$t/of-named"
