@@ -162,7 +162,7 @@ def make_parser():
     add("--compile-mode", help="e.g. max-autotune-no-cudagraphs")
     g = p.add_argument_group("the run")
     add = g.add_argument
-    add("--first", type=int, default=5, help="steps from this one, counted from 1 behind the warm-up, count")
+    add("--first", type=int, default=5, help="steps from this one, counted from 1 after the warm-up, count")
     add("--last", type=int, default=24)
     add("--warm-seconds", type=float, default=0.0, metavar="S")
     add("--peak-tflops", type=float, help="of a GPU, for MFU; default: 989.5 on H100, H200 and GH200")
@@ -261,7 +261,7 @@ def resolve_numbers(a, gpu):
     )
     refuse_if(
         a.optimizer_in_backward and a.parallel not in ("fsdp2", "none"),
-        f"--optimizer-in-backward 1: --parallel {a.parallel} has no hook behind a gradient's reduction; use fsdp2",
+        f"--optimizer-in-backward 1: --parallel {a.parallel} has no hook after a gradient's reduction; use fsdp2",
     )
 
 
@@ -308,7 +308,7 @@ def resolve_units(a, world):
     )
     refuse_if(
         a.replicate_below and a.optimizer_in_backward,
-        "--optimizer-in-backward 1: what FSDP2 ignores (--replicate-below) is reduced behind the backward",
+        "--optimizer-in-backward 1: what FSDP2 ignores (--replicate-below) is reduced after the backward",
     )
 
 

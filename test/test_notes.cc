@@ -77,7 +77,7 @@ TEST_CASE("a wrong marker is told by its line", "[notes]") {
   CHECK(refusal("<!-- table depth --> x\n<!-- end -->\n") ==
         "N.md, line 1: a table's marker stands on a line of its own: <!-- table NAME -->");
   CHECK(refusal("\nA <!-- figure depth-2gpu 4 ours step_ms -->1\n<!-- end -->\n") ==
-        "N.md, line 2: a figure's marker needs <!-- end --> behind it on the same line");
+        "N.md, line 2: a figure's marker needs <!-- end --> after it on the same line");
   CHECK(has(refusal("\n<!-- figure depth-2gpu -->1<!-- end -->\n"), "N.md, line 2: figure depth-2gpu: give FILE ROW"));
   CHECK(usage_error_of([] { notes_differences("/nonexistent/N.md", "."); }) == "/nonexistent/N.md cannot be read");
 }

@@ -76,7 +76,7 @@ TEST_CASE("a safetensors header that lies is refused", "[safetensors]") {
   CHECK(has(refusal_of(with("b", "data_offsets", {68, 64})), "\"b.data_offsets[1]\" is 64"));
   CHECK(has(refusal_of(with("b", "data_offsets", {60, 64})), "\"b\".data_offsets begin at 60, where another tensor"));
   CHECK(has(refusal_of(with("b", "data_offsets", {64})), "\"b.data_offsets\" is a list, not a begin and an end"));
-  CHECK(has(refusal_of(with("b", "data_offsets", {64, 68}), 72), "4 bytes behind the last tensor"));
+  CHECK(has(refusal_of(with("b", "data_offsets", {64, 68}), 72), "4 bytes after the last tensor"));
   CHECK(has(refusal_of(with("b", "data_offsets", {68, 72}), 72), "a gap is before it"));
   CHECK(has(refusal_of(two_tensors(), 67), "\"b.data_offsets[1]\" is 68"));
   CHECK(has(refusal_of(json::array()), "a list, not an object"));

@@ -274,8 +274,7 @@ std::unique_ptr<Corpus> open_corpus(const std::string& names, int64_t vocab, int
 
 std::unique_ptr<Corpus> open_whole_corpus(const std::string& names, int64_t vocab, Reader reader) {
   auto corpus = open_files(names, vocab, reader);
-  REQUIRE_USER(corpus->count > 1, "data file %s holds one token, and nothing is behind it to be predicted",
-               names.c_str());
+  REQUIRE_USER(corpus->count > 1, "data file %s holds one token, and none after it to predict", names.c_str());
   return corpus;
 }
 

@@ -44,7 +44,7 @@ void on_signal(int signal) {
         at == Phase::start ? "error: ended by a signal before the first step; there is nothing to save\n"
         : at == Phase::steps
             ? "error: a second signal: ended at once; nothing is saved of what came after the latest checkpoint\n"
-            : "error: ended by a signal behind the last step; what was to be saved and exported is written\n";
+            : "error: ended by a signal after the last step; what was to be saved and exported is written\n";
     for (const char* part : {fresh_line, text})
       if (write(2, part, std::strlen(part)) < 0) {}  // nobody is left to tell
     flight::done_speaking();

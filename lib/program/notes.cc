@@ -53,7 +53,7 @@ struct Cutter {
       const size_t words = at + 5, shut = line.find(close, at);
       const size_t begin = shut == std::string::npos ? shut : shut + close.size();
       const size_t end = begin == std::string::npos ? begin : line.find(end_mark, begin);
-      if (end == std::string::npos) fail(number, "a figure's marker needs " + end_mark + " behind it on the same line");
+      if (end == std::string::npos) fail(number, "a figure's marker needs " + end_mark + " after it on the same line");
       keep(number, line.substr(from, begin - from));
       parts.push_back({number, trimmed(line.substr(words, shut - words)), line.substr(begin, end - begin)});
       from = at = end;

@@ -88,8 +88,7 @@ std::map<std::string, SafeTensor> parse_safetensors(const std::string& header, c
                  t->second.offset < at ? "another tensor lies" : "a gap is before it", remedy);
     at += t->second.bytes;
   }
-  REQUIRE_USER(at == file_bytes, "%s: %lld bytes behind the last tensor; %s", path.c_str(), ll(file_bytes - at),
-               remedy);
+  REQUIRE_USER(at == file_bytes, "%s: %lld bytes after the last tensor; %s", path.c_str(), ll(file_bytes - at), remedy);
   return tensors;
 }
 

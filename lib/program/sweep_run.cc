@@ -108,7 +108,7 @@ static void check_extra(const SweepRun& run, const std::vector<Task>& tasks) {
     if (t.refused.empty()) return;
     if (t.by_extra && !refused) refused = &t;
   }
-  REQUIRE_USER(!refused, "every row of --sweep %s refuses the options behind --: %s", run.sweep->name,
+  REQUIRE_USER(!refused, "every row of --sweep %s refuses the options after --: %s", run.sweep->name,
                refused->refused.c_str());
 }
 

@@ -127,7 +127,7 @@ behind_steps() { # COMMAND OPTION...
 }
 interrupt() { sleep 0.5; pkill -TERM -n -f -- "--save $t/evaluated"; }
 behind_steps interrupt --eval "$t/long.txt" --save "$t/evaluated"
-judge "a signal while a text is evaluated" "ended by a signal behind the last step"
+judge "a signal while a text is evaluated" "ended by a signal after the last step"
 verdict "what was saved before is there" "$([ -s "$t/evaluated/step-2/manifest.json" ] || echo "it is not")"
 touch_halt() { touch "$t/halted-late/.HALT"; }
 behind_steps touch_halt --eval "$t/odd.txt" --save "$t/halted-late"

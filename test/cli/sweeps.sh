@@ -180,7 +180,7 @@ grep -A1 '^3 --matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype
 bench --sweep precision --dry-run --peer --gpu h200 --ranks 2
 grep -A1 '^9 fp8, dense: .*--matmul-dtype fp8' "$dir/out" | grep -q 'PyTorch: .*--matmul-dtype fp8' || wrong="$wrong; not in precision's row"
 verdict "PyTorch is told what is in fp8" "$wrong"
-bench --sweep depth --only 1 --dry-run --peer --gpu h200 --ranks 2 -- --wrap auto --rope-base 1000 --replicate-below 65536
+bench --sweep fp8 --only 1 --dry-run --peer --gpu h200 --ranks 2 -- --wrap auto --rope-base 1000 --replicate-below 65536
 steps=$(sed -n 's/^1 .* --steps \([0-9]*\) .*/\1/p' "$dir/out")
 wrong=""
 grep -q "PyTorch: .* --steps $steps --warmup $((steps / 10)) " "$dir/out" || wrong="another schedule than ours"
