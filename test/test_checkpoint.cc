@@ -1055,7 +1055,7 @@ TEST_CASE("a rank that unwinds does not wait for a save that others never begin"
     if (world.rank == 0) saver.begin(10, some_state(10));
     throw 1;
   } catch (int) {}
-  CHECK(!exists(dir + "/step-11"));
+  CHECK((world.size == 1 || !exists(dir + "/step-10")));  // alone, a rank may have written it already
 }
 
 // ---------------------------------------------------------------------------------------------------- the real model

@@ -152,9 +152,11 @@ TEST_CASE("the list of presets has the sizes that a run of each has", "[options]
     CHECK(preset == name);
     CHECK(arch == name_of(r.model.arch));
     CHECK(heads == (r.model.arch == Arch::mlp ? "-" : std::to_string(r.model.heads)));
+    CHECK(kv_heads == (r.model.arch == Arch::mlp ? "-" : std::to_string(r.model.kv_heads)));
     for (const auto& [shown, is] :
          {std::pair(dim, r.model.dim), std::pair(depth, r.model.depth), std::pair(hidden, r.model.hidden),
-          std::pair(vocab, r.model.vocab), std::pair(seq, r.model.seq), std::pair(batch, r.batch)})
+          std::pair(vocab, r.model.vocab), std::pair(seq, r.model.seq), std::pair(batch, r.batch),
+          std::pair(accum, r.grad_accum)})
       CHECK(shown == is);
     CHECK(unit == "M");
     CHECK(std::fabs(parameters - 1e-6 * double(parameter_count(r.model))) < 0.06);
