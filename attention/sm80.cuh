@@ -116,7 +116,7 @@ __device__ inline void store_rows_fp32(float* to, int valid, const float (&d)[D 
                                                                                          d[2 * i + 1] * f};
 }
 
-// o, q (B,T,H,D), k, v (B,keys,HKV,D), lse, amax (B,H,T), which may be null. A block owns 128 queries of one head and
+// o, q (B,T,H,D), k, v (B,keys,HKV,D), lse (B,H,T), amax (B,H,T) or null. A block owns 128 queries of one head and
 // walks their keys, 64 at a time, from the diagonal down.
 template <int D>
 constexpr int forward_bytes = (rows + 2 * 2 * 64) * D * 2;
@@ -187,11 +187,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse
     inverse[r] = total > 0 ? 1 / total : 0.f;
     if (lane % 4 == 0 && t + 8 * r < a.T) lse[at + 8 * r] = total > 0 ? top[r] * a.scale + logf(total) : -INFINITY;
   }
-  if (amax) {
-    const float2 most = row_amax(acc, inverse[0], inverse[1]);
-    if (lane % 4 == 0 && t < a.T) amax[at] = most.x;
-    if (lane % 4 == 0 && t + 8 < a.T) amax[at + 8] = most.y;
-  }
+  if (amax) store_row_amax(amax + at, acc, inverse[0], inverse[1], t, a.T);
   int t0 = q0 + row;
   store_rows<D>(o + (int64_t(b) * a.T + t0) * a.ld_o + h * D, a.ld_o, a.T - t0, acc, inverse[0], inverse[1]);
 }

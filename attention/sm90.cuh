@@ -262,7 +262,7 @@ struct Forward {
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
-// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse, amax (B,H,T), which may be null.
+// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse (B,H,T), amax (B,H,T) or null.
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -408,11 +408,7 @@ __global__ void __launch_bounds__(384, 1)
         inverse[r] = total > 0 ? 1 / total : 0.f;
         if (lane % 4 == 0 && t + 8 * r < a.T) lse[at + 8 * r] = total > 0 ? row[r] * a.scale + logf(total) : -INFINITY;
       }
-      if (amax) {
-        const float2 most = row_amax(o, inverse[0], inverse[1]);
-        if (lane % 4 == 0 && t < a.T) amax[at] = most.x;
-        if (lane % 4 == 0 && t + 8 < a.T) amax[at + 8] = most.y;
-      }
+      if (amax) store_row_amax(amax + at, o, inverse[0], inverse[1], t, a.T);
       if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
       named_barrier(1 + wg, 128);
       store_rows<D, 64>(o, inverse[0], inverse[1], o_rows, 1 + wg, o_map, t0, h, b);

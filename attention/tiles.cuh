@@ -136,6 +136,13 @@ inline __device__ float2 row_amax(const float (&d)[N], float f0, float f1) {
   const uint32_t pair = pack_bf16(__uint_as_float(most[0]), __uint_as_float(most[1]));
   return {amax_of(magnitude(low_bf16(pair))), amax_of(magnitude(high_bf16(pair)))};
 }
+// The same of rows t and t + 8 of T, where they exist, to amax[0] and amax[8].
+template <int N>
+inline __device__ void store_row_amax(float* amax, const float (&d)[N], float f0, float f1, int t, int T) {
+  const float2 most = row_amax(d, f0, f1);
+  if (threadIdx.x % 4 == 0 && t < T) amax[0] = most.x;
+  if (threadIdx.x % 4 == 0 && t + 8 < T) amax[8] = most.y;
+}
 
 // The accumulators of mma.sync and wgmma are laid out as their left operands are: two groups of 8 columns make one
 // step 16 deep.

@@ -50,6 +50,9 @@ std::string did_you_mean(const std::string& name);  // " (did you mean NAME?)"; 
 // The name that is meant by what is none, or nothing if none is near.
 std::string nearest(const std::string& typed, const std::vector<std::string>& names);
 
+// ---- options_check.cc
+void check_combinations(const Options& o);  // throws UsageError: an option needs another, or excludes it
+
 // ---- options_help.cc
 std::string help_text();
 std::vector<std::string> help_sections();

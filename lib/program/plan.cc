@@ -348,11 +348,7 @@ int answer(const Options& o, const std::string& command) {
   for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
   const auto resolved = [&] {
-    if (!o.resume.empty()) {
-      SavedState saved = load_state(o.resume, o.save, World());
-      saved.state = read_state(saved.state, saved.step_dir + "/manifest.json");
-      return resolve_resumed(saved, o, ranks, gpu_count());
-    }
+    if (!o.resume.empty()) return resolve_resumed(load_resumed(o, World()), o, ranks, gpu_count());
     if (o.init.empty()) return resolve(o, ranks, gpu_count());
     return resolve_from(parse_model_folder(o.init, read_model_folder(o.init)), o, ranks, gpu_count());
   };

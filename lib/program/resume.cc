@@ -95,6 +95,12 @@ UsageError of_checkpoint(const UsageError& e, const std::string& step_dir) {
   return step_dir.empty() ? e : UsageError(strf("%s (what is not given is of %s)", e.what(), step_dir.c_str()));
 }
 
+SavedState load_resumed(const Options& o, const World& world) {
+  SavedState saved = load_state(o.resume, o.save, world);
+  saved.state = read_state(saved.state, saved.step_dir + "/manifest.json");
+  return saved;
+}
+
 Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus) {
   try {
     take_up(saved.state, &o);

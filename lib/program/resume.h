@@ -1,7 +1,6 @@
 // What a resumed run takes over from its checkpoint, what it may be told otherwise, and what it may not.
 //
-//   SavedState saved = load_state(o.resume, o.save, world);   // checkpoint.h; with --resume
-//   saved.state = read_state(saved.state, "manifest.json");   // options.h: a value for every option
+//   SavedState saved = load_resumed(o, world);                // with --resume
 //   Run r = resolve_resumed(saved, o, world.size, gpus);      // options left open are the checkpoint's
 //   compare(saved.state, &r);                                 // throws UsageError; notices say what has changed
 #pragma once
@@ -20,6 +19,8 @@ nlohmann::json state_at(const Run& r, int64_t step);
 // when they are not named again, and how a model is sharded and kept, and who moves it, is each run's own.
 void take_up(const nlohmann::json& state, Options* o);
 
+// What --resume names, with a value for every option. Collective over `world`. Throws as load_state and read_state do.
+SavedState load_resumed(const Options& o, const World& world);
 // As resolve(), behind take_up. Throws UsageError that names the checkpoint, which may have brought what is refused.
 Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus);
 // The same error with that name; step_dir: SavedState's.

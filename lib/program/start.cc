@@ -88,8 +88,7 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   std::string error;
   Steps found;  // in --save's directory, rank 0's
   if (!o.resume.empty()) {
-    job->saved = load_state(o.resume, o.save, world);
-    job->saved.state = read_state(job->saved.state, job->saved.step_dir + "/manifest.json");
+    job->saved = load_resumed(o, world);
   } else if (!o.init.empty()) {
     job->init = folder_for_all(o.init, world);
   }
