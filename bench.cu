@@ -92,9 +92,9 @@ Settings parse(int argc, char** argv) {
   app.formatter(std::make_shared<HelpFormat>());
   // clang-format off
   auto* list = app.add_flag("--list", s.list, "list the sweeps, with the table that each mirrors, its rows and minutes");
-  auto* sweep = app.add_option("--sweep", s.names, "sweeps to run, separated by commas, or all; --list has them")->type_name("NAMES")->delimiter(',')->excludes(list);
+  auto* sweep = app.add_option("--sweep", s.names, "sweeps to run, separated by commas, or all; --list shows them")->type_name("NAMES")->delimiter(',')->excludes(list);
   app.add_flag("--dry-run", s.dry_run, "print the command of every row; run nothing")->needs(sweep);
-  app.add_flag("--continue", s.go_on, "keep the rows that the file has by the same commands, and run the rest")->needs(sweep);
+  app.add_flag("--continue", s.go_on, "keep the file's rows that the same commands made, and run the rest")->needs(sweep);
   app.add_option("--only", s.only, "numbers of the rows to run, from 1; the file's other rows stay")->type_name("N,...")->delimiter(',')->check(count)->needs(sweep);
   app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py)")->needs(sweep);
   app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->type_name("N")->check(count);
