@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "attention/stages.h"
 #include "attention/stats.h"
@@ -103,18 +102,7 @@ AttentionShape compressed_shape(const NsaShape& a) {
 
 template <class T>
 void zero_columns(Stream& s, T* p, int64_t columns, const NsaShape& a) {
-  if (columns == 0) return;
-  if (s.off()) return s.spend(moves<T>(columns * a.B * a.T));
-  const size_t rows = size_t(a.B * a.T), pitch = size_t(a.ld) * sizeof(T), width = size_t(columns) * sizeof(T);
-#if FSDP_CUDA
-  if (s.on_gpu()) {
-    CUDA_CHECK(cudaMemset2DAsync(p, pitch, 0, width, rows, s.cuda()));
-    return;
-  }
-#endif
-  s.enqueue([=] {
-    for (size_t r = 0; r < rows; ++r) std::memset(reinterpret_cast<char*>(p) + r * pitch, 0, width);
-  });
+  s.zero_rows(p, a.ld * int64_t(sizeof(T)), columns * int64_t(sizeof(T)), a.B * a.T);
 }
 
 // ------------------------------------------------------------------------------------------------------ phi, eq. 7

@@ -72,6 +72,7 @@ namespace attention {
 // dk, dv (B,keys,HKV,D) that were summed in parts: the sums over parts of part_sums (2,parts,B,HKV,keys,D), first part
 // first. A thread owns 4 columns.
 __global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float* part_sums, Problem a, int parts) {
+  begin_kernel();
   const int64_t n = int64_t(a.B) * a.HKV * a.keys * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= 2 * n) return;
   const int which = i >= n;
@@ -163,8 +164,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
     });
     if (parts > 1) {
       const int64_t n = 2 * int64_t(a.B) * a.HKV * a.keys * a.D / 4;
-      sum_parts<<<unsigned((n + 255) / 256), 256, 0, stream>>>(dk, dv, part_sums, a, parts);
-      CUDA_CHECK_LAUNCH();
+      launch(stream, sum_parts, unsigned((n + 255) / 256), 256, 0, dk, dv, part_sums, a, parts);
     }
   } else {
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);

@@ -211,6 +211,7 @@ struct ForwardTiles {
 template <int D, int step, class Mask>
 __global__ void __launch_bounds__(threads, teams(D, step))
     forward_kernel(float* o, float* lse, const float* q, const float* k, const float* v, Problem a, Mask mask) {
+  begin_kernel();
   extern __shared__ char memory[];
   ForwardTiles<D, step>& tile = *reinterpret_cast<ForwardTiles<D, step>*>(memory);
   const Place at;
@@ -309,6 +310,7 @@ template <int D, int step, class Mask>
 __global__ void __launch_bounds__(teams(D, step) * threads)
     backward_kv(float* dk, float* dv, const float* d_o, const float* q, const float* k, const float* v,
                 const float* lse2, const float* delta, Problem a, Mask mask) {
+  begin_kernel();
   extern __shared__ char memory[];
   KvTiles<D, step>& tile = *reinterpret_cast<KvTiles<D, step>*>(memory);
   const Place at;
@@ -381,6 +383,7 @@ template <int D, int step, class Mask>
 __global__ void __launch_bounds__(threads, teams(D, step))
     backward_q(float* dq, const float* d_o, const float* q, const float* k, const float* v, const float* lse2,
                const float* delta, Problem a, Mask mask) {
+  begin_kernel();
   extern __shared__ char memory[];
   QTiles<D, step>& tile = *reinterpret_cast<QTiles<D, step>*>(memory);
   const Place at;

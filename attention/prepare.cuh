@@ -13,6 +13,7 @@ template <class E>
 __global__ void __launch_bounds__(256)
     prepare_kernel(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate,
                    unsigned* counts, int n_counts) {
+  begin_kernel();
   int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n_counts) counts[i] = 0;
   i /= 8;
@@ -48,9 +49,8 @@ template <class E>
 void prepare(cudaStream_t stream, float* lse2, float* delta, const E* d_o, const E* o, const float* lse,
              const Problem& a, Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
-  prepare_kernel<<<unsigned((rows * 8 + 255) / 256), 256, 0, stream>>>(lse2, delta, d_o, o, lse, a, gate, counts,
-                                                                       n_counts);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, prepare_kernel<E>, unsigned((rows * 8 + 255) / 256), 256, 0, lse2, delta, d_o, o, lse, a, gate, counts,
+         n_counts);
 }
 
 }  // namespace attention

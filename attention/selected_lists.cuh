@@ -96,6 +96,7 @@ constexpr int list_range = 1024;  // pieces at a time
 
 template <bool write>
 __global__ void __launch_bounds__(256) list_queries(Problem a) {
+  begin_kernel();
   __shared__ uint32_t bits[write ? 8 : 1][list_range];   // word w: of the queries of warp w
   __shared__ uint8_t before[write ? 8 : 1][list_range];  // bits in the words before
   __shared__ int next[list_range];                       // where the next slot goes, or the count
@@ -194,6 +195,7 @@ __device__ inline void sums_before(int (&x)[3], int (&all)[3]) {
 // counts: sums over the tiles before; starts: where a list begins; the lists cut into units. A block owns a pair and
 // segment, a thread every 1024th piece.
 __global__ void __launch_bounds__(1024) cut_lists(Problem a) {
+  begin_kernel();
   const int list = blockIdx.x, segment = list % a.segments;
   const int queries = a.last_query(segment) - a.first_query(segment), tiles = ceil_div(queries, a.tile);
   const int pieces = a.pieces_before(a.last_query(segment));
@@ -267,6 +269,7 @@ __device__ inline void add_scaled(float (&sum)[8], float f, const uint4& y) {
 template <int D, bool one>
 __global__ void __launch_bounds__(256) merge_slots(bf16* o, float* lse, const bf16* rows, const float* lse2, Problem a,
                                                    int pair0, int pairs, int segment) {
+  begin_kernel();
   const Owned<D> own(a, pair0, segment);
   if (own.pair >= pairs) return;
   const int32_t* chosen = a.indices + (int64_t(pair0 + own.pair) * a.T + own.t) * a.n;
@@ -310,6 +313,7 @@ __global__ void __launch_bounds__(256) merge_slots(bf16* o, float* lse, const bf
 template <int D, bool one>
 __global__ void __launch_bounds__(256)
     sum_slots(bf16* dq, const bf16* dq_compressed, const bf16* rows, Problem a, int pair0, int pairs, int segment) {
+  begin_kernel();
   const Owned<D> own(a, pair0, segment);
   if (own.pair >= pairs) return;
   const int32_t* chosen = a.indices + (int64_t(pair0 + own.pair) * a.T + own.t) * a.n;
@@ -340,6 +344,7 @@ __global__ void __launch_bounds__(256)
 template <class E>
 __global__ void __launch_bounds__(256)
     statistics(float2* stats, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate) {
+  begin_kernel();
   const int64_t i = (int64_t(blockIdx.x) * 256 + threadIdx.x) / 8;
   if (i >= int64_t(a.B) * a.T * a.H) return;  // the same for 8 lanes, and they alone exchange below
   const int h = int(i % a.H), t = int(i / a.H % a.T), b = int(i / a.H / a.T);
@@ -396,6 +401,7 @@ constexpr int split_blocks = 2 * piece_keys* D / 1024 * 128;  // of a pair
 template <int D>
 __global__ void __launch_bounds__(256)
     add_splits(float* sums, const float* split_sums, Problem a, int pair0, int segment) {
+  begin_kernel();
   const int pair = blockIdx.x / split_blocks<D>, x = blockIdx.x % split_blocks<D>;
   const int i = x / 128 * 1024 + threadIdx.x * 4, which = i / (piece_keys * D), row = i / D % piece_keys;
   const Split* lists = a.lists + (int64_t(pair0 + pair) * a.segments + segment) * a.pieces;
@@ -421,6 +427,7 @@ __global__ void __launch_bounds__(256)
 template <int D>
 __global__ void __launch_bounds__(256)
     store_sums(bf16* dk, bf16* dv, const float* sums, Problem a, int pair0, int pairs) {
+  begin_kernel();
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
   const int c = int(i % (D / 8)) * 8, t = int(i / (D / 8) % a.T), which = int(i / (D / 8) / a.T % 2);
   const int pair = int(i / (D / 8) / a.T / 2), b = (pair0 + pair) / a.HKV, head = (pair0 + pair) % a.HKV;

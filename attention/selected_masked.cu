@@ -16,6 +16,7 @@ int64_t masked_bytes(const NsaShape& a) {
 // words from indices (B,HKV,T,n). A block has 64 queries of a pair; blockIdx.x: (B, HKV, Tp/64).
 __global__ void __launch_bounds__(64)
     word_kernel(uint64_t* words, const int32_t* indices, int T, int selected, int tiles) {
+  begin_kernel();
   __shared__ unsigned long long bits[masked_tokens / 64];
   const int tile = blockIdx.x % tiles, pair = blockIdx.x / tiles, t = tile * 64 + int(threadIdx.x);
   for (int j = threadIdx.x; j < tiles; j += 64) bits[j] = 0;
@@ -34,8 +35,7 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
   const Problem p({a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale});
   uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
   const Chosen mask(p, words);
-  word_kernel<<<unsigned(a.B * a.HKV * mask.n), 64, 0, stream>>>(words, indices, p.T, int(a.selected), mask.n);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, word_kernel, unsigned(a.B * a.HKV * mask.n), 64, 0, words, indices, p.T, int(a.selected), mask.n);
   const auto run = a.D == 128 ? sm90::forward<128, Chosen> : sm90::forward<64, Chosen>;
   run(stream, o, lse, nullptr, q, k, v, p, mask);
 }

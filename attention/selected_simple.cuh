@@ -40,6 +40,7 @@ __device__ void for_keys(const Problem& a, int pair, int t, F f) {
 
 __global__ void __launch_bounds__(256)
     forward_kernel(float* o, float* lse, const float* q, const float* k, const float* v, Problem a) {
+  begin_kernel();
   const int64_t row = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;  // of (B,T,H)
   if (row >= int64_t(a.B) * a.T * a.H) return;
   const int h = int(row % a.H), t = int(row / a.H % a.T), b = int(row / a.H / a.T), head = h / a.group;
@@ -63,6 +64,7 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(256)
     backward_q(float* dq, const float* dq_compressed, const float* d_o, const float* q, const float* k, const float* v,
                const float2* stats, Problem a) {
+  begin_kernel();
   const int64_t row = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;
   if (row >= int64_t(a.B) * a.T * a.H) return;
   const int h = int(row % a.H), t = int(row / a.H % a.T), b = int(row / a.H / a.T), head = h / a.group;
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(256)
 
 __global__ void __launch_bounds__(256) backward_kv(float* dk, float* dv, const float* d_o, const float* q,
                                                    const float* k, const float* v, const float2* stats, Problem a) {
+  begin_kernel();
   const int64_t row = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;  // of (B,T,HKV)
   if (row >= int64_t(a.B) * a.T * a.HKV) return;
   const int head = int(row % a.HKV), j = int(row / a.HKV % a.T), b = int(row / a.HKV / a.T), lane = threadIdx.x % 32;

@@ -50,6 +50,7 @@ template <int D>
 __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
     forward_kernel(bf16* slot_rows, float* slot_lse, const bf16* q, const bf16* k, const bf16* v, Problem a, int pair0,
                    int segment) {
+  begin_kernel();
   constexpr int M = 32, N = piece_keys;
   Unit unit;
   int pair, list;
@@ -201,6 +202,7 @@ template <int D, int stages>
 __global__ void __launch_bounds__(block_threads, 2)
     backward_kernel(bf16* slot_rows, float* sums, float* split_sums, const bf16* d_o, const bf16* q, const bf16* k,
                     const bf16* v, const float2* stats, Problem a, int pair0, int segment) {
+  begin_kernel();
   using L = Backward<D, stages>;
   constexpr int M = L::M, N = L::N;
   extern __shared__ __align__(1024) uint8_t smem[];

@@ -115,6 +115,7 @@ template <int D>
 __global__ void __launch_bounds__(block_threads, 4)
     forward_kernel(bf16* slot_rows, float* slot_lse, const bf16* q, const bf16* k, const bf16* v, Problem a, int pair0,
                    int segment) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Forward<D>;
   Unit unit;
@@ -224,6 +225,7 @@ template <int D>
 __global__ void __launch_bounds__(block_threads, 2)
     backward_kernel(bf16* slot_rows, float* sums, float* split_sums, const bf16* d_o, const bf16* q, const bf16* k,
                     const bf16* v, const float2* stats, Problem a, int pair0, int segment) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
   Unit unit;

@@ -124,6 +124,7 @@ constexpr int forward_bytes = (rows + 2 * 2 * 64) * D * 2;
 template <int D, class Mask>
 __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse, float* amax, const bf16* q,
                                                              const bf16* k, const bf16* v, Problem a, Mask mask) {
+  begin_kernel();
   constexpr int BN = 64, tile = BN * D * 2;
   const uint32_t q_tile = shared_base(), k_tiles = q_tile + rows * D * 2, v_tiles = k_tiles + 2 * tile;
   const int tiles = ceil_div(a.T, rows);
@@ -204,6 +205,7 @@ template <int D, class Mask>
 __global__ void __launch_bounds__(threads, 1)
     backward_kv(bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
                 const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
+  begin_kernel();
   constexpr int BM = 32, tile = BM * D * 2;
   const uint32_t k_tile = shared_base(), v_tile = k_tile + rows * D * 2;
   const uint32_t q_tiles = v_tile + rows * D * 2, do_tiles = q_tiles + 2 * tile;
@@ -271,6 +273,7 @@ template <int D, class Mask>
 __global__ void __launch_bounds__(threads, 1)
     backward_q(bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
                const float* delta, Problem a, Mask mask) {
+  begin_kernel();
   constexpr int BN = 32, tile = BN * D * 2;
   const uint32_t q_tile = shared_base(), do_tile = q_tile + rows * D * 2;
   const uint32_t k_tiles = do_tile + rows * D * 2, v_tiles = k_tiles + 2 * tile;

@@ -268,6 +268,7 @@ __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map, float* lse,
                    float* amax, Problem a, Mask mask, int list) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Forward<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
@@ -444,6 +445,7 @@ __global__ void __launch_bounds__(384, 1)
                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                 const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map,
                 const float* lse2, const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = BackwardKV<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2;
@@ -604,6 +606,7 @@ __global__ void __launch_bounds__(384, 1)
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                const __grid_constant__ CUtensorMap dq_map, const float* lse2, const float* delta, Problem a, Mask mask,
                int list) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = BackwardQ<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;

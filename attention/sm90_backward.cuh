@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(384, 1)
                     const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ CUtensorMap dk_map,
                     const __grid_constant__ CUtensorMap dv_map, const float* lse2, const float* delta, Problem a,
                     Causal mask, DqOrder order, float* sums, unsigned* counts) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
   constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2, ds_bytes = BN * BM * 2;

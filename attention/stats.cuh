@@ -40,6 +40,7 @@ struct StatsLayers {
 template <class T>
 __global__ void __launch_bounds__(stats_threads)
     stats_kernel(__grid_constant__ const StatsLayers<T> layers, const int32_t* targets, NsaShape a) {
+  begin_kernel();
   const NsaCounted<T>& layer = layers.of[blockIdx.y];
   StatsSum sum;
   for (int64_t i = blockIdx.x * int64_t(stats_threads) + threadIdx.x; i < a.B * a.T * a.H;
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(stats_threads)
 // sums, maxima (gridDim.x), partials (gridDim.x, stats_partials).
 __global__ void __launch_bounds__(stats_threads)
     stats_total_kernel(NsaSums* sums, NsaMaxima* maxima, const StatsSum* partials) {
+  begin_kernel();
   StatsSum sum;
   for (int64_t i = threadIdx.x; i < stats_partials; i += stats_threads)
     sum.merge(partials[blockIdx.x * stats_partials + i]);
@@ -66,15 +68,13 @@ void nsa_stats(cudaStream_t stream, const std::vector<NsaCounted<T>>& layers, co
     const size_t n = std::min(stats_layers, layers.size() - i);
     StatsLayers<T> some = {};
     std::copy_n(layers.begin() + ptrdiff_t(i), n, some.of);
-    stats_kernel<<<dim3(unsigned(blocks), unsigned(n)), stats_threads, 0, stream>>>(some, targets, a);
-    CUDA_CHECK_LAUNCH();
+    launch(stream, stats_kernel<T>, dim3(unsigned(blocks), unsigned(n)), stats_threads, 0, some, targets, a);
   }
 }
 inline void nsa_stats_total(cudaStream_t stream, NsaSums* sums, NsaMaxima* maxima, const double* partials,
                             int64_t layers) {
-  stats_total_kernel<<<unsigned(layers), stats_threads, 0, stream>>>(sums, maxima,
-                                                                     reinterpret_cast<const StatsSum*>(partials));
-  CUDA_CHECK_LAUNCH();
+  launch(stream, stats_total_kernel, unsigned(layers), stats_threads, 0, sums, maxima,
+         reinterpret_cast<const StatsSum*>(partials));
 }
 
 }  // namespace gpu

@@ -3,7 +3,7 @@
 
 #include "attention/dense.h"
 #ifdef __CUDACC__
-#include "attention/launch.cuh"
+#include "lib/device/launch.cuh"
 #include "lib/device/intrinsics.cuh"
 #endif
 

@@ -126,6 +126,7 @@ template <int D, bool pooled, int heads>
 __global__ void __launch_bounds__(256, 2)
     sm90_kernel(int32_t* indices, const bf16* q, const __grid_constant__ CUtensorMap k_map, const float* lse,
                 float* scratch, TopK a, Problem work, int list) {
+  begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using namespace sm90;
   using L = Sm90<D>;
@@ -278,6 +279,7 @@ static_assert(sm80_bytes<64> <= 99 << 10 && sm80_bytes<128> <= 99 << 10, "what e
 template <int D, bool pooled>
 __global__ void __launch_bounds__(sm80::threads, 1)
     sm80_kernel(int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch, TopK a) {
+  begin_kernel();
   using namespace sm80;
   constexpr int BN = 128, tile = BN * D * 2;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -343,6 +345,7 @@ static __device__ float dot(const float* x, const float* y, int D) {
 
 static __global__ void __launch_bounds__(256)
     float_kernel(int32_t* indices, const float* q, const float* k, const float* lse, float* scratch, TopK a) {
+  begin_kernel();
   __shared__ FloatTile qs, ks;
   __shared__ unsigned gathered[8][list_bytes / 4];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -8,6 +8,9 @@
 #include <thread>
 
 #include "lib/device/device.h"
+#if FSDP_CUDA
+#include "lib/device/launch.cuh"
+#endif
 
 namespace {
 using Clock = std::chrono::steady_clock;
@@ -234,16 +237,41 @@ void Stream::copy(void* to, const void* from, int64_t bytes) {
   enqueue([=] { std::memcpy(to, from, size_t(bytes)); });
 }
 
-void Stream::zero(void* p, int64_t bytes) {
-  if (bytes == 0) return;
-  if (off()) return spend({Work::memory, double(bytes)});
 #if FSDP_CUDA
-  if (cuda_) {
-    CUDA_CHECK(cudaMemsetAsync(p, 0, size_t(bytes), cuda_));
-    return;
-  }
+namespace gpu {
+// A thread owns one V; `across` of them are a row.
+template <class V>
+__global__ void __launch_bounds__(256) zero_kernel(char* p, int64_t pitch, int64_t across, int64_t rows) {
+  begin_kernel();
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, row = rows == 1 ? 0 : i / across;
+  if (i < across * rows) *reinterpret_cast<V*>(p + row * pitch + (i - row * across) * int64_t(sizeof(V))) = V();
+}
+void zero(cudaStream_t stream, void* p, int64_t pitch, int64_t bytes, int64_t rows) {
+  if (bytes == 0 || rows == 0) return;
+  const auto with = [&](auto v) {
+    using V = decltype(v);
+    const int64_t across = bytes / int64_t(sizeof(V)), blocks = (across * rows + 255) / 256;
+    launch(stream, zero_kernel<V>, unsigned(blocks), 256, 0, static_cast<char*>(p), pitch, across, rows);
+  };
+  const uint64_t all = reinterpret_cast<uintptr_t>(p) | uint64_t(pitch) | uint64_t(bytes);
+  if (all % sizeof(uint4) == 0) with(uint4());
+  else if (all % sizeof(uint32_t) == 0) with(uint32_t());
+  else if (all % sizeof(uint16_t) == 0) with(uint16_t());
+  else with(uint8_t());
+}
+}  // namespace gpu
 #endif
-  enqueue([=] { std::memset(p, 0, size_t(bytes)); });
+
+void Stream::zero(void* p, int64_t bytes) { zero_rows(p, bytes, bytes, 1); }
+void Stream::zero_rows(void* p, int64_t pitch, int64_t bytes, int64_t rows) {
+  if (bytes == 0 || rows == 0) return;
+  if (off()) return spend({Work::memory, double(bytes) * double(rows)});
+#if FSDP_CUDA
+  if (cuda_) return gpu::zero(cuda_, p, pitch, bytes, rows);
+#endif
+  enqueue([=] {
+    for (int64_t r = 0; r < rows; ++r) std::memset(static_cast<char*>(p) + r * pitch, 0, size_t(bytes));
+  });
 }
 
 #if FSDP_CUDA

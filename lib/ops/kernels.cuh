@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "lib/device/intrinsics.cuh"
+#include "lib/device/launch.cuh"
 #include "lib/device/stream.h"
 
 namespace gpu {
@@ -175,6 +176,7 @@ __device__ __forceinline__ float row_largest(float a, RowSums<float>& shared) {
 // (n % N) have a thread each.
 template <int N, class F>
 __global__ void __launch_bounds__(256) each_kernel(F f, int64_t n) {
+  begin_kernel();
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, full = n / N, i = full * N + (t - full);
   if (t < full) f.template at<N>(t * N);
   else if (i < n) f.template at<1>(i);
@@ -184,9 +186,8 @@ void each(cudaStream_t stream, F f, int64_t n, bool vectors) {
   if (n == 0) return;
   const int64_t threads = vectors ? n / N + n % N : n;
   const unsigned blocks = unsigned(ceil_div(threads, 256));
-  if (vectors) each_kernel<N><<<blocks, 256, 0, stream>>>(f, n);
-  else each_kernel<1><<<blocks, 256, 0, stream>>>(f, n);
-  CUDA_CHECK_LAUNCH();
+  if (vectors) launch(stream, each_kernel<N, F>, blocks, 256, 0, f, n);
+  else launch(stream, each_kernel<1, F>, blocks, 256, 0, f, n);
 }
 
 // For M rows of n vectors each: about 256 threads a block, threadIdx.x along the vectors of a row, threadIdx.y and

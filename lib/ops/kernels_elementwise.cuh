@@ -119,6 +119,7 @@ __device__ __forceinline__ SwigluGradient swiglu_gradient(float gate, float up, 
 // g or dg_g (M,F), h or h_dh (M,2F). A thread owns one vector of g and the two of h that it belongs to.
 template <class T, int N>
 __global__ void __launch_bounds__(256) swiglu_forward_kernel(T* g, const T* h, int64_t M, int64_t F) {
+  begin_kernel();
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t f = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (m >= M || f >= F) return;
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(256) swiglu_forward_kernel(T* g, const T* h, i
 }
 template <class T, int N>
 __global__ void __launch_bounds__(256) swiglu_backward_kernel(T* dg_g, T* h_dh, int64_t M, int64_t F) {
+  begin_kernel();
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t f = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (m >= M || f >= F) return;
@@ -149,9 +151,8 @@ void swiglu_forward(cudaStream_t stream, T* g, const T* h, int64_t M, int64_t F)
   if (M == 0 || F == 0) return;
   const bool vectors = F % N == 0 && aligned(g, h);
   const Grid2 grid = rows_by_vectors(M, vectors ? F / N : F);
-  if (vectors) swiglu_forward_kernel<T, N><<<grid.blocks, grid.threads, 0, stream>>>(g, h, M, F);
-  else swiglu_forward_kernel<T, 1><<<grid.blocks, grid.threads, 0, stream>>>(g, h, M, F);
-  CUDA_CHECK_LAUNCH();
+  if (vectors) launch(stream, swiglu_forward_kernel<T, N>, grid.blocks, grid.threads, 0, g, h, M, F);
+  else launch(stream, swiglu_forward_kernel<T, 1>, grid.blocks, grid.threads, 0, g, h, M, F);
 }
 template <class T>
 void swiglu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F) {
@@ -159,9 +160,8 @@ void swiglu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F
   if (M == 0 || F == 0) return;
   const bool vectors = F % N == 0 && aligned(dg_g, h_dh);
   const Grid2 grid = rows_by_vectors(M, vectors ? F / N : F);
-  if (vectors) swiglu_backward_kernel<T, N><<<grid.blocks, grid.threads, 0, stream>>>(dg_g, h_dh, M, F);
-  else swiglu_backward_kernel<T, 1><<<grid.blocks, grid.threads, 0, stream>>>(dg_g, h_dh, M, F);
-  CUDA_CHECK_LAUNCH();
+  if (vectors) launch(stream, swiglu_backward_kernel<T, N>, grid.blocks, grid.threads, 0, dg_g, h_dh, M, F);
+  else launch(stream, swiglu_backward_kernel<T, 1>, grid.blocks, grid.threads, 0, dg_g, h_dh, M, F);
 }
 
 template <class T>
@@ -254,6 +254,7 @@ constexpr int rope_heads = 4;
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     rope_kernel(T* x, const float* table, int64_t M, int64_t T_, int64_t heads, int64_t D, int64_t ld, bool inverse) {
+  begin_kernel();
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, half = D / 2;
   if (m >= M) return;
   const int64_t first = int64_t(blockIdx.y) * rope_heads;
@@ -293,9 +294,8 @@ void rope(cudaStream_t stream, T* x, const float* table, int64_t M, int64_t T_, 
   const int64_t pairs = vectors ? D / 2 / N : D / 2;
   const unsigned tx = unsigned(std::min<int64_t>(pairs, 256)), ty = 256 / tx;
   const dim3 blocks(unsigned(ceil_div(M, ty)), unsigned(ceil_div(heads, rope_heads))), threads(tx, ty);
-  if (vectors) rope_kernel<T, N><<<blocks, threads, 0, stream>>>(x, table, M, T_, heads, D, ld, inverse);
-  else rope_kernel<T, 1><<<blocks, threads, 0, stream>>>(x, table, M, T_, heads, D, ld, inverse);
-  CUDA_CHECK_LAUNCH();
+  if (vectors) launch(stream, rope_kernel<T, N>, blocks, threads, 0, x, table, M, T_, heads, D, ld, inverse);
+  else launch(stream, rope_kernel<T, 1>, blocks, threads, 0, x, table, M, T_, heads, D, ld, inverse);
 }
 
 // x (M,C), table (V,C), tokens (M). A thread owns one vector of channels in every blockDim.y-th of its block's rows, so
@@ -306,6 +306,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(256)
     embedding_forward_kernel(T* __restrict__ x, const T* __restrict__ table, const int32_t* __restrict__ tokens,
                              int64_t M, int64_t T_, int64_t C, bool add_positions) {
+  begin_kernel();
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (c >= C) return;
   constexpr int pairs = (N + 1) / 2;
@@ -341,9 +342,9 @@ void embedding_forward(cudaStream_t stream, T* x, const T* table, const int32_t*
   Grid2 g = rows_by_vectors(M, vectors ? C / N : C);
   g.blocks.x = unsigned(ceil_div(M, int64_t(g.threads.y) * rows_a_thread));
   if (vectors)
-    embedding_forward_kernel<T, N><<<g.blocks, g.threads, 0, stream>>>(x, table, tokens, M, T_, C, add_positions);
-  else embedding_forward_kernel<T, 1><<<g.blocks, g.threads, 0, stream>>>(x, table, tokens, M, T_, C, add_positions);
-  CUDA_CHECK_LAUNCH();
+    launch(stream, embedding_forward_kernel<T, N>, g.blocks, g.threads, 0, x, table, tokens, M, T_, C, add_positions);
+  else
+    launch(stream, embedding_forward_kernel<T, 1>, g.blocks, g.threads, 0, x, table, tokens, M, T_, C, add_positions);
 }
 
 // ------------------------------------------------------------------------------------------------------- parameters

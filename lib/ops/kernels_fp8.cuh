@@ -110,6 +110,7 @@ __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
 // rows behind it.
 template <class F>
 __global__ void __launch_bounds__(sum_threads) amax_kernel(float* partials, F f, int64_t R, int64_t C, int across) {
+  begin_kernel();
   const int64_t below = blockDim.x / across, column = threadIdx.x % across * 8;
   uint32_t most[F::amaxes] = {};  // two in each
   for (int64_t r = int64_t(blockIdx.x) * below + threadIdx.x / across; r < R; r += gridDim.x * below) {
@@ -136,12 +137,10 @@ template <class F>
 void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R, int64_t C) {
   const int across = int(std::min<int64_t>(sum_threads, round_up_to_warp(C / 8))), below = sum_threads / across;
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(R, below)));
-  amax_kernel<<<blocks, across * below, 0, stream>>>(partials, f, R, C, across);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, amax_kernel<F>, blocks, across * below, 0, partials, f, R, C, across);
   for (int k = 0; k < F::amaxes; ++k) {
-    sum_finish_kernel<float, Term::largest>
-        <<<1, sum_threads, 0, stream>>>(out + k, partials + k * blocks, blocks, false);
-    CUDA_CHECK_LAUNCH();
+    launch(stream, sum_finish_kernel<float, Term::largest>, 1, sum_threads, 0, out + k, partials + k * blocks, blocks,
+           false);
   }
 }
 
@@ -223,6 +222,7 @@ __device__ __forceinline__ void find_scales(float (&of)[2][fp8_tile], const Fp8T
 template <fp8::Scaling scaling, class F>
 __global__ void __launch_bounds__(fp8_threads)
     to_fp8_kernel(F f, Fp8Targets<F::matrices> targets, int64_t R, int64_t C) {
+  begin_kernel();
   constexpr int n = F::matrices, turns = fp8_turns;
   constexpr bool by_row = scaling == fp8::Scaling::row;
   static_assert(!by_row || n == 1);
@@ -283,6 +283,7 @@ __global__ void __launch_bounds__(fp8_threads)
 // columns (C,R) of codes (R,C).
 __global__ void __launch_bounds__(fp8_threads)
     transpose_codes_kernel(uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
+  begin_kernel();
   __shared__ Fp8Tile tile;
   const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
   const Fp8Place place;
@@ -301,6 +302,7 @@ __global__ void __launch_bounds__(fp8_threads)
 }
 // A thread casts 8 numbers.
 __global__ void __launch_bounds__(256) to_e4m3_kernel(uint8_t* codes, const float* x, const float* amax, int64_t n) {
+  begin_kernel();
   const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
   if (i >= n) return;
   const float scale = fp8::scale_for(*amax, fp8::largest_number(Dtype::e4m3));
@@ -311,6 +313,7 @@ __global__ void __launch_bounds__(256) to_e4m3_kernel(uint8_t* codes, const floa
   *reinterpret_cast<uint2*>(codes + i) = make_uint2(four(a), four(b));
 }
 __global__ void unscales_kernel(float* unscale, const float* amax, int64_t n, float largest) {
+  begin_kernel();
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x)
     unscale[i * fp8::scale_stride] = 1 / fp8::scale_for(amax[i], largest);
 }
@@ -320,14 +323,14 @@ inline dim3 fp8_tiles(int64_t R, int64_t C) {
 }
 template <fp8::Scaling scaling = fp8::Scaling::tensor, class F>
 void cast_to_fp8(cudaStream_t stream, F f, const Fp8Targets<F::matrices>& targets, int64_t R, int64_t C) {
-  to_fp8_kernel<scaling><<<fp8_tiles(R, C), fp8_threads, 0, stream>>>(f, targets, R, C);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, to_fp8_kernel<scaling, F>, fp8_tiles(R, C), fp8_threads, 0, f, targets, R, C);
 }
 
 // rows (tiles along a row,R), columns (tiles along a column,C): the largest of a tile's rows and columns. Threads stand
 // as in to_fp8_kernel.
 __global__ void __launch_bounds__(fp8_threads)
     vector_amax_kernel(float* rows, float* columns, Matrix<Dtype::e4m3> f, int64_t R, int64_t C) {
+  begin_kernel();
   __shared__ uint32_t row_most[fp8_tile][fp8_tile / 8 + 1], column_most[fp8_tile / 4][fp8_tile / 2 + 1];
   const int64_t r0 = int64_t(blockIdx.y) * fp8_tile, c0 = int64_t(blockIdx.x) * fp8_tile;
   const Fp8Place place;
@@ -365,6 +368,7 @@ __global__ void __launch_bounds__(fp8_threads)
 }
 // out (n) = the largest of each column of parts (count,n).
 __global__ void __launch_bounds__(256) vector_amax_finish_kernel(float* out, const float* parts, int count, int64_t n) {
+  begin_kernel();
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= n) return;
   float most = 0;
@@ -376,13 +380,11 @@ inline void vector_amax(cudaStream_t stream, float* rows, float* columns, const 
   if (R == 0 || C == 0) return;
   const dim3 tiles = fp8_tiles(R, C);
   float* const of_columns = partials + tiles.x * R;
-  vector_amax_kernel<<<tiles, fp8_threads, 0, stream>>>(rows ? partials : nullptr, columns ? of_columns : nullptr,
-                                                        Matrix<Dtype::e4m3>{x, C}, R, C);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, vector_amax_kernel, tiles, fp8_threads, 0, rows ? partials : nullptr, columns ? of_columns : nullptr,
+         Matrix<Dtype::e4m3>{x, C}, R, C);
   const auto finish = [&](float* out, const float* parts, int count, int64_t n) {
     if (!out) return;
-    vector_amax_finish_kernel<<<unsigned(ceil_div(n, 256)), 256, 0, stream>>>(out, parts, count, n);
-    CUDA_CHECK_LAUNCH();
+    launch(stream, vector_amax_finish_kernel, unsigned(ceil_div(n, 256)), 256, 0, out, parts, count, n);
   };
   finish(rows, partials, int(tiles.x), R), finish(columns, of_columns, int(tiles.y), C);
 }
@@ -410,17 +412,14 @@ inline void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const bf16* x,
 
 inline void to_e4m3(cudaStream_t stream, uint8_t* codes, const float* x, const float* amax, int64_t n) {
   if (n == 0) return;
-  to_e4m3_kernel<<<unsigned(ceil_div(n, 8 * 256)), 256, 0, stream>>>(codes, x, amax, n);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, to_e4m3_kernel, unsigned(ceil_div(n, 8 * 256)), 256, 0, codes, x, amax, n);
 }
 inline void unscales(cudaStream_t stream, float* unscale, const float* amax, int64_t n, Dtype format) {
-  unscales_kernel<<<1, 256, 0, stream>>>(unscale, amax, n, fp8::largest_number(format));
-  CUDA_CHECK_LAUNCH();
+  launch(stream, unscales_kernel, 1, 256, 0, unscale, amax, n, fp8::largest_number(format));
 }
 inline void transpose_codes(cudaStream_t stream, uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
   if (R == 0 || C == 0) return;
-  transpose_codes_kernel<<<fp8_tiles(R, C), fp8_threads, 0, stream>>>(columns, codes, R, C);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, transpose_codes_kernel, fp8_tiles(R, C), fp8_threads, 0, columns, codes, R, C);
 }
 
 // Back to bf16: two numbers from two bytes, the first in the lower. Both formats are parts of half's.
@@ -430,6 +429,7 @@ __device__ __forceinline__ uint32_t two_from_fp8(uint16_t codes, Dtype format, f
 }
 // A thread takes 16 numbers.
 __global__ void __launch_bounds__(256) from_fp8_kernel(bf16* x, ops::Fp8Factor from, int64_t n) {
+  begin_kernel();
   const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
   if (i >= n) return;
   const uint4 codes = *reinterpret_cast<const uint4*>(from.data + i);
@@ -442,8 +442,7 @@ __global__ void __launch_bounds__(256) from_fp8_kernel(bf16* x, ops::Fp8Factor f
 }
 inline void from_fp8(cudaStream_t stream, bf16* x, const ops::Fp8Factor& from, int64_t n) {
   if (n == 0) return;
-  from_fp8_kernel<<<unsigned(ceil_div(n, 16 * 256)), 256, 0, stream>>>(x, from, n);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, from_fp8_kernel, unsigned(ceil_div(n, 16 * 256)), 256, 0, x, from, n);
 }
 
 inline void activation_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& g, const bf16* h,

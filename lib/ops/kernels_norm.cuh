@@ -56,6 +56,7 @@ template <class T, int each, bool finds_largest>
 __global__ void __launch_bounds__(1024)
     norm_forward_kernel(bool layer, T* y, T* sum, float2* stats, float* largest, const T* x, const T* delta,
                         const T* gamma, const T* beta, int64_t M, int64_t C, float eps) {
+  begin_kernel();
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -122,6 +123,7 @@ template <class T>
 __global__ void __launch_bounds__(512)
     norm_forward_any_kernel(bool layer, T* y, T* sum, float2* stats, float* largest, const T* x, const T* delta,
                             const T* gamma, const T* beta, int64_t C, float eps) {
+  begin_kernel();
   __shared__ RowSums<float> shared[2];
   const int64_t row = int64_t(blockIdx.x) * C;
   const T* from = delta ? sum : x;
@@ -160,25 +162,25 @@ void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stat
   const NormShape shape = norm_shape(C / N, 4);
   const unsigned blocks = unsigned(ceil_div(M, shape.threads.y));
   const auto with = [&](auto each, auto finds_largest) {
-    norm_forward_kernel<T, each.value, finds_largest.value>
-        <<<blocks, shape.threads, 0, stream>>>(layer, y, sum, s, largest, x, delta, gamma, beta, M, C, float(eps));
+    launch(stream, norm_forward_kernel<T, each.value, finds_largest.value>, blocks, shape.threads, 0, layer, y, sum, s,
+           largest, x, delta, gamma, beta, M, C, float(eps));
   };
   const auto with_each = [&](auto each) {
     return largest ? with(each, std::true_type()) : with(each, std::false_type());
   };
   if (!vectors || shape.each == 0)
-    norm_forward_any_kernel<<<unsigned(M), 512, 0, stream>>>(layer, y, sum, s, largest, x, delta, gamma, beta, C,
-                                                             float(eps));
+    launch(stream, norm_forward_any_kernel<T>, unsigned(M), 512, 0, layer, y, sum, s, largest, x, delta, gamma, beta, C,
+           float(eps));
   else if (shape.each == 4) with_each(std::integral_constant<int, 4>());
   else if (shape.each == 2) with_each(std::integral_constant<int, 2>());
   else with_each(std::integral_constant<int, 1>());
-  CUDA_CHECK_LAUNCH();
 }
 
 // y, x (M,C), stats (M), gamma, beta (C; may be null). A thread owns one vector.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     norm_apply_kernel(T* y, const float2* stats, const T* x, const T* gamma, const T* beta, int64_t M, int64_t C) {
+  begin_kernel();
   const int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (m >= M || c >= C) return;
@@ -194,9 +196,8 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
   const float2* s = reinterpret_cast<const float2*>(stats);
   const bool vectors = C % N == 0 && aligned(y, x, gamma, beta);
   const Grid2 g = rows_by_vectors(M, vectors ? C / N : C);
-  if (vectors) norm_apply_kernel<T, N><<<g.blocks, g.threads, 0, stream>>>(y, s, x, gamma, beta, M, C);
-  else norm_apply_kernel<T, 1><<<g.blocks, g.threads, 0, stream>>>(y, s, x, gamma, beta, M, C);
-  CUDA_CHECK_LAUNCH();
+  if (vectors) launch(stream, norm_apply_kernel<T, N>, g.blocks, g.threads, 0, y, s, x, gamma, beta, M, C);
+  else launch(stream, norm_apply_kernel<T, 1>, g.blocks, g.threads, 0, y, s, x, gamma, beta, M, C);
 }
 
 // out0 (C) (blockIdx.y = 0) and out1 (C) (1; null: only out0): sums over P of partials (2,P,C), or (P,C), in a fixed
@@ -204,6 +205,7 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
 template <class G>
 __global__ void __launch_bounds__(1024)
     reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C, bool accumulate) {
+  begin_kernel();
   __shared__ float sums[warp][warp + 1];
   const int64_t c = int64_t(blockIdx.x) * warp + threadIdx.x;
   const float* from = partials + int64_t(blockIdx.y) * P * C + c;
@@ -224,8 +226,7 @@ template <class G>
 void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials, int P, int64_t C,
                     bool accumulate = false) {
   const dim3 blocks(unsigned(ceil_div(C, warp)), out1 ? 2 : 1);
-  reduce_columns_kernel<<<blocks, dim3(warp, warp), 0, stream>>>(out0, out1, partials, P, C, accumulate);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, reduce_columns_kernel<G>, blocks, dim3(warp, warp), 0, out0, out1, partials, P, C, accumulate);
 }
 
 // A block's row of partial sums (C) from its threads' sums: rows of the block are added up in order by its first row's
@@ -266,6 +267,7 @@ template <class T, int each>
 __global__ void __launch_bounds__(512)
     norm_backward_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
                          const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  begin_kernel();
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
   __shared__ float combine[256 * each * N];
@@ -346,6 +348,7 @@ template <class T, int each, int threads>
 __global__ void __launch_bounds__(threads)
     norm_backward_wide_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
                               const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  begin_kernel();
   constexpr int N = width<T>;
   constexpr bool one_row = threads > 512;  // at a time in a block: then m < M is known
   __shared__ RowSums<float> shared[2];
@@ -406,6 +409,7 @@ template <class T>
 __global__ void __launch_bounds__(512)
     norm_backward_any_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
                              const float2* stats, const T* gamma, int64_t M, int64_t C) {
+  begin_kernel();
   __shared__ RowSums<float> shared[2];
   float *sum_gamma = partials + int64_t(blockIdx.x) * C, *sum_beta = sum_gamma + int64_t(gridDim.x) * C;
   for (int64_t c = threadIdx.x; c < C; c += blockDim.x) sum_gamma[c] = sum_beta[c] = 0;
@@ -444,18 +448,17 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
   if (M == 0) {
     // Sums over no rows: reduce_columns of no partial sums writes zeros.
   } else if (any) {
-    norm_backward_any_kernel<<<blocks, 512, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    launch(stream, norm_backward_any_kernel<T>, blocks, 512, 0, layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
-    const auto launch = [&](auto kernel) {
-      kernel<<<blocks, t, 0, stream>>>(layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    const auto start = [&](auto kernel) {
+      launch(stream, kernel, blocks, t, 0, layer, dx, partials, dy, dres, x, s, gamma, M, C);
     };
     if (t.x * t.y > 512)
-      launch(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
-    else if (shape.each == 1) launch(norm_backward_kernel<T, 1>);
-    else if (shape.each == 2) launch(norm_backward_kernel<T, 2>);
-    else if constexpr (most > 2) launch(norm_backward_wide_kernel<T, most, 512>);
+      start(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
+    else if (shape.each == 1) start(norm_backward_kernel<T, 1>);
+    else if (shape.each == 2) start(norm_backward_kernel<T, 2>);
+    else if constexpr (most > 2) start(norm_backward_wide_kernel<T, most, 512>);
   }
-  CUDA_CHECK_LAUNCH();
   reduce_columns(stream, dgamma, dbeta, partials, blocks, C, accumulate);
 }
 

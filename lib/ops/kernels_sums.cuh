@@ -19,6 +19,7 @@ namespace gpu {
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     column_sums_kernel(float* partials, const T* x, int64_t M, int64_t C, int64_t ld) {
+  begin_kernel();
   __shared__ float sums[8][warp][N];
   const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N;
   const int64_t rows = ceil_div(M, gridDim.y), begin = rows * blockIdx.y, end = begin + rows < M ? begin + rows : M;
@@ -52,9 +53,8 @@ void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t
   const bool vectors = C % N == 0 && ld % N == 0 && aligned(dy);
   const int runs = int(ops::bias_grad_partials(M, C) / C);
   const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs), threads(warp, 8);
-  if (vectors) column_sums_kernel<T, N><<<blocks, threads, 0, stream>>>(partials, dy, M, C, ld);
-  else column_sums_kernel<T, 1><<<blocks, threads, 0, stream>>>(partials, dy, M, C, ld);
-  CUDA_CHECK_LAUNCH();
+  if (vectors) launch(stream, column_sums_kernel<T, N>, blocks, threads, 0, partials, dy, M, C, ld);
+  else launch(stream, column_sums_kernel<T, 1>, blocks, threads, 0, partials, dy, M, C, ld);
   reduce_columns<G>(stream, db, nullptr, partials, runs, C, accumulate);
 }
 
@@ -79,6 +79,7 @@ __device__ __forceinline__ void add_rows(float (&total)[N], const T* dx, const i
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     embedding_chunks_kernel(float* partials, const T* dx, ops::TokenIndex index, int64_t V, int64_t C) {
+  begin_kernel();
   const int slot = blockIdx.x;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (slot >= index.part[V] || c >= C) return;
@@ -100,6 +101,7 @@ template <class T, class G, int N>
 __global__ void __launch_bounds__(256)
     embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index, const float* partials, int64_t V,
                               int64_t C, bool accumulate) {
+  begin_kernel();
   const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (v >= V || c >= C) return;
@@ -128,11 +130,10 @@ void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::Tok
   if (slots > 0) {
     const unsigned x = g.threads.x;  // one row of threads: a block has one slot
     const dim3 blocks(unsigned(slots), unsigned(ceil_div(C / N, x)));
-    embedding_chunks_kernel<T, N><<<blocks, x, 0, stream>>>(partials, dx, index, V, C);
-    CUDA_CHECK_LAUNCH();
+    launch(stream, embedding_chunks_kernel<T, N>, blocks, x, 0, partials, dx, index, V, C);
   }
-  embedding_backward_kernel<T, G, N><<<g.blocks, g.threads, 0, stream>>>(dtable, dx, index, partials, V, C, accumulate);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, embedding_backward_kernel<T, G, N>, g.blocks, g.threads, 0, dtable, dx, index, partials, V, C,
+         accumulate);
 }
 template <class T, class G>
 void embedding_backward(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials, int64_t M,
@@ -168,6 +169,7 @@ __device__ __forceinline__ float exponential(float x) {
 template <class T, int N>
 __global__ void __launch_bounds__(1024)
     cross_entropy_kernel(T* logits, float* loss_rows, const int32_t* targets, float scale, bool backward, int64_t V) {
+  begin_kernel();
   __shared__ float largests[warp], sums[warp];
   const int64_t m = blockIdx.x, first = int64_t(threadIdx.x) * N, stride = int64_t(blockDim.x) * N;
   T* row = logits + m * V;
@@ -229,9 +231,9 @@ void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32
   const bool vectors = V % N == 0 && aligned(logits);
   const unsigned threads = unsigned(std::min<int64_t>(1024, round_up_to_warp(vectors ? V / N : V)));
   if (vectors)
-    cross_entropy_kernel<T, N><<<unsigned(M), threads, 0, stream>>>(logits, loss_rows, targets, scale, backward, V);
-  else cross_entropy_kernel<T, 1><<<unsigned(M), threads, 0, stream>>>(logits, loss_rows, targets, scale, backward, V);
-  CUDA_CHECK_LAUNCH();
+    launch(stream, cross_entropy_kernel<T, N>, unsigned(M), threads, 0, logits, loss_rows, targets, scale, backward, V);
+  else
+    launch(stream, cross_entropy_kernel<T, 1>, unsigned(M), threads, 0, logits, loss_rows, targets, scale, backward, V);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sums
@@ -268,6 +270,7 @@ __device__ __forceinline__ A block_total(A x) {
 constexpr int sum_threads = 256;
 template <class A, Term term, int N, class F>
 __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, F f, int64_t n) {
+  begin_kernel();
   const int64_t vectors = n / N, stride = int64_t(gridDim.x) * blockDim.x;
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   A total = 0;
@@ -291,6 +294,7 @@ __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, F f, int6
 template <class A, Term term>
 __global__ void __launch_bounds__(sum_threads)
     sum_finish_kernel(A* out, const A* partials, int64_t n, bool accumulate) {
+  begin_kernel();
   A total = 0;
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x) total = both<term>(total, partials[i]);
   total = block_total<term>(total);
@@ -300,12 +304,10 @@ template <Term term, int N, class A, class F>
 void sum_by_blocks(cudaStream_t stream, A* out, F f, A* partials, int64_t n, bool vectors, bool accumulate) {
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
   if (blocks > 0) {
-    if (vectors) sum_kernel<A, term, N><<<blocks, sum_threads, 0, stream>>>(partials, f, n);
-    else sum_kernel<A, term, 1><<<blocks, sum_threads, 0, stream>>>(partials, f, n);
-    CUDA_CHECK_LAUNCH();
+    if (vectors) launch(stream, sum_kernel<A, term, N, F>, blocks, sum_threads, 0, partials, f, n);
+    else launch(stream, sum_kernel<A, term, 1, F>, blocks, sum_threads, 0, partials, f, n);
   }
-  sum_finish_kernel<A, term><<<1, sum_threads, 0, stream>>>(out, partials, blocks, accumulate);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, sum_finish_kernel<A, term>, 1, sum_threads, 0, out, partials, blocks, accumulate);
 }
 
 template <class T>
@@ -409,19 +411,18 @@ void sum_parts(cudaStream_t stream, To* to, const E* parts, int64_t n, int ranks
 
 inline void total_power(cudaStream_t stream, ops::GradNorm p, double* out, const double* pieces, int64_t n) {
   with_term(p, [&](auto term) {
-    sum_finish_kernel<double, decltype(term)::value><<<1, sum_threads, 0, stream>>>(out, pieces, n, false);
-    CUDA_CHECK_LAUNCH();
+    launch(stream, sum_finish_kernel<double, decltype(term)::value>, 1, sum_threads, 0, out, pieces, n, false);
   });
 }
 // x (1), loss (1) or none.
 static __global__ void power_kernel(double* x, double exponent, const double* loss) {
+  begin_kernel();
   if (exponent != 1) *x = pow(*x, exponent);
   if (loss && !isfinite(*loss)) *x = NAN;
 }
 inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out, const double* loss) {
   if (p == ops::GradNorm::two && !loss) return;
-  power_kernel<<<1, 1, 0, stream>>>(out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p), loss);
-  CUDA_CHECK_LAUNCH();
+  launch(stream, power_kernel, 1, 1, 0, out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p), loss);
 }
 
 }  // namespace gpu

@@ -21,6 +21,23 @@ for depends in build/lib/program/*.d build/test/*.d; do
 done
 verdict "one way to compile the CPU's kernels" "$wrong"
 
+# A kernel that `launch` starts runs beside the one before it until it calls begin_kernel().
+wrong="" kernels=0
+while IFS='|' read -r file kernel first; do
+  kernels=$((kernels + 1))
+  [ "$first" = "begin_kernel();" ] || grep -qE "$kernel(<[^<>]*>)?<<<" "$file" || wrong="$wrong; $kernel in $file"
+done < <(find attention lib -name '*.cu' -o -name '*.cuh' | sort | while read -r file; do
+  awk -v file="$file" '
+    text != "" && done { sub(/^ */, ""); print file "|" text "|" $0; text = ""; done = 0 }
+    /__global__/ { text = " " }
+    text != "" { text = text $0; if (/[{]$/) {
+      sub(/.*__global__/, "", text); gsub(/__launch_bounds__\(([^()]|\([^()]*\))*\)/, "", text)
+      sub(/\(.*/, "", text); sub(/.*[ *]/, "", text); done = 1 } }
+    text != "" && /[{].*[}]$/ { text = "" }' "$file"
+done)
+[ "$kernels" -gt 50 ] || wrong="$wrong; only $kernels kernels were found"
+verdict "every kernel begins with begin_kernel()" "$wrong"
+
 # NOTES.md leads to lines by [`name`](file#Lnumber): the line must have the name in it.
 wrong="" links=0
 : >"$dir/out"

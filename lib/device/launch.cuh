@@ -1,0 +1,61 @@
+// Launches of kernels, each of which may start while the one before it ends.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+
+#include "lib/device/error.h"
+
+// Programmatic dependent launch (compute capability 9.0 on): the blocks of a kernel take their places while the last
+// ones of the kernel before leave theirs and what these wrote is still under way. So each kernel that `launch` starts
+// calls this first: it returns when all work before has ended and is visible. Not one may leave it out, even if it
+// needs nothing of its predecessor: the next kernel waits for that kernel alone, and takes its end for the end of all.
+// To let the next one in earlier (griddepcontrol.launch_dependents) was slower: its blocks take room and wait.
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+namespace launches {
+// The driver is asked once for each kernel and thread, and again only for more.
+inline void allow_shared(const void* kernel, int bytes) {
+  static thread_local std::unordered_map<const void*, int> allowed;
+  int& most = allowed[kernel];
+  if (bytes <= most) return;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  most = bytes;
+}
+
+// A process has one GPU.
+inline bool may_start_early() {
+  static const bool may = [] {
+    int device = 0, major = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+  }();
+  return may;
+}
+}  // namespace launches
+
+// kernel<<<blocks, threads, shared_bytes, stream>>>(args...), of a kernel that begins with begin_kernel(), with as much
+// dynamic shared memory as the chip has. Throws as CUDA_CHECK does.
+template <class... Parameters, class... Args>
+void launch(cudaStream_t stream, void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
+            Args&&... args) {
+  if (shared_bytes > 0) launches::allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = stream, config.attrs = &early, config.numAttrs = launches::may_start_early() ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
+
+namespace gpu {
+// `rows` rows of `bytes` at p, `pitch` bytes apart. A kernel and not cudaMemset2DAsync, which starts and ends alone.
+void zero(cudaStream_t stream, void* p, int64_t pitch, int64_t bytes, int64_t rows);
+}  // namespace gpu
