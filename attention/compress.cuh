@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(256) rows_kernel(F f, int M, int vectors) {
 template <int N, class F>
 void rows_by(cudaStream_t stream, F f, int64_t M, int64_t C) {
   if (M > 1 << 30 || C > 1 << 23) throw Error("nsa: too many rows or columns for one launch");
-  const Grid2 g = rows_by_vectors(M, C / N);
-  launch(stream, rows_kernel<N, F>, g.blocks, g.threads, 0, f, int(M), int(C / N));
+  const Grid g = rows_by_vectors(M, C / N);
+  launch(stream, rows_kernel<N, F>, g, f, int(M), int(C / N));
 }
 template <class T, class F>
 Kernel rows(cudaStream_t stream, F f, int64_t M, int64_t C, bool vectors) {
@@ -229,8 +229,8 @@ Kernel nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* db
   const bool vectors = C % N == 0 && aligned(dblocks);
   const int runs = int(nsa_blocks_partials(a) / (a.HKV * C));
   const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs, unsigned(a.HKV)), threads(warp, 8);
-  if (vectors) launch(stream, column_sums_kernel<T, N>, blocks, threads, 0, partials, dblocks, M, C, C);
-  else launch(stream, column_sums_kernel<T, 1>, blocks, threads, 0, partials, dblocks, M, C, C);
+  if (vectors) launch(stream, column_sums_kernel<T, N>, {blocks, threads}, partials, dblocks, M, C, C);
+  else launch(stream, column_sums_kernel<T, 1>, {blocks, threads}, partials, dblocks, M, C, C);
   reduce_columns<G>(stream, dposition, nullptr, partials, runs, a.HKV * C);
   return of_dx;
 }

@@ -164,7 +164,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
     });
     if (parts > 1) {
       const int64_t n = 2 * int64_t(a.B) * a.HKV * a.keys * a.D / 4;
-      launch(stream, sum_parts, unsigned((n + 255) / 256), 256, 0, dk, dv, part_sums, a, parts);
+      launch(stream, sum_parts, {unsigned((n + 255) / 256), 256}, dk, dv, part_sums, a, parts);
     }
   } else {
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);

@@ -430,17 +430,18 @@ __global__ void __launch_bounds__(threads, teams(D, step))
 template <int D, class Mask>
 void forward(cudaStream_t stream, float* o, float* lse, const float* q, const float* k, const float* v,
              const Problem& a, const Mask& mask) {
-  launch(stream, forward_kernel<D, 32, Mask>, a.B * a.H * ceil_div(a.T, side), threads, sizeof(ForwardTiles<D, 32>), o,
-         lse, q, k, v, a, mask);
+  launch(stream, forward_kernel<D, 32, Mask>, {a.B * a.H * ceil_div(a.T, side), threads, sizeof(ForwardTiles<D, 32>)},
+         o, lse, q, k, v, a, mask);
 }
 
 template <int D, int step, class Mask>
 void backward(cudaStream_t stream, float* dq, float* dk, float* dv, const float* d_o, const float* q, const float* k,
               const float* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask) {
-  launch(stream, backward_kv<D, step, Mask>, a.B * a.HKV * ceil_div(a.keys, side), teams(D, step) * threads,
-         sizeof(KvTiles<D, step>), dk, dv, d_o, q, k, v, lse2, delta, a, mask);
-  launch(stream, backward_q<D, step, Mask>, a.B * a.H * ceil_div(a.T, side), threads, sizeof(QTiles<D, step>), dq, d_o,
-         q, k, v, lse2, delta, a, mask);
+  launch(stream, backward_kv<D, step, Mask>,
+         {a.B * a.HKV * ceil_div(a.keys, side), teams(D, step) * threads, sizeof(KvTiles<D, step>)}, dk, dv, d_o, q, k,
+         v, lse2, delta, a, mask);
+  launch(stream, backward_q<D, step, Mask>, {a.B * a.H * ceil_div(a.T, side), threads, sizeof(QTiles<D, step>)}, dq,
+         d_o, q, k, v, lse2, delta, a, mask);
 }
 
 // Chips of compute capability 8.6, 8.9 and 12 have 99 KiB of shared memory for a block, others 163 and more. There the

@@ -49,7 +49,7 @@ template <class E>
 void prepare(cudaStream_t stream, float* lse2, float* delta, const E* d_o, const E* o, const float* lse,
              const Problem& a, Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
-  launch(stream, prepare_kernel<E>, unsigned((rows * 8 + 255) / 256), 256, 0, lse2, delta, d_o, o, lse, a, gate, counts,
+  launch(stream, prepare_kernel<E>, {unsigned((rows * 8 + 255) / 256), 256}, lse2, delta, d_o, o, lse, a, gate, counts,
          n_counts);
 }
 

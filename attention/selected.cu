@@ -111,9 +111,9 @@ static unsigned blocks(int64_t threads) { return unsigned((threads + 255) / 256)
 
 static void make_lists(cudaStream_t stream, const Problem& a, const Plan& p) {
   const int64_t lists = p.pairs * p.segments;
-  launch(stream, list_queries<false>, unsigned(lists * p.tiles), 256, 0, a);
-  launch(stream, cut_lists, unsigned(lists), 1024, 0, a);
-  launch(stream, list_queries<true>, unsigned(lists * p.tiles), 256, 0, a);
+  launch(stream, list_queries<false>, {unsigned(lists * p.tiles), 256}, a);
+  launch(stream, cut_lists, {unsigned(lists), 1024}, a);
+  launch(stream, list_queries<true>, {unsigned(lists * p.tiles), 256}, a);
 }
 
 // What joins a query's slots: a special one where a block is one piece.
@@ -134,10 +134,10 @@ static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const 
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once))
     for (int s = 0; s < a.segments; ++s) {
       const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
-      launch(stream, kernel, pairs * p.max_units, sm80::block_threads, bytes, rows, slot_lse, q, k, v, a, pair0, s);
+      launch(stream, kernel, {pairs * p.max_units, sm80::block_threads, bytes}, rows, slot_lse, q, k, v, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
       const auto merge = a.parts == 1 ? merge_slots<D, true> : merge_slots<D, false>;
-      launch(stream, merge, blocks(pairs * queries * a.group * D / 8), 256, 0, o, lse, rows, slot_lse, a, pair0, pairs,
+      launch(stream, merge, {blocks(pairs * queries * a.group * D / 8), 256}, o, lse, rows, slot_lse, a, pair0, pairs,
              s);
     }
   return launched(arch == 90 ? "sm90" : "sm80", a);
@@ -165,15 +165,15 @@ static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* 
     const int64_t sums_bytes = int64_t(pairs) * 2 * a.T * D * 4;
     gpu::zero(stream, sums, sums_bytes, sums_bytes, 1);
     for (int s = 0; s < a.segments; ++s) {
-      launch(stream, kernel, pairs * p.max_units, sm80::block_threads, bytes, rows, sums, splits, d_o, q, k, v, stats,
+      launch(stream, kernel, {pairs * p.max_units, sm80::block_threads, bytes}, rows, sums, splits, d_o, q, k, v, stats,
              a, pair0, s);
-      launch(stream, add_splits<D>, unsigned(pairs * split_blocks<D>), 256, 0, sums, splits, a, pair0, s);
+      launch(stream, add_splits<D>, {unsigned(pairs * split_blocks<D>), 256}, sums, splits, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
       const auto sum = a.parts == 1 ? sum_slots<D, true> : sum_slots<D, false>;
-      launch(stream, sum, blocks(pairs * queries * a.group * D / 8), 256, 0, dq, dq_compressed, rows, a, pair0, pairs,
+      launch(stream, sum, {blocks(pairs * queries * a.group * D / 8), 256}, dq, dq_compressed, rows, a, pair0, pairs,
              s);
     }
-    launch(stream, store_sums<D>, blocks(int64_t(pairs) * 2 * a.T * D / 8), 256, 0, dk, dv, sums, a, pair0, pairs);
+    launch(stream, store_sums<D>, {blocks(int64_t(pairs) * 2 * a.T * D / 8), 256}, dk, dv, sums, a, pair0, pairs);
   }
   return launched(arch == 90 ? "sm90" : roomy || fewer == 2 ? "sm80" : "sm80 in 99 KiB", a);
 }
@@ -200,7 +200,7 @@ Kernel nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o
     return run(stream, arch, o, lse, q, k, v, indices, scratch, shape, p);
   } else {
     const Problem a(shape, p, indices, scratch);
-    launch(stream, simple::forward_kernel, blocks(shape.B * shape.T * shape.H * 32), 256, 0, o, lse, q, k, v, a);
+    launch(stream, simple::forward_kernel, {blocks(shape.B * shape.T * shape.H * 32), 256}, o, lse, q, k, v, a);
     return {"fp32"};
   }
 }
@@ -216,14 +216,14 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
   constexpr bool narrow = std::is_same_v<T, bf16>;
   const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
-  launch(stream, statistics<T>, blocks(shape.B * shape.T * shape.H * 8), 256, 0, stats, d_o, o, lse, a, gate);
+  launch(stream, statistics<T>, {blocks(shape.B * shape.T * shape.H * 8), 256}, stats, d_o, o, lse, a, gate);
   if constexpr (narrow) {
     const auto run = shape.D == 128 ? backward<128> : backward<64>;
     return run(stream, arch, dq, dk, dv, dq_compressed, d_o, q, k, v, stats, indices, scratch, shape, p);
   } else {
-    launch(stream, simple::backward_q, blocks(shape.B * shape.T * shape.H * 32), 256, 0, dq, dq_compressed, d_o, q, k,
-           v, stats, a);
-    launch(stream, simple::backward_kv, blocks(shape.B * shape.T * shape.HKV * 32), 256, 0, dk, dv, d_o, q, k, v, stats,
+    launch(stream, simple::backward_q, {blocks(shape.B * shape.T * shape.H * 32), 256}, dq, dq_compressed, d_o, q, k, v,
+           stats, a);
+    launch(stream, simple::backward_kv, {blocks(shape.B * shape.T * shape.HKV * 32), 256}, dk, dv, d_o, q, k, v, stats,
            a);
     return {"fp32"};
   }

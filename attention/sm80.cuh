@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(threads, 1)
 template <int D, class Mask>
 void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* q, const bf16* k, const bf16* v,
              const Problem& a, const Mask& mask) {
-  launch(stream, forward_kernel<D, Mask>, a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>, o, lse, amax, q,
+  launch(stream, forward_kernel<D, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>}, o, lse, amax, q,
          k, v, a, mask);
 }
 
@@ -332,10 +332,10 @@ void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
   constexpr int bytes = backward_bytes<D>;
-  launch(stream, backward_kv<D, Mask>, a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes, dk, dv, d_o, q, k,
-         v, lse2, delta, a, mask, parts, part_sums);
-  launch(stream, backward_q<D, Mask>, a.B * a.H * ceil_div(a.T, rows), threads, bytes, dq, d_o, q, k, v, lse2, delta, a,
-         mask);
+  launch(stream, backward_kv<D, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes}, dk, dv, d_o, q,
+         k, v, lse2, delta, a, mask, parts, part_sums);
+  launch(stream, backward_q<D, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, bytes}, dq, d_o, q, k, v, lse2, delta,
+         a, mask);
 }
 
 }  // namespace attention::sm80

@@ -795,7 +795,7 @@ template <int D, class Mask>
 void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* q, const bf16* k, const bf16* v,
              const Problem& a, const Mask& mask) {
   const int items = a.B * a.H * ceil_div(a.T, Forward<D>::BM);
-  launch(stream, forward_kernel<D, Mask>, persistent_blocks(items), 384, Forward<D>::bytes,
+  launch(stream, forward_kernel<D, Mask>, {persistent_blocks(items), 384, Forward<D>::bytes},
          tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
          tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, amax, a, mask, next_list());
 }
@@ -806,12 +806,13 @@ void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o
               float* part_sums) {
   CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, a.T, a);
   CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a.keys, a), v_map = tensor_map(v, a.ld_kv, a.HKV, a.keys, a);
-  launch(stream, backward_kv<D, Mask>, a.B * a.HKV * parts * ceil_div(a.keys, BackwardKV<D>::BN), 384,
-         BackwardKV<D>::bytes, q_map, k_map, v_map, do_map, tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a),
-         tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a, mask, parts, part_sums);
-  launch(stream, backward_q<D, Mask>, persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384,
-         BackwardQ<D>::bytes, q_map, k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a.T, a), lse2, delta, a, mask,
-         next_list());
+  launch(stream, backward_kv<D, Mask>,
+         {a.B * a.HKV * parts * ceil_div(a.keys, BackwardKV<D>::BN), 384, BackwardKV<D>::bytes}, q_map, k_map, v_map,
+         do_map, tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a), tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a,
+         mask, parts, part_sums);
+  launch(stream, backward_q<D, Mask>,
+         {persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384, BackwardQ<D>::bytes}, q_map, k_map,
+         v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a.T, a), lse2, delta, a, mask, next_list());
 }
 
 }  // namespace attention::sm90

@@ -68,12 +68,12 @@ void nsa_stats(cudaStream_t stream, const std::vector<NsaCounted<T>>& layers, co
     const size_t n = std::min(stats_layers, layers.size() - i);
     StatsLayers<T> some = {};
     std::copy_n(layers.begin() + ptrdiff_t(i), n, some.of);
-    launch(stream, stats_kernel<T>, dim3(unsigned(blocks), unsigned(n)), stats_threads, 0, some, targets, a);
+    launch(stream, stats_kernel<T>, {dim3(unsigned(blocks), unsigned(n)), stats_threads}, some, targets, a);
   }
 }
 inline void nsa_stats_total(cudaStream_t stream, NsaSums* sums, NsaMaxima* maxima, const double* partials,
                             int64_t layers) {
-  launch(stream, stats_total_kernel, unsigned(layers), stats_threads, 0, sums, maxima,
+  launch(stream, stats_total_kernel, {unsigned(layers), stats_threads}, sums, maxima,
          reinterpret_cast<const StatsSum*>(partials));
 }
 

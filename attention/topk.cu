@@ -33,7 +33,7 @@ Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
     if (a.D == 128) return a.pooled ? launch(sm80_launch<128, true>) : launch(sm80_launch<128, false>);
     return a.pooled ? launch(sm80_launch<64, true>) : launch(sm80_launch<64, false>);
   } else {
-    launch(stream, topk::float_kernel, a.most(), 256, 0, indices, q, k, lse, scratch, a);
+    launch(stream, topk::float_kernel, {a.most(), 256}, indices, q, k, lse, scratch, a);
     return {"fp32"};
   }
 }

@@ -224,8 +224,9 @@ Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, c
   shape.keys = std::max(a.keys, 1);
   const Problem work(shape);
   const CUtensorMap k_map = sm90::tensor_map(a.keys ? k : q, work.ld_kv, a.HKV, work.keys, work);
-  launch(stream, sm90_kernel<D, pooled, heads>, std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256,
-         Sm90<D>::bytes, indices, q, k_map, lse, scratch, a, work, sm90::next_list());
+  launch(stream, sm90_kernel<D, pooled, heads>,
+         {std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes}, indices, q, k_map, lse,
+         scratch, a, work, sm90::next_list());
   constexpr const char* names[] = {pooled ? "pooled, any heads" : "not pooled",
                                    "pooled, 1 head",
                                    "pooled, 2 heads",
@@ -324,7 +325,7 @@ __global__ void __launch_bounds__(sm80::threads, 1)
 template <int D, bool pooled>
 Kernel sm80_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
                    float* scratch, const TopK& a) {
-  launch(stream, sm80_kernel<D, pooled>, a.most(), sm80::threads, sm80_bytes<D>, indices, q, k, lse, scratch, a);
+  launch(stream, sm80_kernel<D, pooled>, {a.most(), sm80::threads, sm80_bytes<D>}, indices, q, k, lse, scratch, a);
   return {"sm80", pooled ? "pooled" : "not pooled", !pooled};
 }
 

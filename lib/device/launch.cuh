@@ -40,17 +40,21 @@ inline bool may_start_early() {
 }
 }  // namespace launches
 
-// kernel<<<blocks, threads, shared_bytes, stream>>>(args...), of a kernel that begins with begin_kernel(), with as much
-// dynamic shared memory as the chip has. Throws as CUDA_CHECK does.
+// shared_bytes: dynamic shared memory, as much as the chip has.
+struct Grid {
+  dim3 blocks, threads;
+  int shared_bytes = 0;
+};
+
+// kernel(args...) on the grid, of a kernel that begins with begin_kernel(). Throws as CUDA_CHECK does.
 template <class... Parameters, class... Args>
-void launch(cudaStream_t stream, void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
-            Args&&... args) {
-  if (shared_bytes > 0) launches::allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
+void launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid, Args&&... args) {
+  if (grid.shared_bytes > 0) launches::allow_shared(reinterpret_cast<const void*>(kernel), grid.shared_bytes);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = size_t(shared_bytes);
+  config.gridDim = grid.blocks, config.blockDim = grid.threads, config.dynamicSmemBytes = size_t(grid.shared_bytes);
   config.stream = stream, config.attrs = &early, config.numAttrs = launches::may_start_early() ? 1 : 0;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }

@@ -251,7 +251,7 @@ void zero(cudaStream_t stream, void* p, int64_t pitch, int64_t bytes, int64_t ro
   const auto with = [&](auto v) {
     using V = decltype(v);
     const int64_t across = bytes / int64_t(sizeof(V)), blocks = (across * rows + 255) / 256;
-    launch(stream, zero_kernel<V>, unsigned(blocks), 256, 0, static_cast<char*>(p), pitch, across, rows);
+    launch(stream, zero_kernel<V>, {unsigned(blocks), 256}, static_cast<char*>(p), pitch, across, rows);
   };
   const uint64_t all = reinterpret_cast<uintptr_t>(p) | uint64_t(pitch) | uint64_t(bytes);
   if (all % sizeof(uint4) == 0) with(uint4());

@@ -186,16 +186,13 @@ void each(cudaStream_t stream, F f, int64_t n, bool vectors) {
   if (n == 0) return;
   const int64_t threads = vectors ? n / N + n % N : n;
   const unsigned blocks = unsigned(ceil_div(threads, 256));
-  if (vectors) launch(stream, each_kernel<N, F>, blocks, 256, 0, f, n);
-  else launch(stream, each_kernel<1, F>, blocks, 256, 0, f, n);
+  if (vectors) launch(stream, each_kernel<N, F>, {blocks, 256}, f, n);
+  else launch(stream, each_kernel<1, F>, {blocks, 256}, f, n);
 }
 
 // For M rows of n vectors each: about 256 threads a block, threadIdx.x along the vectors of a row, threadIdx.y and
 // blockIdx.x along the rows, blockIdx.y along a long row.
-struct Grid2 {
-  dim3 blocks, threads;
-};
-inline Grid2 rows_by_vectors(int64_t M, int64_t n) {
+inline Grid rows_by_vectors(int64_t M, int64_t n) {
   const unsigned x = unsigned(std::min<int64_t>(256, round_up_to_warp(n))), y = 256 / x;
   return {dim3(unsigned(ceil_div(M, y)), unsigned(ceil_div(n, x))), dim3(x, y)};
 }

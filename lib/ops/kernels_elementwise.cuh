@@ -150,18 +150,18 @@ void swiglu_forward(cudaStream_t stream, T* g, const T* h, int64_t M, int64_t F)
   constexpr int N = width<T>;
   if (M == 0 || F == 0) return;
   const bool vectors = F % N == 0 && aligned(g, h);
-  const Grid2 grid = rows_by_vectors(M, vectors ? F / N : F);
-  if (vectors) launch(stream, swiglu_forward_kernel<T, N>, grid.blocks, grid.threads, 0, g, h, M, F);
-  else launch(stream, swiglu_forward_kernel<T, 1>, grid.blocks, grid.threads, 0, g, h, M, F);
+  const Grid grid = rows_by_vectors(M, vectors ? F / N : F);
+  if (vectors) launch(stream, swiglu_forward_kernel<T, N>, grid, g, h, M, F);
+  else launch(stream, swiglu_forward_kernel<T, 1>, grid, g, h, M, F);
 }
 template <class T>
 void swiglu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F) {
   constexpr int N = width<T>;
   if (M == 0 || F == 0) return;
   const bool vectors = F % N == 0 && aligned(dg_g, h_dh);
-  const Grid2 grid = rows_by_vectors(M, vectors ? F / N : F);
-  if (vectors) launch(stream, swiglu_backward_kernel<T, N>, grid.blocks, grid.threads, 0, dg_g, h_dh, M, F);
-  else launch(stream, swiglu_backward_kernel<T, 1>, grid.blocks, grid.threads, 0, dg_g, h_dh, M, F);
+  const Grid grid = rows_by_vectors(M, vectors ? F / N : F);
+  if (vectors) launch(stream, swiglu_backward_kernel<T, N>, grid, dg_g, h_dh, M, F);
+  else launch(stream, swiglu_backward_kernel<T, 1>, grid, dg_g, h_dh, M, F);
 }
 
 template <class T>
@@ -294,8 +294,8 @@ void rope(cudaStream_t stream, T* x, const float* table, int64_t M, int64_t T_, 
   const int64_t pairs = vectors ? D / 2 / N : D / 2;
   const unsigned tx = unsigned(std::min<int64_t>(pairs, 256)), ty = 256 / tx;
   const dim3 blocks(unsigned(ceil_div(M, ty)), unsigned(ceil_div(heads, rope_heads))), threads(tx, ty);
-  if (vectors) launch(stream, rope_kernel<T, N>, blocks, threads, 0, x, table, M, T_, heads, D, ld, inverse);
-  else launch(stream, rope_kernel<T, 1>, blocks, threads, 0, x, table, M, T_, heads, D, ld, inverse);
+  if (vectors) launch(stream, rope_kernel<T, N>, {blocks, threads}, x, table, M, T_, heads, D, ld, inverse);
+  else launch(stream, rope_kernel<T, 1>, {blocks, threads}, x, table, M, T_, heads, D, ld, inverse);
 }
 
 // x (M,C), table (V,C), tokens (M). A thread owns one vector of channels in every blockDim.y-th of its block's rows, so
@@ -339,12 +339,10 @@ void embedding_forward(cudaStream_t stream, T* x, const T* table, const int32_t*
   constexpr int N = width<T>;
   if (M == 0) return;
   const bool vectors = C % N == 0 && aligned(x, table);
-  Grid2 g = rows_by_vectors(M, vectors ? C / N : C);
+  Grid g = rows_by_vectors(M, vectors ? C / N : C);
   g.blocks.x = unsigned(ceil_div(M, int64_t(g.threads.y) * rows_a_thread));
-  if (vectors)
-    launch(stream, embedding_forward_kernel<T, N>, g.blocks, g.threads, 0, x, table, tokens, M, T_, C, add_positions);
-  else
-    launch(stream, embedding_forward_kernel<T, 1>, g.blocks, g.threads, 0, x, table, tokens, M, T_, C, add_positions);
+  if (vectors) launch(stream, embedding_forward_kernel<T, N>, g, x, table, tokens, M, T_, C, add_positions);
+  else launch(stream, embedding_forward_kernel<T, 1>, g, x, table, tokens, M, T_, C, add_positions);
 }
 
 // ------------------------------------------------------------------------------------------------------- parameters

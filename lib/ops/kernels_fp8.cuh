@@ -137,9 +137,9 @@ template <class F>
 void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R, int64_t C) {
   const int across = int(std::min<int64_t>(sum_threads, round_up_to_warp(C / 8))), below = sum_threads / across;
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(R, below)));
-  launch(stream, amax_kernel<F>, blocks, across * below, 0, partials, f, R, C, across);
+  launch(stream, amax_kernel<F>, {blocks, across * below}, partials, f, R, C, across);
   for (int k = 0; k < F::amaxes; ++k) {
-    launch(stream, sum_finish_kernel<float, Term::largest>, 1, sum_threads, 0, out + k, partials + k * blocks, blocks,
+    launch(stream, sum_finish_kernel<float, Term::largest>, {1, sum_threads}, out + k, partials + k * blocks, blocks,
            false);
   }
 }
@@ -323,7 +323,7 @@ inline dim3 fp8_tiles(int64_t R, int64_t C) {
 }
 template <fp8::Scaling scaling = fp8::Scaling::tensor, class F>
 void cast_to_fp8(cudaStream_t stream, F f, const Fp8Targets<F::matrices>& targets, int64_t R, int64_t C) {
-  launch(stream, to_fp8_kernel<scaling, F>, fp8_tiles(R, C), fp8_threads, 0, f, targets, R, C);
+  launch(stream, to_fp8_kernel<scaling, F>, {fp8_tiles(R, C), fp8_threads}, f, targets, R, C);
 }
 
 // rows (tiles along a row,R), columns (tiles along a column,C): the largest of a tile's rows and columns. Threads stand
@@ -380,11 +380,11 @@ inline void vector_amax(cudaStream_t stream, float* rows, float* columns, const 
   if (R == 0 || C == 0) return;
   const dim3 tiles = fp8_tiles(R, C);
   float* const of_columns = partials + tiles.x * R;
-  launch(stream, vector_amax_kernel, tiles, fp8_threads, 0, rows ? partials : nullptr, columns ? of_columns : nullptr,
+  launch(stream, vector_amax_kernel, {tiles, fp8_threads}, rows ? partials : nullptr, columns ? of_columns : nullptr,
          Matrix<Dtype::e4m3>{x, C}, R, C);
   const auto finish = [&](float* out, const float* parts, int count, int64_t n) {
     if (!out) return;
-    launch(stream, vector_amax_finish_kernel, unsigned(ceil_div(n, 256)), 256, 0, out, parts, count, n);
+    launch(stream, vector_amax_finish_kernel, {unsigned(ceil_div(n, 256)), 256}, out, parts, count, n);
   };
   finish(rows, partials, int(tiles.x), R), finish(columns, of_columns, int(tiles.y), C);
 }
@@ -412,14 +412,14 @@ inline void to_fp8(cudaStream_t stream, const ops::Fp8Matrix& to, const bf16* x,
 
 inline void to_e4m3(cudaStream_t stream, uint8_t* codes, const float* x, const float* amax, int64_t n) {
   if (n == 0) return;
-  launch(stream, to_e4m3_kernel, unsigned(ceil_div(n, 8 * 256)), 256, 0, codes, x, amax, n);
+  launch(stream, to_e4m3_kernel, {unsigned(ceil_div(n, 8 * 256)), 256}, codes, x, amax, n);
 }
 inline void unscales(cudaStream_t stream, float* unscale, const float* amax, int64_t n, Dtype format) {
-  launch(stream, unscales_kernel, 1, 256, 0, unscale, amax, n, fp8::largest_number(format));
+  launch(stream, unscales_kernel, {1, 256}, unscale, amax, n, fp8::largest_number(format));
 }
 inline void transpose_codes(cudaStream_t stream, uint8_t* columns, const uint8_t* codes, int64_t R, int64_t C) {
   if (R == 0 || C == 0) return;
-  launch(stream, transpose_codes_kernel, fp8_tiles(R, C), fp8_threads, 0, columns, codes, R, C);
+  launch(stream, transpose_codes_kernel, {fp8_tiles(R, C), fp8_threads}, columns, codes, R, C);
 }
 
 // Back to bf16: two numbers from two bytes, the first in the lower. Both formats are parts of half's.
@@ -442,7 +442,7 @@ __global__ void __launch_bounds__(256) from_fp8_kernel(bf16* x, ops::Fp8Factor f
 }
 inline void from_fp8(cudaStream_t stream, bf16* x, const ops::Fp8Factor& from, int64_t n) {
   if (n == 0) return;
-  launch(stream, from_fp8_kernel, unsigned(ceil_div(n, 16 * 256)), 256, 0, x, from, n);
+  launch(stream, from_fp8_kernel, {unsigned(ceil_div(n, 16 * 256)), 256}, x, from, n);
 }
 
 inline void activation_to_fp8(cudaStream_t stream, ops::Activation kind, const ops::Fp8Matrix& g, const bf16* h,

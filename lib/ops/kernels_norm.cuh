@@ -162,14 +162,14 @@ void norm_forward(cudaStream_t stream, ops::Norm kind, T* y, T* sum, float* stat
   const NormShape shape = norm_shape(C / N, 4);
   const unsigned blocks = unsigned(ceil_div(M, shape.threads.y));
   const auto with = [&](auto each, auto finds_largest) {
-    launch(stream, norm_forward_kernel<T, each.value, finds_largest.value>, blocks, shape.threads, 0, layer, y, sum, s,
+    launch(stream, norm_forward_kernel<T, each.value, finds_largest.value>, {blocks, shape.threads}, layer, y, sum, s,
            largest, x, delta, gamma, beta, M, C, float(eps));
   };
   const auto with_each = [&](auto each) {
     return largest ? with(each, std::true_type()) : with(each, std::false_type());
   };
   if (!vectors || shape.each == 0)
-    launch(stream, norm_forward_any_kernel<T>, unsigned(M), 512, 0, layer, y, sum, s, largest, x, delta, gamma, beta, C,
+    launch(stream, norm_forward_any_kernel<T>, {unsigned(M), 512}, layer, y, sum, s, largest, x, delta, gamma, beta, C,
            float(eps));
   else if (shape.each == 4) with_each(std::integral_constant<int, 4>());
   else if (shape.each == 2) with_each(std::integral_constant<int, 2>());
@@ -195,9 +195,9 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
   if (M == 0) return;
   const float2* s = reinterpret_cast<const float2*>(stats);
   const bool vectors = C % N == 0 && aligned(y, x, gamma, beta);
-  const Grid2 g = rows_by_vectors(M, vectors ? C / N : C);
-  if (vectors) launch(stream, norm_apply_kernel<T, N>, g.blocks, g.threads, 0, y, s, x, gamma, beta, M, C);
-  else launch(stream, norm_apply_kernel<T, 1>, g.blocks, g.threads, 0, y, s, x, gamma, beta, M, C);
+  const Grid g = rows_by_vectors(M, vectors ? C / N : C);
+  if (vectors) launch(stream, norm_apply_kernel<T, N>, g, y, s, x, gamma, beta, M, C);
+  else launch(stream, norm_apply_kernel<T, 1>, g, y, s, x, gamma, beta, M, C);
 }
 
 // out0 (C) (blockIdx.y = 0) and out1 (C) (1; null: only out0): sums over P of partials (2,P,C), or (P,C), in a fixed
@@ -226,7 +226,7 @@ template <class G>
 void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials, int P, int64_t C,
                     bool accumulate = false) {
   const dim3 blocks(unsigned(ceil_div(C, warp)), out1 ? 2 : 1);
-  launch(stream, reduce_columns_kernel<G>, blocks, dim3(warp, warp), 0, out0, out1, partials, P, C, accumulate);
+  launch(stream, reduce_columns_kernel<G>, {blocks, dim3(warp, warp)}, out0, out1, partials, P, C, accumulate);
 }
 
 // A block's row of partial sums (C) from its threads' sums: rows of the block are added up in order by its first row's
@@ -448,10 +448,10 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
   if (M == 0) {
     // Sums over no rows: reduce_columns of no partial sums writes zeros.
   } else if (any) {
-    launch(stream, norm_backward_any_kernel<T>, blocks, 512, 0, layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    launch(stream, norm_backward_any_kernel<T>, {blocks, 512}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
     const auto start = [&](auto kernel) {
-      launch(stream, kernel, blocks, t, 0, layer, dx, partials, dy, dres, x, s, gamma, M, C);
+      launch(stream, kernel, {blocks, t}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
     };
     if (t.x * t.y > 512)
       start(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);

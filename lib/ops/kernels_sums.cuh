@@ -53,8 +53,8 @@ void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t
   const bool vectors = C % N == 0 && ld % N == 0 && aligned(dy);
   const int runs = int(ops::bias_grad_partials(M, C) / C);
   const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs), threads(warp, 8);
-  if (vectors) launch(stream, column_sums_kernel<T, N>, blocks, threads, 0, partials, dy, M, C, ld);
-  else launch(stream, column_sums_kernel<T, 1>, blocks, threads, 0, partials, dy, M, C, ld);
+  if (vectors) launch(stream, column_sums_kernel<T, N>, {blocks, threads}, partials, dy, M, C, ld);
+  else launch(stream, column_sums_kernel<T, 1>, {blocks, threads}, partials, dy, M, C, ld);
   reduce_columns<G>(stream, db, nullptr, partials, runs, C, accumulate);
 }
 
@@ -125,15 +125,14 @@ __global__ void __launch_bounds__(256)
 template <class T, class G, int N>
 void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials,
                            int64_t M, int64_t V, int64_t C, bool accumulate) {
-  const Grid2 g = rows_by_vectors(V, C / N);
+  const Grid g = rows_by_vectors(V, C / N);
   const int64_t slots = ops::embedding_partials(M, 1);
   if (slots > 0) {
     const unsigned x = g.threads.x;  // one row of threads: a block has one slot
     const dim3 blocks(unsigned(slots), unsigned(ceil_div(C / N, x)));
-    launch(stream, embedding_chunks_kernel<T, N>, blocks, x, 0, partials, dx, index, V, C);
+    launch(stream, embedding_chunks_kernel<T, N>, {blocks, x}, partials, dx, index, V, C);
   }
-  launch(stream, embedding_backward_kernel<T, G, N>, g.blocks, g.threads, 0, dtable, dx, index, partials, V, C,
-         accumulate);
+  launch(stream, embedding_backward_kernel<T, G, N>, g, dtable, dx, index, partials, V, C, accumulate);
 }
 template <class T, class G>
 void embedding_backward(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials, int64_t M,
@@ -231,9 +230,9 @@ void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32
   const bool vectors = V % N == 0 && aligned(logits);
   const unsigned threads = unsigned(std::min<int64_t>(1024, round_up_to_warp(vectors ? V / N : V)));
   if (vectors)
-    launch(stream, cross_entropy_kernel<T, N>, unsigned(M), threads, 0, logits, loss_rows, targets, scale, backward, V);
+    launch(stream, cross_entropy_kernel<T, N>, {unsigned(M), threads}, logits, loss_rows, targets, scale, backward, V);
   else
-    launch(stream, cross_entropy_kernel<T, 1>, unsigned(M), threads, 0, logits, loss_rows, targets, scale, backward, V);
+    launch(stream, cross_entropy_kernel<T, 1>, {unsigned(M), threads}, logits, loss_rows, targets, scale, backward, V);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sums
@@ -304,10 +303,10 @@ template <Term term, int N, class A, class F>
 void sum_by_blocks(cudaStream_t stream, A* out, F f, A* partials, int64_t n, bool vectors, bool accumulate) {
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
   if (blocks > 0) {
-    if (vectors) launch(stream, sum_kernel<A, term, N, F>, blocks, sum_threads, 0, partials, f, n);
-    else launch(stream, sum_kernel<A, term, 1, F>, blocks, sum_threads, 0, partials, f, n);
+    if (vectors) launch(stream, sum_kernel<A, term, N, F>, {blocks, sum_threads}, partials, f, n);
+    else launch(stream, sum_kernel<A, term, 1, F>, {blocks, sum_threads}, partials, f, n);
   }
-  launch(stream, sum_finish_kernel<A, term>, 1, sum_threads, 0, out, partials, blocks, accumulate);
+  launch(stream, sum_finish_kernel<A, term>, {1, sum_threads}, out, partials, blocks, accumulate);
 }
 
 template <class T>
@@ -411,7 +410,7 @@ void sum_parts(cudaStream_t stream, To* to, const E* parts, int64_t n, int ranks
 
 inline void total_power(cudaStream_t stream, ops::GradNorm p, double* out, const double* pieces, int64_t n) {
   with_term(p, [&](auto term) {
-    launch(stream, sum_finish_kernel<double, decltype(term)::value>, 1, sum_threads, 0, out, pieces, n, false);
+    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, out, pieces, n, false);
   });
 }
 // x (1), loss (1) or none.
@@ -422,7 +421,7 @@ static __global__ void power_kernel(double* x, double exponent, const double* lo
 }
 inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out, const double* loss) {
   if (p == ops::GradNorm::two && !loss) return;
-  launch(stream, power_kernel, 1, 1, 0, out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p), loss);
+  launch(stream, power_kernel, {1, 1}, out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p), loss);
 }
 
 }  // namespace gpu
