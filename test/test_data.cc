@@ -156,6 +156,20 @@ TEST_CASE("an epoch reads every window once, and the next in another order", "[d
     CHECK(c[0] == 5 * n);
   }
   CHECK(differ > 0);
+  // An epoch of one seed is in no other seed's order of another epoch either.
+  std::set<std::vector<int32_t>> orders;
+  for (uint64_t seed = 0; seed < 6; ++seed)
+    for (int64_t epoch = 0; epoch < 6; ++epoch) {
+      const Sampler of{corpus.get(), 5, seed};
+      std::vector<int32_t> order;
+      for (int64_t n = 0; n < 10; ++n) {
+        int32_t a[5], targets[5];
+        of.sequence(10 * epoch + n, a, targets);
+        order.push_back(a[0]);
+      }
+      orders.insert(order);
+    }
+  CHECK(orders.size() == 36);
 }
 
 TEST_CASE("text is a token a byte", "[data]") {
@@ -263,6 +277,15 @@ TEST_CASE("a token outside the vocabulary is named with its place", "[data]") {
   refused(refusal(large.path, 1 << 24), {"token 4294967295", "index 99"});
   File text("plain ASCII, then \xc3\xa9");
   refused(refusal(text.path, 128), {"token 195", "index 18"});
+  // The largest token that so many bytes hold is checked like any other.
+  File byte("text, then \xff"), half(token_file(2, 5, as_bytes<uint16_t>({1, 2, 3, 4, 65535})));
+  File word(token_file(4, 5, as_bytes<uint32_t>({1, 2, 3, 4, UINT32_MAX})));
+  refused(refusal(byte.path, 255), {"token 255", "index 11"});
+  refused(refusal(half.path, 65535), {"token 65535", "index 4"});
+  refused(refusal(word.path, UINT32_MAX), {"token 4294967295", "index 4"});
+  CHECK(refusal(byte.path, 256).empty());
+  CHECK(refusal(half.path, 65536).empty());
+  CHECK(refusal(word.path, int64_t(UINT32_MAX) + 1).empty());
 }
 
 TEST_CASE("the last tenth is kept apart", "[data]") {
@@ -363,6 +386,14 @@ TEST_CASE("a file that changes while it is in use is an error that names it and 
     refused(reading(*corpus, 900), {f.path.c_str(), "was written to", "byte 1824"});
   }
   {
+    // As long as it was, in the second in which it was written.
+    File f(bytes);
+    auto corpus = open_aged(f);
+    const timespec times[2] = {{1000000000, 0}, {1000000000, 4000000}};
+    REQUIRE(utimensat(AT_FDCWD, f.path.c_str(), times, 0) == 0);
+    refused(reading(*corpus, 900), {f.path.c_str(), "was written to"});
+  }
+  {
     // Written over so that no clock shows it.
     File f(bytes);
     auto corpus = open_aged(f);
@@ -427,6 +458,10 @@ TEST_CASE("a header that names its tokenizer", "[data]") {
   refused(with([](Named* n) { n->width = 3; }), {"3 bytes a token", "1, 2 or 4"});
   refused(with([](Named* n) { n->vocab = 0; }), {"vocabulary of 0", "65536"});
   refused(with([](Named* n) { n->vocab = 65537; }), {"vocabulary of 65537"});
+  Named largest = named;
+  largest.vocab = 65536;
+  File all_of_two_bytes(largest.file(t));
+  CHECK(refusal(all_of_two_bytes.path, 65536).empty());
   refused(with([](Named* n) { n->text_bytes = ~uint64_t(0); }), {"18446744073709551615 bytes of text"});
   refused(with([](Named* n) { n->end = 100; }), {"token 100 ends a document"});
   refused(with([](Named* n) { n->tokenizer = ""; }), {"no name of a tokenizer"});
@@ -521,6 +556,16 @@ TEST_CASE("many files are one that holds them all", "[data]") {
   CHECK(refusal(dir + "whole," + dir + "old.bin", 1000).find("No such file") != std::string::npos);
   write("old.bin", token_file(2, 6, as_bytes(few)));  // says nothing of its tokenizer
   CHECK(refusal(dir + "whole," + dir + "old.bin", 1000).empty());
+  // What one says of all stands for them, whoever says it; how much text they are is known if each says it.
+  named = Named(), named.vocab = 1000, named.end = 999;
+  write("said.bin", named.file(few));
+  for (const std::string& names : {dir + "old.bin," + dir + "said.bin", dir + "said.bin," + dir + "old.bin"}) {
+    const auto both = open_corpus(names, 1000, 4, 0, Split::all);
+    CHECK(both->tokenizer == "tiktoken gpt2");
+    CHECK(both->vocab == 1000);
+    CHECK(both->end_of_document == 999);
+    CHECK(both->text_bytes == -1);
+  }
   for (const std::string& path : made) std::remove(path.c_str());
   rmdir(directory.path.c_str());
 }
