@@ -1,5 +1,6 @@
 // The command line: help, the file of options, and each kind of mistake in one line.
 #include <cctype>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
@@ -7,6 +8,7 @@
 #include <iterator>
 #include <limits>
 #include <sstream>
+#include <thread>
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -758,6 +760,40 @@ TEST_CASE("a log is one run's", "[telemetry]") {
     CHECK(contents() == written);
     CHECK(::access(o.tensorboard.c_str(), F_OK) != 0);
   }
+}
+
+TEST_CASE("the time that is left is that of the steps since the first one told", "[telemetry]") {
+  using Clock = std::chrono::steady_clock;
+  const ConfigFile said("");
+  TelemetryOptions o;
+  o.total_steps = 2000000, o.lines = Lines::plain;
+  StepRecord r = {};
+  r.mfu = r.exposed_gather_ms = -1, r.val_loss = std::nan("");
+  Telemetry t(o, {});
+  std::fflush(stdout);
+  const int terminal = dup(STDOUT_FILENO), fd = open(said.path.c_str(), O_WRONLY);
+  dup2(fd, STDOUT_FILENO);
+  const auto begun = Clock::now();
+  t.step((r.step = 999000, r));  // as behind a checkpoint: what came before took none of this run's time
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  t.step((r.step = 1000000, r));
+  const double most = std::chrono::duration<double>(Clock::now() - begun).count();
+  dup2(terminal, STDOUT_FILENO);
+  close(terminal), close(fd);
+  std::ifstream in(said.path);
+  std::string first, second;
+  std::getline(in, first), std::getline(in, second);
+  INFO(first << "\n" << second);
+  CHECK(first.find("left") == std::string::npos);
+  const size_t at = second.find("left ");
+  REQUIRE(at != std::string::npos);
+  const std::string left = second.substr(at + 5);
+  const size_t minutes = left.find('m');
+  const double seconds =
+      minutes == std::string::npos ? std::stod(left) : 60 * std::stod(left) + std::stod(left.substr(minutes + 1));
+  // A thousand times as many steps are left as were taken.
+  CHECK(seconds >= 20);
+  CHECK(seconds <= 1000 * most + 0.5);
 }
 
 TEST_CASE("figures for people", "[telemetry]") {

@@ -19,9 +19,13 @@ if command -v script >/dev/null; then
   # shellcheck disable=SC2086 # a list of flags
   for start in "" "mpirun $MPIRUN_FLAGS -np 2"; do
     name="a live line${start:+ under mpirun}"
-    at_terminal 60 "$start ./train ${run[*]} --stall 0.001"
+    at_terminal 60 "$start ./train ${run[*]} --stall 0.001 --log $dir/live.jsonl"
     wrong=$([ "$status" = 0 ] || echo "exit status $status")
     grep -q 'avg loss [0-9.]* .*left ' "$dir/pieces" || wrong="$wrong; no smoothed loss and time left"
+    sed -n 's/.*"loss":\([^,]*\),.*"step":\([0-9]*\).*/\2 \1/p' "$dir/live.jsonl" | awk '
+      NR == FNR { sum = .95 * sum + .05 * $2; weight = .95 * weight + .05; mean[$1] = sum / weight; next }
+      match($0, /avg loss [0-9.]+/) { d = mean[$2 + 0] - substr($0, RSTART + 9, RLENGTH - 9); n++; bad = bad || d * d > 1e-8 }
+      END { exit !n || bad }' - "$dir/pieces" || wrong="$wrong; the smoothed loss is not that of the steps before, the latest weighing most"
     awk '/^step / && length > 59 { exit 1 }' "$dir/pieces" || wrong="$wrong; wider than the terminal"
     [ "$(grep -aoE '^step [0-9]+/40 loss' "$dir/out" | grep -oE '[0-9]+/' | paste -sd' ')" = "1/ 4/ 8/ 12/ 16/ 20/ 24/ 28/ 32/ 36/ 40/" ] ||
       wrong="$wrong; what stays is not a tenth of the steps, and the validations"
