@@ -324,11 +324,18 @@ TEST_CASE("the files have the report's names and columns", "[diagnostics]") {
   CHECK(j.at("fb_total_fallbacks") == 12);
   CHECK(json::parse(text_of(made + "/mem_fsdp_step1.json")).at("before_step_bytes").size() == purposes);
 
-  Told dense(options({"--diagnostics", made.c_str(), "--attn", "dense"}));  // a new run: what the old one left is gone
+  // A new run of two ranks: what the old one left is gone, but not the heartbeat that the other rank may have begun.
+  World two;
+  two.size = two.local_size = 2;
+  for (const char* other : {"/heartbeat_rank1.jsonl", "/heartbeat_rank2.jsonl"}) write(made + other, "{}\n");
+  Told dense(options({"--diagnostics", made.c_str(), "--attn", "dense"}), two);
   dense.diagnostics->begin(1);
   dense.step(1);
   CHECK_FALSE(fs::exists(made + "/k_stats_fsdp.csv"));
   CHECK_FALSE(fs::exists(made + "/mem_fsdp_step4.txt"));
+  CHECK(text_of(made + "/heartbeat_rank1.jsonl") == "{}\n");
+  CHECK_FALSE(fs::exists(made + "/heartbeat_rank2.jsonl"));
+  CHECK(messages(made + "/heartbeat_rank0.jsonl") == std::vector<std::string>{"boot", "progress"});
   CHECK_FALSE(lines_of(made + "/heartbeat_rank0.jsonl").back().contains("gate_entropy_mean"));
 }
 
