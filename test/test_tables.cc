@@ -72,6 +72,19 @@ TEST_CASE("what is planned says so, and numbers of GPUs stand where they differ"
   CHECK(has(training_table(depth_rows(), companion({{pytorch, "step_ms"}})), "*planned*; PyTorch: needs 8 GPUs"));
 }
 
+TEST_CASE("a planned row has no ratio, and where it has no figures of a run those of its plan, rounded", "[tables]") {
+  json planned = result_row(1, "4", "fsdp.cu", 0, 0), peer = result_row(1, "4", "PyTorch", 375.5, 12823);
+  planned["planned"] = true;
+  planned["result"] = {{"planned_peak_mib", 8099.5}, {"estimated_ms", 341.07}};
+  const Table t = companion({{ours, "peak_mib"}, {ours, "step_ms"}, {pytorch, "step_ms"}, {ratio, "step_ms"}});
+  CHECK(has(squeezed(training_table({planned, peer}, t)), "| 4 | *8,100* | *341.1* | 375.5 | - | *planned* |"));
+  CHECK(figure_text({planned, peer}, "4", "ratio", "step_ms") == "-");
+  planned["planned"] = false;
+  CHECK(has(squeezed(training_table({planned, peer}, t)), "| 4 | - | - | 375.5 | - |"));
+  planned["result"]["step_ms"] = 341.07;
+  CHECK(figure_text({planned, peer}, "4", "ratio", "step_ms") == "0.91");
+}
+
 TEST_CASE("a measured row stands before a planned one, whichever file has it", "[tables]") {
   json planned = result_row(1, "4", "fsdp.cu", 111, 1), measured = result_row(1, "4", "fsdp.cu", 350.25, 2);
   planned["planned"] = true;
