@@ -583,7 +583,8 @@ TEST_CASE("micro-batches that are planned once and counted make the plan of them
   world.size = world.local_size = 4;
   struct Plan {
     MemoryReport memory;
-    double seconds, host, exposed, gathers, reductions;
+    double seconds, host, exposed, gathers, reductions, slowed;
+    std::string text;
     std::vector<Issued> issued;
   };
   auto plan_with = [&](auto& estimate, const Run& r) {
@@ -594,6 +595,7 @@ TEST_CASE("micro-batches that are planned once and counted make the plan of them
     p.memory = dev.mem.report(), p.seconds = estimate.step(), p.host = estimate.host();
     p.exposed = estimate.exposed(1) + estimate.exposed(2);
     p.gathers = estimate.talking(Collective::all_gather), p.reductions = estimate.talking(Collective::reduce_scatter);
+    p.slowed = estimate.slowed(), p.text = estimate.text(1e6, 1e15);
     return p;
   };
   const char* const models[] = {"--preset tiny", "--preset m7c --wrap sublayer", "--preset tiny --tie-embeddings",
@@ -617,6 +619,8 @@ TEST_CASE("micro-batches that are planned once and counted make the plan of them
       CHECK(same(a.exposed, b.exposed));
       CHECK(same(a.gathers, b.gathers));
       CHECK(same(a.reductions, b.reductions));
+      CHECK(same(a.slowed, b.slowed));
+      CHECK(a.text == b.text);  // of products, collectives and bytes sent, too
       CHECK(a.memory.arena == b.memory.arena);
       CHECK(a.issued.size() < b.issued.size());
       auto sent = [](const std::vector<Issued>& issued) {
