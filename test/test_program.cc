@@ -211,8 +211,46 @@ TEST_CASE("a way to shard is the knobs that it stands for", "[program]") {
   CHECK(r.model.tied);
   CHECK(r.model.bucket_params == (1 << 20) / 4);  // gathered in fp32
   CHECK(r.model.replicate_below == 3);
+  CHECK(on_cpu("--replicate-below 12").model.replicate_below == 3);  // of 12 bytes none is smaller than 12
+  CHECK(on_cpu("--replicate-below 13").model.replicate_below == 4);
   CHECK(on_gpus("--bucket-mb 1 --wrap auto").model.bucket_params == (1 << 20) / 2);
   CHECK(on_cpu("--clip-norm 3").fsdp.norm == ops::GradNorm(3));
+}
+
+TEST_CASE("modules by size are a unit from the size that is asked for, and merged up to the bucket's", "[program]") {
+  ModelConfig c;
+  c.arch = Arch::mlp, c.dim = 8, c.hidden = 16, c.depth = 4, c.vocab = 40, c.wrap = Wrap::size;
+  // Parameters: the embedding 320, each block 256, the head 336, of which its norm's two have 8 each.
+  auto units = [&](int64_t least, int64_t bucket) {
+    c.wrap_min_params = least, c.bucket_params = bucket;
+    std::string names;
+    for (const Unit& u : parameter_table(c)) names += (names.empty() ? "" : " ") + u.name;
+    return names;
+  };
+  const std::string each = "embedding block.0 block.1 block.2 block.3 head";
+  CHECK(units(0, 0) == each);
+  CHECK(units(256, 0) == each);
+  CHECK(units(257, 0) == "embedding block.0..block.1 block.2..block.3 head");
+  CHECK(units(512, 0) == "embedding..block.0 block.1..block.2 block.3..head");
+  CHECK(units(513, 0) == "embedding..block.0 block.1..block.3 head");
+  CHECK(units(10000, 0) == "model");
+  CHECK(units(10000, 512) == "embedding block.0..block.1 block.2..block.3 head");
+  CHECK(units(10000, 511) == each);
+  CHECK(units(10000, 1) == each);
+  c.vocab = 16;  // 128 and 144: too small to be units, and nothing else is
+  CHECK(units(256, 0) == each);
+  c.wrap = Wrap::block, c.vocab = 40;
+  auto replicated = [&](int64_t below) {
+    c.replicate_below = below;
+    const std::vector<Unit> all = parameter_table(c);
+    return all.back().replicated ? int(all.back().params.size()) : 0;
+  };
+  CHECK(replicated(8) == 0);
+  CHECK(replicated(9) == 2);
+  CHECK(replicated(128) == 2);
+  CHECK(replicated(129) == 2 + 2 * 4);
+  CHECK(replicated(320) == 2 + 2 * 4);
+  CHECK(make_table(c).unit_of[0] == 0);
 }
 
 TEST_CASE("what the machine and the preset decide, and what is given against them", "[program]") {
