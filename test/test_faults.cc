@@ -171,9 +171,37 @@ TEST_CASE("bad steps are skipped as far as --on-nan says", "[faults]") {
   CHECK(replays == 6);
 }
 
+TEST_CASE("of several ranks the one is named whose unit or output was bad first, and of those alike the lowest",
+          "[faults]") {
+  const World& world = test_world();
+  Run r;
+  r.global_batch = 8, r.model.seq = 4, r.fsdp.update_in_backward = true;
+  std::vector<Unit> units(4);
+  for (size_t u = 0; u < units.size(); u++) {
+    units[u].name = strf("unit %zu", u);
+    units[u].params.resize(1), units[u].params[0].frozen = u == 3;
+  }
+  // Rank r's shards of units 0 to r are bad, of at most three; what is frozen does not count.
+  double sums[4] = {NAN, 1, 1, NAN};
+  for (int u = 1; u <= std::min(world.rank, 2); u++) sums[u] = INFINITY;
+  const int worst = std::min(world.size - 1, 2);
+  const std::string text = BadSteps(r).take(
+      1, {NAN, 1, 1, 0}, units, sums, [] { return std::string(); }, [](const std::string&) {});
+  INFO(text);
+  CHECK(text.find(strf("gradient of unit 'unit %d', in the shard of rank %d;", worst, worst)) != std::string::npos);
+  // Of the forward pass: the last rank's first output, or that of all but rank 0.
+  const bool last = world.rank == world.size - 1;
+  const int32_t flags[3] = {0, last, 1}, others[3] = {0, 0, world.rank > 0}, none[3] = {0, 0, 0};
+  const BadOutput first = first_on_any_rank(flags, 3), of_others = first_on_any_rank(others, 3);
+  CHECK((first.module == 1 && first.rank == world.size - 1));
+  CHECK(of_others.module == (world.size > 1 ? 2 : -1));
+  CHECK(of_others.rank == (world.size > 1 ? 1 : 0));
+  CHECK(first_on_any_rank(none, 3).module == -1);
+}
+
 namespace {
 
-// A model of two blocks whose ranks each see one token alone, rank r token r + 1.
+// A model of two blocks. Rank r sees token r + 1 in its last row, and token 0 in all others.
 template <class T, class G>
 struct Replay {
   const World world = test_world();
@@ -202,7 +230,7 @@ struct Replay {
     for (int64_t m = 0; m < r.grad_accum; m++) {
       int32_t* at = batches.get() + m * ints;
       for (int64_t i = 0; i < M; i++)
-        micro_batch_at(at, M).tokens[i] = micro_batch_at(at, M).targets[i] = world.rank + 1;
+        micro_batch_at(at, M).tokens[i] = micro_batch_at(at, M).targets[i] = i < M - 1 ? 0 : world.rank + 1;
       index_batch(r.model, r.batch, at);
     }
     adamw[0] = ops::AdamW(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1);
@@ -242,7 +270,7 @@ void name_first_outputs(const std::vector<const char*>& words, const std::vector
     INFO(parameter);
     Replay<T, G> replay(words);
     CHECK(replay.first() == "");
-    // Only the last rank sees the last of the tokens.
+    // Only the last rank sees the last of the tokens, in its last row.
     const bool embedding = parameter == "embedding.weight";
     const int last = replay.world.size - 1;
     replay.plant(parameter, embedding ? (last + 1) * replay.r.model.dim + 3 : 5, embedding ? NAN : INFINITY);
@@ -266,6 +294,23 @@ TEST_CASE("a replayed step names the unit whose output first is not finite, and 
        {"block.0.mlp.up", "block.0.mlp", "the MLP of block 0"}});
   name_first_outputs<bf16, bf16>({"--arch", "mlp", "--param-dtype", "bf16", "--wrap", "single"},
                                  {{"block.1.mlp.up", "model", "the MLP of block 1"}});
+}
+
+TEST_CASE("a replayed step sees a single row that is not finite, of whichever output", "[faults]") {
+  for (bool attention : {true, false}) {
+    INFO(attention);
+    Replay<float, float> replay({"--attn", "dense"});
+    const int64_t C = replay.r.model.dim, last = replay.world.size - 1;
+    // In one place the last rank's last row alone has a number, of which one weight makes infinity.
+    for (int64_t token = 0; token <= last + 1; token++)
+      replay.plant("embedding.weight", token * C + 3, token > last ? 100.f : 0.f);
+    for (int64_t i = 0; i < C; i++) replay.plant("block.0.attention.o", 3 * C + i, 0);
+    CHECK(replay.first() == "");
+    replay.plant(attention ? "block.0.attention.q" : "block.0.mlp.up", 3, 3e38f);
+    CHECK(replay.first() == strf("the first in the forward pass that is not finite is the output of unit 'block.0' "
+                                 "(%s of block 0) on rank %d",
+                                 attention ? "attention" : "the MLP", int(last)));
+  }
 }
 
 TEST_CASE("a rank is seen where it waits, by itself and by the ranks of its host", "[faults][comm]") {
