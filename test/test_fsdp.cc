@@ -897,6 +897,11 @@ TEST_CASE("moments in bf16 halve their memory and train as well", "[fsdp]") {
   CHECK(4 * narrow.memory.before_step[moments] <= 3 * wide.memory.before_step[moments]);  // whole pages each
   const Outcome one = alone<float, float>(s);
   if (test_world().rank == 0) CHECK(furthest(narrow.losses, one.losses) < 2e-2);
+  // What one rank alone adds to is the same sum on any number of ranks, and is rounded alike: by a number's place in
+  // its parameter, not in a shard.
+  s.rows = 1, s.clip = 0, s.steps = 3;
+  const Outcome rounded = train<float, float>(s, test_world()), by_one = alone<float, float>(s);
+  if (test_world().rank == 0) CHECK((rounded.trained == by_one.trained));
 }
 
 TEST_CASE("clipping bounds the norm that is asked for, however the model is cut", "[fsdp]") {
