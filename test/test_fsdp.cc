@@ -1825,7 +1825,7 @@ Weights gradients(const ModelConfig& c, int64_t batch, const World& world = Worl
 }
 }  // namespace
 
-TEST_CASE("gradients in bf16 do not show in how many pieces the MLP was made", "[fsdp]") {
+TEST_CASE("gradients in bf16 do not show in how many pieces the MLP and the head were made", "[fsdp]") {
   if (test_world().size != 1) SKIP_TEST("is about one rank");
   for (Arch arch : {Arch::simple, Arch::llama, Arch::mlp}) {
     Weights kept;
@@ -1833,7 +1833,8 @@ TEST_CASE("gradients in bf16 do not show in how many pieces the MLP was made", "
       ModelConfig c = small(arch, 64);
       c.depth = 1, c.seq = 64, c.recompute = recompute;
       const Weights one = gradients<bf16, bf16>(c, 4);
-      c.hidden_bytes = 800;  // 8 rows of 256 and fewer
+      c.hidden_bytes = 800;      // 8 rows of 256 and fewer
+      c.logits_bytes = 4 * 128;  // 4 rows
       const Weights many = gradients<bf16, bf16>(c, 4);
       // Nor in whether it was recomputed, to the last bit.
       if (recompute == Recompute::none) kept = many;
