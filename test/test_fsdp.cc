@@ -1314,6 +1314,26 @@ TEST_CASE("in fp8 recomputation changes no bit either, and nothing is read that 
   }
 }
 
+TEST_CASE("in fp8 what is frozen stays as it is too, and the others train as if it were not", "[fsdp][fp8]") {
+  for (Arch arch : all_archs)
+    for (bool by_row : {false, true}) {
+      INFO(name_of(arch) << (by_row ? ", scaled by row" : ""));
+      Setup s;
+      s.model = small(arch, 4 * test_world().size + 1), s.model.fp8 = true, s.model.hidden_bytes = 4096;
+      if (by_row) s.model.fp8_scaling = fp8::Scaling::row;
+      s.steps = 1, s.clip = 0, s.poison = true, s.fsdp.reduce_dtype = Dtype::bf16;
+      const Outcome free = train<bf16, bf16>(s, test_world());
+      s.model.frozen = {"block.0.mlp.down", "block.1.mlp", "block.2.attention.o"};
+      const Outcome out = train<bf16, bf16>(s, test_world());
+      CHECK(out.losses == free.losses);
+      for (const Unit& u : parameter_table(s.model))
+        for (const Param& p : u.params) {
+          INFO(p.name);
+          CHECK((out.trained.at(p.name) == (p.frozen ? free.weights : free.trained).at(p.name)));
+        }
+    }
+}
+
 TEST_CASE("a hidden layer saved in fp8 changes gradients by its rounding, and the forward pass not", "[fsdp][fp8]") {
   bool multiplied = false;
   for (const auto& [name, model] : all_models(4 * test_world().size + 1)) {
