@@ -102,7 +102,7 @@ struct Training {
   Sampler val_sampler{job.val_data.get(), r.model.seq, r.o.seed, /*shuffle=*/false};
   // Of a validation, all ranks together: counted in global batches, so that they are the same at any number of ranks.
   int64_t val_rows = job.val_data ? std::min(r.o.val_batches * r.global_batch, val_sampler.windows()) : 0;
-  const double flops = flops_per_token(r.model), peak = 1e12 * peak_bf16_tflops(dev.name) * job.gpus_used;  // for MFU
+  const double flops = flops_per_token(r.model) * double(r.tokens_per_step());  // of a step, all ranks together
   BadSteps bad{r};
   std::string stop = {};              // why to stop behind the step that is running: the same on all ranks
   int64_t first = 1, issued = 0;      // steps: the first of this run, the latest that the device was given
@@ -199,7 +199,7 @@ StepRecord step_record(Training<T, G>& t, int64_t step) {
   s.step_ms = elapsed_ms(was.started, was.done);
   if (step == t.first) s.ended = t.first_ended;
   s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
-  s.mfu = t.peak > 0 ? t.flops * s.tokens_per_sec / t.peak : -1;
+  s.mfu = mfu(t.dev.name, t.job.gpus_used, t.flops, 1e-3 * s.step_ms);
   s.peak_mib = mib(t.dev.mem.device_reported_bytes());
   s.exposed_gather_ms = s.exposed_reduce_ms = -1;
   if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
@@ -358,7 +358,7 @@ std::string train(const Job& job) {
       t.saver = std::make_unique<Saver>(dev, job.world, std::move(*job.save_to), r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
   if (t.speaks() && t.first > 1) note(strf("resuming after step %lld of %s", ll(t.first - 1), r.o.resume.c_str()));
-  if (t.speaks() && r.backend == Backend::gpu && t.peak == 0)
+  if (t.speaks() && r.backend == Backend::gpu && peak_bf16_tflops(dev.name) == 0)
     note(strf("unknown chip %s: MFU is not shown", dev.name.c_str()));
 
   flight::set_phase("");

@@ -80,6 +80,14 @@ TEST_CASE("a chip is not taken for its sister", "[chips]") {
   CHECK(peak_bf16_tflops("NVIDIA GeForce RTX 3090 Ti") == 80);
 }
 
+TEST_CASE("MFU is a step's part of the dense bf16 peak of all its chips", "[chips]") {
+  CHECK(mfu("NVIDIA H200", 1, 989.5e12, 1) == Approx(1));
+  CHECK(mfu("NVIDIA H200", 2, 989.5e12, 0.8) == Approx(0.625));
+  CHECK(mfu("NVIDIA A100-SXM4-80GB", 8, 8 * 156e12 * 3, 3) == Approx(0.5));
+  CHECK(mfu("NVIDIA GeForce RTX 3090", 1, 35.5e12, 1) == Approx(0.5));  // nothing but its peak is known
+  CHECK(mfu("Intel Xeon", 1, 1e12, 1) < 0);
+}
+
 TEST_CASE("fp8 came with Ada and Hopper", "[chips]") {
   for (const char* chip : {"h200", "gh200", "h100-pcie"}) CHECK(chip_named(chip)->fp8 == fp8::support(90));
   for (const char* chip : {"l40s", "rtx4090"}) CHECK(chip_named(chip)->fp8 == fp8::support(89));

@@ -81,6 +81,11 @@ const Chip* chip_named(const std::string& name) { return find(name).chip; }
 
 double peak_bf16_tflops(const std::string& name) { return find(name).bf16 / 1e12; }
 
+double mfu(const std::string& name, double chips, double flops, double seconds) {
+  const double peak = find(name).bf16;
+  return peak > 0 ? flops / seconds / (chips * peak) : -1;
+}
+
 std::vector<const char*> chip_words() {
   std::vector<const char*> words;
   for (const Chip& c : chips) words.push_back(c.word);

@@ -35,5 +35,9 @@ const Chip* chip_named(const std::string& name);
 // Dense bf16 peak, TFLOP/s; 0: the chip is not known.
 double peak_bf16_tflops(const std::string& name);
 
+// Model FLOP utilization: `flops` in so many seconds, as a part of the dense bf16 peak of so many of these chips;
+// negative: the chip is not known.
+double mfu(const std::string& name, double chips, double flops, double seconds);
+
 // Of the chips that an estimate can be made for, as --gpu takes them.
 std::vector<const char*> chip_words();

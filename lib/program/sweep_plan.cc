@@ -35,7 +35,7 @@ Planned planned(const Words& options, int64_t ranks, const std::string& chip_wor
   p.seconds = price_.seconds, p.peak_mib = mib(int64_t(price_.bytes));
   p.init_mib = mib(int64_t(price_.init_bytes)), p.before_step_mib = mib(int64_t(price_.before_step_bytes));
   p.tokens_per_sec = price_.tokens_per_sec * double(ranks);
-  p.mfu = flops_per_token(r.model) * price_.tokens_per_sec / chip->bf16;
+  p.mfu = mfu(chip->name, 1, flops_per_token(r.model) * price_.tokens_per_sec, 1);
   return p;
 }
 
