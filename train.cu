@@ -263,19 +263,13 @@ void note_stop(Training<T, G>& t, int64_t last) {
   if (!wrong.empty()) t.job.telemetry->note(wrong);
 }
 
-// Copies the shards beside the next step's forward and backward pass, whose updates wait for that.
-template <class T, class G>
-void save(Training<T, G>& t, int64_t step) {
-  t.saver->begin(step, state_at(t.r, step));
-  t.model.fsdp.hold_updates(t.saver->copied());
-}
-
 // Returns what ended the run before its last step, the same on all ranks, or nothing.
 template <class T, class G>
 std::string loop(Training<T, G>& t) {
   const Run& r = t.r;
   const auto begin = Clock::now();
   int64_t step = t.first, saved = 0;
+  const auto save = [&](int64_t n) { begin_save(t.saver.get(), &t.model.fsdp, saved = n, state_at(r, n)); };
   t.job.diagnostics->begin(t.first);
   for (; step <= r.last_step; step++) {
     issue_step(t, step);
@@ -288,8 +282,7 @@ std::string loop(Training<T, G>& t) {
     if (t.samples(step)) t.slot(step).sample = write_sample(t.job, t.model, step);
     if (t.saver) {
       t.saver->check();
-      if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || t.saver->idle(step)))
-        save(t, saved = step);
+      if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || t.saver->idle(step))) save(step);
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;
@@ -301,7 +294,7 @@ std::string loop(Training<T, G>& t) {
   if (last >= t.first) {
     const std::string wrong = report_step(t, last);
     if (!wrong.empty()) return wrong;
-    if (t.saver && saved != last) save(t, last);
+    if (t.saver && saved != last) save(last);
   }
   t.job.diagnostics->end();
   if (t.saver) t.unsaved = t.saver->finish();

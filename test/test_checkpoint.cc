@@ -1169,8 +1169,7 @@ void check_resumed(Backend backend) {
     Saver saver(t.dev, world, {world, dir}, 2, t.parts());
     whole = t.train(1, 3);
     saver.delay_ms = 100;  // the copies are of step 3, though the next has begun
-    saver.begin(3, some_state(3));
-    t.model->fsdp.hold_updates(saver.copied());
+    begin_save(&saver, &t.model->fsdp, 3, some_state(3));
     for (double x : t.train(4, 6)) whole.push_back(x);
     saver.finish();
     weights = t.bytes();
@@ -1288,8 +1287,7 @@ TEST_CASE("a run that unfreezes what was frozen goes on alike on any number of r
     Trainer t(Backend::cpu, world, 0, frozen);
     Saver saver(t.dev, world, {world, dir}, 2, t.parts_to_save());
     t.train(1, 3);
-    saver.begin(3, some_state(3));
-    t.model->fsdp.hold_updates(saver.copied());
+    begin_save(&saver, &t.model->fsdp, 3, some_state(3));
     rest = t.train(4, 6);
     saver.finish();
     int64_t bytes = 0, expected = 0;

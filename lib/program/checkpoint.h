@@ -136,6 +136,14 @@ class Saver {
   std::set<std::string> said_;  // rank 0's notes
 };
 
+// Begins a save of an Fsdp's parts: they are copied beside the next step's forward and backward pass, and its updates
+// wait for that.
+template <class F>
+void begin_save(Saver* saver, F* fsdp, int64_t step, const nlohmann::json& state) {
+  saver->begin(step, state);
+  fsdp->hold_updates(saver->copied());
+}
+
 // ---------------------------------------------------------------------------------------------------------- loading
 
 // The state that was given to begin(), from a manifest that has been checked with the sizes of all files. Collective.
