@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <sstream>
 
 #include "nlohmann/json.hpp"
@@ -217,6 +218,36 @@ TEST_CASE("what is exported is read back bit for bit", "[init]") {
                tensor(made, weights_name, is_llama(first.run.model) ? llama_name(ours) : ours)));
     }
     barrier();
+  }
+}
+
+TEST_CASE("a file of an export ends where the next tensor would not fit", "[init]") {
+  CommonDirectory dir;
+  if (test_world().rank != 0) return;
+  Loaded<float, float> model(World(), sizes + "--batch 1 --arch rope --attn dense");
+  const std::vector<Part> parts = parts_of(model.model->fsdp, true);
+  std::map<std::string, std::string> names;
+  std::map<std::string, int64_t> bytes;
+  for (const Part& p : parts)
+    if (p.kind == std::string("weight")) names[p.tensor] = p.tensor, bytes[p.tensor] = p.count * 2;
+  std::vector<int64_t> in_order;
+  for (const auto& [name, n] : bytes) in_order.push_back(n);
+  const int64_t two = in_order[0] + in_order[1], total = std::accumulate(in_order.begin(), in_order.end(), int64_t(0));
+  for (const int64_t most : {int64_t(1), two - 1, two, total - 1, total}) {
+    INFO(most);
+    const std::string to = dir.path + "/" + std::to_string(most);
+    export_folder(to, {{config_name, "{}"}}, names, most, Dtype::bf16, model.dev, World(), parts);
+    size_t files = 0;
+    int64_t in_file = most;  // the first begins one
+    for (const int64_t n : in_order) {
+      if (in_file + n > most) ++files, in_file = 0;
+      in_file += n;
+    }
+    const bool several = most < total;
+    CHECK(files::names_in(to).size() == files + 1 + several);
+    CHECK(fs::exists(to + "/" + weights_name) == !several);
+    CHECK(fs::exists(to + "/" + strf("model-%05zu-of-%05zu.safetensors", files, files)) == several);
+    if (several) CHECK(json::parse(read_all(to + "/" + index_name))["metadata"]["total_size"] == total);
   }
 }
 
