@@ -312,6 +312,21 @@ TEST_CASE("an option that contradicts config.json is refused, and what is free i
   CHECK(plain.run.model.rope.scaling == RopeScaling{8, 1, 4, 16});
 }
 
+TEST_CASE("a model of long texts is trained at 4096 tokens unless it is asked for more", "[init]") {
+  const auto seq = [](int64_t positions, const std::string& line) {
+    json all = json::parse(read_model_folder(fixture)), config = json::parse(all["config"].get<std::string>());
+    config["max_position_embeddings"] = positions;
+    all["config"] = config.dump();
+    const Options o = parsed("--batch 1 --init " + fixture + line);
+    return resolve_from(parse_model_folder(fixture, all.dump()), o, 1, 0).model.seq;
+  };
+  CHECK(seq(4095, "") == 4095);
+  CHECK(seq(4096, "") == 4096);
+  CHECK(seq(4097, "") == 4096);
+  CHECK(seq(131072, "") == 4096);
+  CHECK(seq(131072, " --seq 8192") == 8192);
+}
+
 TEST_CASE("a tokenizer goes with the model", "[init]") {
   CommonDirectory dir;
   const std::string from = dir.path + "/from", to = dir.path + "/to";
@@ -329,6 +344,17 @@ TEST_CASE("a tokenizer goes with the model", "[init]") {
   CHECK(read_all(to + "/generation_config.json") == read_all(fixture + "/generation_config.json"));
   const json config = json::parse(read_all(to + "/config.json"));
   CHECK((config["bos_token_id"] == 1 && config["eos_token_id"] == 2 && config["pad_token_id"].is_null()));
+}
+
+TEST_CASE("a tensor that stands in two files is refused with the names of both", "[init]") {
+  json all = json::parse(read_model_folder(fixture));
+  json again = all["files"][0];
+  again["name"] = "again.safetensors";
+  all["files"].push_back(again);
+  const std::string error = error_of([&] { parse_model_folder(fixture, all.dump()); });
+  INFO(error);
+  CHECK(error.rfind(fixture + "/again.safetensors: tensor 'model.", 0) == 0);
+  CHECK(has(error, "' is in " + fixture + "/model-00001-of-00002.safetensors too; the folder is not whole"));
 }
 
 TEST_CASE("a folder that is not whole is refused", "[init]") {
