@@ -579,6 +579,20 @@ TEST_CASE("a group is on one host or it is not", "[comm][hosts]") {
   CHECK(on_one_host(test_world(), test_world().size) == (test_world().local_size == test_world().size));
 }
 
+TEST_CASE("a group has as many ranks on a host as fit there", "[comm][hosts]") {
+  World w;
+  w.rank = 21, w.size = 24, w.local_rank = 5, w.local_size = 8;  // three hosts of eight
+  auto on_host = [&](int ranks) {
+    return std::pair(shard_group(w, ranks).local_size, replica_group(w, ranks).local_size);
+  };
+  CHECK(on_host(1) == std::pair(1, 8));
+  CHECK(on_host(2) == std::pair(2, 4));
+  CHECK(on_host(4) == std::pair(4, 2));
+  CHECK(on_host(8) == std::pair(8, 1));
+  CHECK(on_host(12) == std::pair(8, 1));  // replicas are on other hosts
+  CHECK(on_host(24) == std::pair(8, 1));
+}
+
 TEST_CASE("ranks are numbered host by host", "[comm][hosts]") {
   using Numbers = std::vector<int>;
   CHECK(by_host({}) == Numbers{});
