@@ -1,6 +1,7 @@
 // lib/program/halt.h: which signals ask a run to stop, and which end it. Each case is a process of its own.
 #include "test/catch.h"
 
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -12,6 +13,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "lib/comm/flight.h"
+#include "lib/comm/world.h"
 #include "lib/program/halt.h"
 
 namespace {
@@ -114,6 +117,42 @@ TEST_CASE("a launcher's SIGCONT asks a rank that was not stopped", "[halt]") {
   CHECK(status_of(child) == int(halt::Asked::no));
 }
 
+TEST_CASE("what ends all ranks names its rank once, the lower the sooner", "[halt]") {
+  std::string dir = "/tmp/halt-XXXXXX";
+  REQUIRE(mkdtemp(&dir[0]) != nullptr);
+  // What a rank that throws says, and after how many seconds.
+  auto thrown = [&](int rank, const std::function<void()>& f) {
+    int ends[2];
+    REQUIRE(pipe(ends) == 0);
+    const auto begun = std::chrono::steady_clock::now();
+    const pid_t child = fork();
+    if (child == 0) {
+      dup2(ends[1], 2);
+      set_this_rank(rank);
+      flight::set_records_dir(dir);
+      or_abort(f);
+      _exit(0);
+    }
+    close(ends[1]);
+    const int status = status_of(child);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    char said[200] = "";
+    CHECK(read(ends[0], said, sizeof said - 1) > 0);
+    close(ends[0]);
+    CHECK(status == 1);
+    return std::pair(std::string(said), seconds);
+  };
+  CHECK(thrown(0, [] { throw Error("out of luck"); }).first == "error: rank 0: out of luck\n");
+  const auto [said, seconds] = thrown(3, [] { throw Error("the data of rank 3 is gone"); });
+  CHECK(said == "error: the data of rank 3 is gone\n");
+  CHECK(seconds >= 0.3);
+  // Of what a library reports there is a flight record to look into.
+  CHECK(std::filesystem::is_empty(dir));
+  CHECK(thrown(0, [] { throw MpiError("MPI: it failed"); }).first.rfind("error: rank 0: MPI: it failed", 0) == 0);
+  CHECK_FALSE(std::filesystem::is_empty(dir));
+  std::filesystem::remove_all(dir);
+}
+
 TEST_CASE("a file asks, and is removed once it is obeyed", "[halt]") {
   namespace fs = std::filesystem;
   std::string dir = (fs::temp_directory_path() / "halt-XXXXXX").string();
@@ -125,15 +164,17 @@ TEST_CASE("a file asks, and is removed once it is obeyed", "[halt]") {
           std::ofstream(dir + "/.HALT") << "";
           halt::look(dir);
           if (halt::asked() != halt::Asked::by_file) return 2;
+          if (halt::reason(halt::summand(), dir) != dir + "/.HALT is there") return 5;
           // One rank sees the file, and 500 get a signal.
           if (halt::reason(halt::summand() + 500, dir) != dir + "/.HALT is there") return 3;
           if (!halt::remove_file(dir).empty() || fs::exists(dir + "/.HALT")) return 4;
           return 0;
         }) == 0);
   fs::create_directories(dir + "/.HALT/x");
-  CHECK(halt::remove_file(dir).find(dir + "/.HALT cannot be removed") == 0);
+  CHECK(halt::remove_file(dir) == dir + "/.HALT cannot be removed, and will stop the next run: Is a directory");
   fs::remove_all(dir);
   CHECK(halt::reason(0, dir).empty());
   CHECK(halt::reason(1, dir) == "a signal at 1 rank");
   CHECK(halt::reason(2, dir) == "a signal at 2 ranks");
+  CHECK(halt::reason(999999, dir) == "a signal at 999999 ranks");
 }
