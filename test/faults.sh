@@ -242,6 +242,7 @@ short() {
   expect="reduce_scatter of 'block.0'" fault "stopped in a reduction" 3 0 5 $STOP "reduce reduce_scatter of 'block.0'"
   expect='' asked "SIGTERM" 2 "TERM 1"
   expect='' asked ".HALT" 3 file
+  expect='' deadlock 2
   asynchronous 3
   expect="did not apply it" not_finite "a step that is not finite"
 }
