@@ -61,16 +61,16 @@ double step_ms(const Chip& chip, const ModelConfig& m, int64_t batch, int ranks,
   return 1e3 * dry.estimate.step();
 }
 
-// On the gather stream, what copy engines and owners do in place of a reduce_scatter in bf16. bytes: of all parts.
+// On the reduce stream, what copy engines and owners do in place of a reduce_scatter in bf16. bytes: of all parts.
 void exchange_and_sum(Device& dev, int ranks, int64_t bytes) {
   World world;
   world.size = world.local_size = ranks;
-  Channel channel(dev, dev.gather(), world, Transport::nccl, "exchange", bytes, Links::planned,
+  Channel channel(dev, dev.reduce(), world, Transport::nccl, "exchange", bytes, Links::planned,
                   CopyEngines::all_to_all);
   const bf16* parts = nullptr;
   const int64_t count = bytes / ranks / 2;
   channel.all_to_all(nullptr, nullptr, count, Dtype::bf16);
-  ops::sum_parts(dev.gather(), static_cast<float*>(nullptr), parts, count, ranks, /*accumulate=*/false);
+  ops::sum_parts(dev.reduce(), static_cast<float*>(nullptr), parts, count, ranks, /*accumulate=*/false);
 }
 
 std::vector<json> lines(const std::string& path) {
@@ -191,7 +191,7 @@ TEST_CASE("an exchange by copy engines takes the link's time and a sum's, and it
     CHECK(exchanged ==
           Approx(engines.estimate.seconds(Collective::all_to_all, double(bytes), ranks, ranks, Via::copy_engines)));
     // The own part is copied, all parts are read, and a shard is written in fp32.
-    const double summed = engines.estimate.clock(1) - exchanged;
+    const double summed = engines.estimate.clock(2) - exchanged;
     CHECK(summed == Approx((2 * part + double(bytes) + 2 * part) / (chip.bandwidth * 0.75)).epsilon(0.1));
     // Beside products.
     for (Dry* d : {&ring, &engines}) d->dev.compute().spend(flops(1e15));
@@ -416,10 +416,11 @@ TEST_CASE("estimated collectives and the measured ones of results/", "[estimate]
       const bool engines = j.at("by") == "copy engines";
       const Collective kind = j.at("collective") == "all_gather" ? Collective::all_gather : Collective::reduce_scatter;
       Dry dry(*chip_named("h200"));
-      if (engines && kind == Collective::reduce_scatter) exchange_and_sum(dry.dev, ranks, mib << 20);
+      const bool sums = engines && kind == Collective::reduce_scatter;
+      if (sums) exchange_and_sum(dry.dev, ranks, mib << 20);
       else dry.dev.gather().spend(kind, double(mib << 20), ranks, ranks, engines ? Via::copy_engines : Via::kernels);
       dry.dev.compute().spend(flops(1e15));
-      const double ms = r.at("ms"), estimated = 1e3 * dry.estimate.clock(1);
+      const double ms = r.at("ms"), estimated = 1e3 * dry.estimate.clock(sums ? 2 : 1);
       // Beside products it takes so much longer, and they do for all that time.
       const double took = r.at("beside_product_ms").get<double>() *
                           (1 - r.at("product_ms").get<double>() / r.at("product_beside_ms").get<double>());

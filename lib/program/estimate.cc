@@ -18,8 +18,9 @@ constexpr double engine_of_link = 0.83;                   // copy engines
 // ring's kernels last longer beside products, and move the bytes through multiprocessors; for all of its time, waiting
 // for hops and the network too, it holds some of those.
 constexpr double ring_takes = 0.8, engine_takes = 0.15;
-// The same of a memory-bound kernel on another stream, of the time that it takes alone.
-constexpr double kernel_takes = 1.4;
+// The same of memory-bound kernels on other streams, of the time that they take alone: casts beside the gathers, sums
+// beside the reductions.
+constexpr double kernel_takes[] = {0, 0.5, 1.4};
 constexpr double of_network = 0.85, held = 0.13;  // not measured; held: 17 multiprocessors of 132
 // Latencies, in seconds.
 constexpr double launch = 5e-6;   // of a kernel on the device: to begin, to fill the chip, to end
@@ -96,7 +97,7 @@ void Estimate::operation(int stream, const Cost& c) {
     if (c.kind == Work::matmul) sums_.product_flops += c.flops;
   }
   const double from = std::exchange(clock, end);
-  if (stream != 0 && c.kind == Work::memory) kernels_[size_t(stream)].push_back({from, end, kernel_takes});
+  if (stream != 0 && c.kind == Work::memory) kernels_[size_t(stream)].push_back({from, end, kernel_takes[stream]});
   keep(stream, Span::operation, stream == 0 && !mark.empty() ? mark : works[size_t(c.kind)], from);
 }
 
