@@ -78,6 +78,9 @@ std::string listed(const Words& words) {
   return text;
 }
 
+bool is_planned(const Sweep& sweep) { return sweep.kind == SweepKind::planned; }
+bool says_its_ranks(const std::string& name) { return is_planned(find_sweep(name)); }
+
 Settings parse(int argc, char** argv) {
   Settings s;
   const auto end = std::find(argv, argv + argc, std::string("--"));
@@ -133,7 +136,10 @@ Settings parse(int argc, char** argv) {
     s.names.clear();
     for (const Sweep& one : sweeps()) s.names.push_back(one.name);
   }
-  REQUIRE_USER(s.gpu.empty() || s.ranks > 0, "--gpu %s: give --ranks N, how many of them", s.gpu.c_str());
+  REQUIRE_USER((s.gpu.empty() && !s.ranks) || s.list || !s.names.empty(),
+               "--gpu and --ranks are for --sweep and --list");
+  const bool own_ranks = !s.names.empty() && std::all_of(s.names.begin(), s.names.end(), says_its_ranks);
+  REQUIRE_USER(s.gpu.empty() || s.ranks > 0 || own_ranks, "--gpu %s: give --ranks N, how many of them", s.gpu.c_str());
   REQUIRE_USER(s.gpu.empty() || s.list || s.dry_run || !s.peer, "--gpu %s: rows are planned, and PyTorch has no plan",
                s.gpu.c_str());
   REQUIRE_USER(s.out.empty() || s.names.size() <= 1, "--out: one file for several sweeps; give one sweep");
@@ -143,17 +149,18 @@ Settings parse(int argc, char** argv) {
 
 // Refuses what a sweep does not use.
 void check_use(const Settings& s, const Sweep& sweep) {
-  const bool planned = sweep.kind == SweepKind::planned, trains = planned || sweep.kind == SweepKind::training,
+  const bool planned = is_planned(sweep), trains = planned || sweep.kind == SweepKind::training,
              collectives = sweep.kind == SweepKind::collectives;
   const auto refuse = [&](bool given, const char* option) {
     REQUIRE_USER(!given, "--sweep %s does not use %s; leave it out", sweep.name, option);
   };
   refuse(!trains && !s.extra.empty(), "options of ./train");
-  refuse(!trains && s.steps, "--steps"), refuse(!trains && !s.window.empty(), "--window");
-  refuse(!trains && !s.only.empty(), "--only"), refuse(!trains && s.rounds > 1, "--rounds");
-  refuse(!trains && s.warm_seconds >= 0, "--warm"), refuse(!trains && s.dry_run, "--dry-run");
-  refuse(!trains && s.go_on, "--continue"), refuse(!trains && s.peer, "--peer");
-  refuse(!trains && !collectives && s.ranks, "--ranks");
+  const bool steps = trains && !planned;  // a plan is of one step, and its rows say of how many ranks
+  refuse(!steps && s.steps, "--steps"), refuse(!steps && !s.window.empty(), "--window");
+  refuse(!trains && !s.only.empty(), "--only"), refuse(!steps && s.rounds > 1, "--rounds");
+  refuse(!steps && s.warm_seconds >= 0, "--warm"), refuse(!trains && s.dry_run, "--dry-run");
+  refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
+  refuse(!steps && !collectives && s.ranks, "--ranks");
   refuse(trains && !s.values.empty(), "--values");
 }
 
@@ -185,9 +192,10 @@ SweepMachine machine_of(const json& hardware, int64_t ranks) {
 SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   SweepRun run;
   run.sweep = &sweep, run.hardware = hardware, run.machine = machine_of(hardware, s.ranks);
-  const bool nobodys = sweep.kind == SweepKind::planned,  // GPUs that nobody has here, whatever this machine has
+  const bool nobodys = is_planned(sweep),  // GPUs that nobody has here, whatever this machine has
       planned = nobodys || (!s.gpu.empty() && !s.list && !s.dry_run);
   if (nobodys) run.machine = SweepMachine();
+  if (!s.gpu.empty()) run.machine.chip = s.gpu;
   if (planned) {
     run.machine.gpu = true, run.machine.gpus = 0;
     run.hardware = {{"name", chip_named(run.machine.chip)->name}, {"gpus", 0}};
@@ -200,11 +208,13 @@ SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   read_window(s, &run);
   const bool one = sweep.kind == SweepKind::layers || sweep.kind == SweepKind::kernels;
   // The tables read SWEEP-planned: other chips and numbers do not replace it.
-  const bool of_tables = nobodys || (run.machine.chip == planned_chip && run.machine.ranks == planned_ranks);
+  const bool of_tables = run.machine.chip == planned_chip && (nobodys || run.machine.ranks == planned_ranks);
+  const std::string chip = "planned-" + run.machine.chip;
   const std::string where = planned && of_tables ? "planned"
-                            : planned ? strf("planned-%s-%lldgpu", run.machine.chip.c_str(), ll(run.machine.ranks))
-                            : run.machine.gpu ? strf("%lldgpu", one ? 1 : ll(run.machine.ranks))
-                                              : "cpu";
+                            : nobodys            ? chip
+                            : planned            ? chip + strf("-%lldgpu", ll(run.machine.ranks))
+                            : run.machine.gpu    ? strf("%lldgpu", one ? 1 : ll(run.machine.ranks))
+                                                 : "cpu";
   run.path = !s.out.empty() ? s.out : strf("results/%s-%s.jsonl", sweep.name, where.c_str());
   return run;
 }

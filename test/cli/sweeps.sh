@@ -104,7 +104,9 @@ rm -f "$dir/none.jsonl"
 all=$(./bench --list | sed -n 's/^| \([a-z0-9-]*\) .*| *\([0-9][0-9]*\) | *[-0-9]* | *[-0-9]* |$/\1:\2/p')
 verdict "the list of sweeps" "$([ "$(wc -w <<<"$all")" -gt 15 ] || echo "it has $(wc -w <<<"$all") in a form that is read here")"
 for sweep in $all; do
-  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${tiny_steps[@]}" --out "$dir/all-${sweep%:*}.jsonl"
+  options=("${tiny_steps[@]}")
+  [ "${sweep%:*}" != scale ] || options=() # planned: it has no steps to count
+  bench --sweep "${sweep%:*}" --only "1,${sweep#*:}" "${options[@]}" --out "$dir/all-${sweep%:*}.jsonl"
   wrong=""
   [ "$status" = 0 ] || wrong="exit status $status"
   head -n 1 "$dir/all-${sweep%:*}.jsonl" | grep -q '"step_ms":[0-9]' || wrong="$wrong; no step_ms in the first row"
@@ -119,8 +121,19 @@ mkdir "$dir/plans"
 for of in "a100 2" "h200 4" "h200 2"; do
   (cd "$dir/plans" && timeout -k 5 $limit "$root/bench" --sweep meta-init --gpu "${of% *}" --ranks "${of#* }") >"$dir/out" 2>&1 </dev/null
 done
-(cd "$dir/plans" && timeout -k 5 $limit "$root/bench" --sweep scale --only 1 --gpu h200 --ranks 2) >"$dir/out" 2>&1 </dev/null
-verdict "only the plan that tables read is under its name" "$([ "$(cd "$dir/plans/results" && echo *)" = "meta-init-planned-a100-2gpu.jsonl meta-init-planned-h200-4gpu.jsonl meta-init-planned.jsonl scale-planned.jsonl" ] || ls "$dir/plans/results")"
+for of in "" "--gpu h200" "--gpu a100"; do
+  # shellcheck disable=SC2086 # an option and its value
+  (cd "$dir/plans" && timeout -k 5 $limit "$root/bench" --sweep scale --only 1 $of) >"$dir/out" 2>&1 </dev/null
+done
+verdict "only the plan that tables read is under its name" "$([ "$(cd "$dir/plans/results" && echo *)" = "meta-init-planned-a100-2gpu.jsonl meta-init-planned-h200-4gpu.jsonl meta-init-planned.jsonl scale-planned-a100.jsonl scale-planned.jsonl" ] || ls "$dir/plans/results")"
+wrong=""
+grep -q -- '--gpu a100 .*"name":"A100' "$dir/plans/results/scale-planned-a100.jsonl" || wrong="the rows are another chip's"
+! cmp -s <(grep -o '"step_ms":[0-9.]*' "$dir/plans/results/scale-planned.jsonl") <(grep -o '"step_ms":[0-9.]*' "$dir/plans/results/scale-planned-a100.jsonl") || wrong="$wrong; a step takes as long as on an H200"
+verdict "a sweep that is only planned is planned for the chip of --gpu" "$wrong"
+bench --sweep scale --gpu a100 --ranks 2
+judge "ranks of rows that say theirs" "--sweep scale" "--ranks"
+bench --notes NOTES.md --gpu a100 --ranks 2
+judge "a chip for what is no sweep" "--gpu" "--sweep"
 bench --sweep losses --gpu h200 --ranks 1 --out "$dir/losses.jsonl"
 [ "$(grep -c '"note":"not planned: .*CPU.*"row":"CPU, fp32"' "$dir/losses.jsonl")$(grep -c '"result":.*"row":"CPU, fp32"' "$dir/losses.jsonl")$(grep -c '"result":.*"row":"GPU' "$dir/losses.jsonl")" = 102 ]
 verdict "a row on the CPU is not planned as if it were on the GPU" "$([ $? = 0 ] || echo "not a note and two plans")"
