@@ -42,7 +42,8 @@ struct SweepRun {
 nlohmann::json ask_hardware();
 
 // Runs what is to be run and prints progress and the table. Returns the exit status: 1 if no row is good. Throws
-// UsageError for a file that is not a sweep's, rows that are not there, or extra options that every row refuses.
+// UsageError for a file that is not a sweep's, rows that are not there, or extra options that every row refuses or that
+// are not for a row to say.
 int run_sweep(const SweepRun& run);
 
 // What would run, a command a line; nothing is.

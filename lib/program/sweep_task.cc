@@ -120,7 +120,19 @@ static std::string refusal(const Words& options, int64_t ranks, const std::strin
   } catch (const UsageError& e) { return e.what(); }
 }
 
+// What ./bench tells every row itself, and what to give it in place of those behind --.
+static void refuse_own_options(const Words& extra) {
+  const std::pair<const char*, const char*> own[] = {{"--steps", "give --steps N before the --"},
+                                                     {"--gpu", "give --gpu CHIP before the --"},
+                                                     {"--log", "--out FILE is where the rows go"}};
+  for (const auto& [option, instead] : own)
+    for (const std::string& word : extra)
+      REQUIRE_USER(word.substr(0, word.find('=')) != option, "%s behind --: ./bench sets it for each row; %s", option,
+                   instead);
+}
+
 std::vector<Task> tasks_of(const SweepRun& run) {
+  refuse_own_options(run.extra);
   std::vector<Task> tasks;
   int64_t number = 0;
   for (SweepRow& row : run.sweep->rows(run.machine)) {

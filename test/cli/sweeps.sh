@@ -241,6 +241,11 @@ bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
+for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100"; do
+  # shellcheck disable=SC2086 # an option and its value
+  bench --sweep depth --only 1 --dry-run -- $own
+  judge "behind --, what a row is told by the sweep: $own" "$(cut -d= -f1 <<<"${own% *}") behind --"
+done
 bench --sweep knobs --only 1000
 judge "a row that there is not" "--only 1000" "knobs"
 bench --sweep collectives --values 0
