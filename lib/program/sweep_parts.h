@@ -52,8 +52,13 @@ std::string file_of(const SweepRun& run, int64_t number, const char* ending);
 void forget(const Words& files);
 Words environment_of(const SweepRow& row);  // NAME=VALUE
 std::string prefix(const SweepRow& row);    // the same before a command
-Words train_words(const SweepRun& run, const Task& t, const std::string& log);
-std::string recorded_log(const SweepRun& run, const Task& t);  // the log's name in a row: every run's
+// The files that ./train writes for a row: what this process's are, or what a row calls them, every run's alike.
+struct TrainFiles {
+  std::string log, trace;  // trace: of SweepRow::drops_trace
+};
+TrainFiles own_files(const SweepRun& run, int64_t number);
+TrainFiles recorded_files(const SweepRun& run, int64_t number);
+Words train_words(const SweepRun& run, const Task& t, const TrainFiles& files);
 std::string train_command(const SweepRun& run, const Task& t);
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer);
 std::string peer_command(const SweepRun& run, const Task& t, const Peer& peer);

@@ -108,9 +108,10 @@ Rows graph(const SweepMachine& m) {
 Rows traces(const SweepMachine& m) {
   Rows rows;
   for (const char* preset : {"rope", "m7c"}) {
-    const std::string file = m.gpu ? std::string("results/trace-") + preset + "-" + text(m.ranks) + "gpu.json"
-                                   : std::string("build/bench/trace-") + preset + ".json";
-    SweepRow r{preset, {{"model", preset}}, shape(m, preset, "--trace " + file)};
+    SweepRow r{preset, {{"model", preset}}, shape(m, preset)};
+    if (m.gpu)
+      set_options({"--trace", std::string("results/trace-") + preset + "-" + text(m.ranks) + "gpu.json"}, &r.options);
+    r.drops_trace = !m.gpu;
     if (*preset == 'm') set_options({"--attn", "nsa"}, &r.options);
     rows.push_back(std::move(r));
   }

@@ -120,6 +120,19 @@ static std::string refusal(const Words& options, int64_t ranks, const std::strin
   } catch (const UsageError& e) { return e.what(); }
 }
 
+static std::string stem_of(const SweepRun& run, int64_t number) {
+  return strf("build/bench/%s-%lld-ranks-%lld", run.sweep->name, ll(run.machine.ranks), ll(number));
+}
+std::string file_of(const SweepRun& run, int64_t number, const char* ending) {
+  return stem_of(run, number) + strf("-%d%s", int(getpid()), ending);
+}
+TrainFiles own_files(const SweepRun& run, int64_t number) {
+  return {file_of(run, number, ".jsonl"), file_of(run, number, "-trace.json")};
+}
+TrainFiles recorded_files(const SweepRun& run, int64_t number) {
+  return {stem_of(run, number) + ".jsonl", stem_of(run, number) + "-trace.json"};
+}
+
 // What ./bench tells every row itself, and what to give it in place of those behind --.
 static void refuse_own_options(const Words& extra) {
   const std::pair<const char*, const char*> own[] = {{"--steps", "give --steps N before the --"},
@@ -141,6 +154,7 @@ std::vector<Task> tasks_of(const SweepRun& run) {
     Task t;
     t.number = number, t.ranks = row.ranks ? row.ranks : run.machine.ranks, t.row = std::move(row);
     if (!t.row.no_counterpart) {
+      if (t.row.drops_trace) set_options({"--trace", recorded_files(run, number).trace}, &t.row.options);
       const Words own = t.row.options;
       set_options(run.extra, &t.row.options);
       // The schedule of the learning rate, which both follow, is that of the steps.
@@ -166,12 +180,6 @@ std::vector<Task> tasks_of(const SweepRun& run) {
 
 bool runs(const Task& t) { return !t.row.no_counterpart && t.refused.empty() && !t.only_planned; }
 
-static std::string stem_of(const SweepRun& run, int64_t number) {
-  return strf("build/bench/%s-%lld-ranks-%lld", run.sweep->name, ll(run.machine.ranks), ll(number));
-}
-std::string file_of(const SweepRun& run, int64_t number, const char* ending) {
-  return stem_of(run, number) + strf("-%d%s", int(getpid()), ending);
-}
 void forget(const Words& files) {
   for (const std::string& file : files) std::remove(file.c_str());
 }
@@ -187,19 +195,19 @@ std::string prefix(const SweepRow& row) {
   return text;
 }
 
-Words train_words(const SweepRun& run, const Task& t, const std::string& log) {
+Words train_words(const SweepRun& run, const Task& t, const TrainFiles& files) {
   Words words = {"./train"};
   set_options(options_of(*run.sweep, t.row), &words);
   if (!run.machine.gpu) set_options({"--device", "cpu"}, &words);
   if (t.row.steps == 0 || run.steps) set_options({"--steps", std::to_string(t.warm + t.steps)}, &words);
   if (t.ranks == 1 && run.machine.gpus > 1) set_options({"--allow-single-rank"}, &words);
-  set_options({"--log", log}, &words);
+  std::replace(words.begin(), words.end(), recorded_files(run, t.number).trace, files.trace);
+  set_options({"--log", files.log}, &words);
   return words;
 }
-std::string recorded_log(const SweepRun& run, const Task& t) { return stem_of(run, t.number) + ".jsonl"; }
 std::string train_command(const SweepRun& run, const Task& t) {
   return prefix(t.row) + "mpirun -np " + std::to_string(t.ranks) + " " +
-         join(train_words(run, t, recorded_log(run, t)));
+         join(train_words(run, t, recorded_files(run, t.number)));
 }
 
 Words peer_words(const SweepRun& run, const Task& t, const Peer& peer) {

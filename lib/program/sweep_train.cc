@@ -151,11 +151,13 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
     row["error"] = t.refused;
     return row;
   }
-  const std::string log = file_of(run, t.number, ".jsonl"), output = file_of(run, t.number, ".log");
+  const TrainFiles files = own_files(run, t.number);
+  const std::string log = files.log, output = file_of(run, t.number, ".log");
   forget({log});
   const GpuSampler gpus = sampler_of(t.ranks);
   const double launched = unix_seconds();
-  std::string error = run_ranks(t.ranks, environment_of(t.row), train_words(run, t, log), output, run.timeout_s);
+  std::string error = run_ranks(t.ranks, environment_of(t.row), train_words(run, t, files), output, run.timeout_s);
+  forget({files.trace});
   const std::vector<json> lines = read_json_lines(log);
   json header = json::object(), profile = json::object();
   for (const json& j : lines) {
@@ -164,7 +166,12 @@ json train_row(const SweepRun& run, const Task& t, int64_t round) {
   }
   for (const char* key : {"commit", "config", "hardware", "versions"})
     if (header.contains(key)) row[key] = header[key];
-  if (row.contains("config")) row["config"]["log"] = recorded_log(run, t);
+  if (row.contains("config")) {
+    const TrainFiles recorded = recorded_files(run, t.number);
+    json& config = row["config"];
+    config["log"] = recorded.log;
+    if (config.value("trace", "") == files.trace) config["trace"] = recorded.trace;
+  }
   add_uuids(run, &row);
   const int64_t first = t.warm + t.first, last = t.last > 0 ? t.warm + t.last : 0;
   const json result = read_steps(lines, first, last, &row);

@@ -148,7 +148,7 @@ cp setup.sh probe.sh "$dir/gpus"
 cat >"$dir/gpus/train" <<'END'
 #!/bin/bash
 if [ "$1" = --hardware ]; then
-  echo '{"name":"NVIDIA H200","gpus":2}'
+  [ -e cpu ] && echo '{"name":"a CPU","gpus":0}' || echo '{"name":"NVIDIA H200","gpus":2}'
   exit
 fi
 echo "$*" >arguments
@@ -174,6 +174,13 @@ grep -qE -- '--log build/bench/step-shares-2-ranks-1-[0-9]+\.jsonl' "$dir/gpus/a
 grep -q '"command":"[^"]*--log build/bench/step-shares-2-ranks-1\.jsonl"' "$dir/gpus/rows.jsonl" || wrong="$wrong; the row's command has another"
 [ -z "$(ls -A "$dir/gpus/build/bench")" ] || wrong="$wrong; files are left"
 verdict "a row's files are its process's own" "$wrong"
+touch "$dir/gpus/cpu" # whose traces are no results
+(cd "$dir/gpus" && timeout -k 5 $limit "$root/bench" --sweep trace --only 1 --steps 2 --window 1:2 --out trace.jsonl \
+  >"$dir/out" 2>&1 </dev/null)
+wrong=""
+grep -qE -- '--trace build/bench/trace-2-ranks-1-[0-9]+-trace\.json' "$dir/gpus/arguments" || wrong="the trace is not this process's own"
+grep -q '"command":"[^"]*--trace build/bench/trace-2-ranks-1-trace\.json' "$dir/gpus/trace.jsonl" || wrong="$wrong; the row's command has another"
+verdict "and so is the trace of the sweep on a CPU" "$wrong"
 bench --sweep mlp-1024 --dry-run --peer --gpu h200 --ranks 2
 wrong=""
 grep -q '^2 +autocast(bf16): mpirun -np 1 ./train .*--autocast bf16' "$dir/out" || wrong="no command of ours"
