@@ -54,12 +54,12 @@ struct Settings {
   int64_t ranks = 0, steps = 0, rounds = 1, timeout = 900;
   double warm_seconds = -1;  // the machine's
   bool list = false, dry_run = false, go_on = false, peer = false;
-  bool rank = false;  // one of the ranks that --sweep collectives has started
-  Words extra;        // options of ./train, after --
-  Words summary, notes;
+  bool rank = false;              // one of the ranks that --sweep collectives has started
+  Words extra;                    // options of ./train, after --
+  Words summary, notes, checked;  // documents
   std::string over, json, kind;
   PlotRequest plot;
-  bool draws = false, plots = false, check = false;
+  bool draws = false, plots = false, writes_notes = false, check = false;
 };
 
 // An option, the name of its value and what it is for. What is allowed is said where it is broken.
@@ -118,8 +118,8 @@ Settings parse(int argc, char** argv) {
   app.add_option("--key", s.plot.key, "--plot: the figure of rows (default: step_ms)")->type_name("KEY")->needs(plot);
   app.add_option("--title", s.plot.title, "--plot: its title (default: made from the file)")->type_name("TEXT")->needs(plot);
   app.add_flag("--plots", s.plots, "make every picture of the documents whose inputs are in results/")->excludes(sweep);
-  auto* notes = app.add_option("--notes", s.notes, "write the tables of these documents from results/")->type_name("FILES")->excludes(sweep);
-  app.add_flag("--check", s.check, "--notes: write nothing; say what differs")->needs(notes);
+  auto* notes = app.add_option("--notes", s.notes, "write the tables of these documents from results/")->type_name("FILES")->expected(0, -1)->excludes(sweep);
+  auto* check = app.add_option("--check", s.checked, "--notes: write nothing; say what differs in its documents and these")->type_name("FILES")->expected(0, -1)->needs(notes);
   // clang-format on
   try {
     app.parse(int(end - argv), argv);
@@ -128,8 +128,12 @@ Settings parse(int argc, char** argv) {
     std::exit(0);
   } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
   s.plot.out = s.out, s.plot.kind = plot_kind(s.kind);
-  s.draws = plot->count() > 0;
-  REQUIRE_USER(s.list || !s.names.empty() || !s.summary.empty() || s.draws || s.plots || !s.notes.empty(),
+  s.draws = plot->count() > 0, s.writes_notes = notes->count() > 0, s.check = check->count() > 0;
+  s.notes.insert(s.notes.end(), s.checked.begin(), s.checked.end());
+  for (Words* files : {&s.notes, &s.plot.files})  // CLI11's word for an option that is given no value
+    files->erase(std::remove(files->begin(), files->end(), ""), files->end());
+  REQUIRE_USER(!s.writes_notes || !s.notes.empty(), "--notes: name the documents, as in --notes NOTES.md README.md");
+  REQUIRE_USER(s.list || !s.names.empty() || !s.summary.empty() || s.draws || s.plots || s.writes_notes,
                "choose --sweep NAME, --list, --summary, --plot, --plots or --notes; see ./bench --help");
   REQUIRE_USER(s.out.empty() || !s.names.empty() || s.draws, "--out is for --sweep and --plot");
   if (s.names == Words{"all"}) {
@@ -288,7 +292,7 @@ int list_sweeps(const Settings& s) {
 
 int run_bench(const Settings& s) {
   if (!s.summary.empty()) return print_summary(s.summary, s.over, s.json);
-  if (!s.notes.empty()) return s.check ? check_notes(s.notes, "results") : write_notes(s.notes, "results");
+  if (s.writes_notes) return s.check ? check_notes(s.notes, "results") : write_notes(s.notes, "results");
   if (s.plots) return make_pictures("results");
   if (s.draws) {
     std::printf("%s\n", plot(s.plot).c_str());

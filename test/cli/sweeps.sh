@@ -132,6 +132,20 @@ grep -q -- '--gpu a100 .*"name":"A100' "$dir/plans/results/scale-planned-a100.js
 verdict "a sweep that is only planned is planned for the chip of --gpu" "$wrong"
 bench --sweep scale --gpu a100 --ranks 2
 judge "ranks of rows that say theirs" "--sweep scale" "--ranks"
+# --check is about every document that is named, before it or behind it.
+printf '# a table\n\n<!-- table depth -->\nold\n<!-- end -->\n' >"$dir/notes.md"
+wrong=""
+for words in "--notes $dir/notes.md --check" "--notes --check $dir/notes.md" "--check --notes $dir/notes.md" "--notes README.md --check $dir/notes.md"; do
+  # shellcheck disable=SC2086 # options and files
+  bench $words
+  [ "$status" = 1 ] && grep -q "^$dir/notes.md:4: table depth is not what results has" "$dir/out" || wrong="$wrong; not with $words"
+done
+grep -q '^old$' "$dir/notes.md" || wrong="$wrong; it is written"
+verdict "--check tells what differs in its documents" "$wrong"
+bench --notes --check
+judge "a check of no document" "--notes" "NOTES.md"
+bench --plot
+judge "a picture of nothing" "--plot: name a file"
 bench --notes NOTES.md --gpu a100 --ranks 2
 judge "a chip for what is no sweep" "--gpu" "--sweep"
 bench --sweep losses --gpu h200 --ranks 1 --out "$dir/losses.jsonl"
