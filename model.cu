@@ -20,17 +20,8 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       M_(batch * config.seq),
       norm_(config.arch == Arch::simple || config.arch == Arch::mlp ? ops::Norm::layer : ops::Norm::rms),
       linear_(dev, c_.fp8, c_.fp8_scaling) {
-  // In whole tiles where pieces are large, all alike but the last.
-  auto piece = [&](int64_t pieces) {
-    const int64_t rows = (M_ + pieces - 1) / pieces, tile = rows >= 128 ? 128 : c_.fp8 || c_.save_fp8 ? 16 : 1;
-    return std::min(M_, (rows + tile - 1) / tile * tile);
-  };
-  const int64_t size = int64_t(sizeof(T)), most = std::max<int64_t>(c_.logits_bytes / (c_.vocab * size), 1);
-  chunk_ = piece((M_ + most - 1) / most);
-  const int64_t hidden = M_ * hidden_row() * size;
-  rows_ = piece((hidden + c_.hidden_bytes - 1) / c_.hidden_bytes);
-  const int64_t half = (rows_ + 1) / 2;
-  forward_rows_ = rows_ * hidden_row() * size * 2 <= c_.hidden_bytes ? rows_ : (half + 127) / 128 * 128;
+  const Pieces pieces = pieces_of(c_, batch, int64_t(sizeof(T)));
+  chunk_ = pieces.logits, rows_ = pieces.hidden, forward_rows_ = pieces.hidden_forward;
 
   // By name, once: what a step needs of a parameter is its unit and its offset.
   std::unordered_map<std::string, ParamRef> refs;
@@ -728,7 +719,7 @@ Buffer<T> Model<T, G>::mlp_forward(int64_t block, Saved* v, Buffer<T> n, bool ke
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const BlockParams& at = params_[size_t(block)];
-  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const int64_t C = c_.dim, F = c_.hidden, UP = c_.hidden_row();
   const T *in = c_.attends() ? n.get() : v->x.get(), *residual = c_.attends() ? v->x2.get() : v->x.get();
   dev_.mark("MLP");
   Buffer<T> out = mem.take<T>(M_ * C, "block input", Purpose::activations);
@@ -789,7 +780,7 @@ void Model<T, G>::mlp_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const BlockParams& at = params_[size_t(block)];
-  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const int64_t C = c_.dim, F = c_.hidden, UP = c_.hidden_row();
   const Turn& t = take_turn(Turn::gradient, c_.mlp_module(block));
   gather(t), use(t);
   gradient(t);
@@ -878,7 +869,7 @@ void Model<T, G>::up_backward(int64_t block, Saved* v, T* dx, const T* dh, Fp8Co
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const BlockParams& at = params_[size_t(block)];
-  const int64_t C = c_.dim, F = c_.hidden, UP = hidden_row();
+  const int64_t C = c_.dim, F = c_.hidden, UP = c_.hidden_row();
   const bool normed = c_.attends(), more = i > 0;
   Buffer<T> n;
   if (normed) {
@@ -939,7 +930,7 @@ template <class T, class G>
 Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int64_t rows) {
   MarkedRecomputation marked(dev_);
   const BlockParams& at = params_[size_t(block)];
-  const int64_t C = c_.dim, UP = hidden_row();
+  const int64_t C = c_.dim, UP = c_.hidden_row();
   Buffer<T> n;
   dev_.mark("norms");
   if (c_.attends()) n = mlp_input(block, v, i, rows, "normed");
@@ -959,7 +950,7 @@ Buffer<T> Model<T, G>::recompute_hidden(int64_t block, Saved* v, int64_t i, int6
 // the forward pass goes on with the one that is not.
 template <class T, class G>
 void Model<T, G>::save_hidden(Saved* v, const T* h, int64_t i, int64_t rows) {
-  const int64_t UP = hidden_row();
+  const int64_t UP = c_.hidden_row();
   Buffer<float> amax = dev_.mem.take<float>(1, "fp8, largest number");
   linear_.find_amax(amax, h, rows * UP);
   float* const unscale = v->h8_unscales + forward_piece_number(i);
@@ -967,7 +958,7 @@ void Model<T, G>::save_hidden(Saved* v, const T* h, int64_t i, int64_t rows) {
 }
 template <class T, class G>
 Buffer<T> Model<T, G>::restore_hidden(const Saved& v, int64_t i, int64_t rows) {
-  const int64_t UP = hidden_row();
+  const int64_t UP = c_.hidden_row();
   Buffer<T> h = dev_.mem.take<T>(rows * UP, "MLP hidden");
   for (int64_t j = 0, some; j < rows; j += some) {
     some = forward_piece(i + j);

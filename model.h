@@ -180,15 +180,12 @@ class Model {
   ops::Activation activation() const {
     return c_.arch == Arch::llama ? ops::Activation::swiglu : ops::Activation::gelu;
   }
-  int64_t hidden_row() const { return c_.arch == Arch::llama ? 2 * c_.hidden : c_.hidden; }
   NsaKernels* kernels_of(int64_t block) { return kernels_.empty() ? nullptr : &kernels_[size_t(block)]; }
   AttentionShape attention_shape() const;
 
   Device& dev_;
   ModelConfig c_;
-  // Rows; rows whose logits exist at one time; rows whose hidden layers exist at one time in the backward, and, where
-  // they are not kept, in the forward, which has two tensors of that size.
-  int64_t M_, chunk_, rows_, forward_rows_;
+  int64_t M_, chunk_, rows_, forward_rows_;  // rows; and of Pieces
   ops::Norm norm_;
   Linear<T> linear_;
   std::vector<BlockParams> params_;  // by block

@@ -312,6 +312,23 @@ std::vector<Turn> evaluation_turns(const ModelConfig& c, const std::vector<int>&
 
 // ----------------------------------------------------------------------------------------------------------- batch
 
+Pieces pieces_of(const ModelConfig& c, int64_t batch, int64_t element_bytes) {
+  const int64_t M = batch * c.seq;
+  // In whole tiles where pieces are large, all alike but the last.
+  auto piece = [&](int64_t pieces) {
+    const int64_t rows = (M + pieces - 1) / pieces, tile = rows >= 128 ? 128 : c.fp8 || c.save_fp8 ? 16 : 1;
+    return std::min(M, (rows + tile - 1) / tile * tile);
+  };
+  const int64_t most = std::max<int64_t>(c.logits_bytes / (c.vocab * element_bytes), 1);
+  const int64_t row = c.hidden_row() * element_bytes;
+  Pieces p;
+  p.logits = piece((M + most - 1) / most);
+  p.hidden = piece((M * row + c.hidden_bytes - 1) / c.hidden_bytes);
+  const int64_t half = (p.hidden + 1) / 2;
+  p.hidden_forward = p.hidden * row * 2 <= c.hidden_bytes ? p.hidden : (half + 127) / 128 * 128;
+  return p;
+}
+
 MicroBatch micro_batch_at(int32_t* p, int64_t M) { return {p, p + M, p + 2 * M}; }
 
 int64_t batch_ints(const ModelConfig& c, int64_t batch) {

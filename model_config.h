@@ -71,7 +71,7 @@ struct ModelConfig {
   bool save_fp8 = false;                            // the MLP's hidden layer, where it is kept, is kept in fp8
   bool diagnostics = false;                         // count what every block's gates and selection do; and NsaKernels
   int64_t logits_bytes = int64_t(256) << 20;        // the most that exist at one time, but for the last of 128 tokens
-  int64_t hidden_bytes = int64_t(512) << 20;        // of the MLP's hidden layer; see Model's rows_
+  int64_t hidden_bytes = int64_t(512) << 20;        // of the MLP's hidden layer; see Pieces
   Wrap wrap = Wrap::block;
   int64_t wrap_min_params = 0, bucket_params = 0;  // bucket_params: small neighbours are not merged beyond; 0: no limit
   int64_t replicate_below = 0;                     // parameters of fewer elements are not sharded
@@ -94,6 +94,7 @@ struct ModelConfig {
   int64_t gate_hidden() const {
     return sparse && nsa_gate == NsaGate::mlp ? std::max(gates(), (kv_heads * head_dim() / 2 + 7) / 8 * 8) : 0;
   }
+  int64_t hidden_row() const { return arch == Arch::llama ? 2 * hidden : hidden; }  // of the MLP's hidden layer
   int64_t row() const { return (heads + 2 * key_heads()) * head_dim() + std::max(gates(), gate_hidden()); }
   NsaShape nsa_shape(int64_t batch) const;
   // Modules in the order of the forward pass: 0 is the embedding, the last the head.
@@ -127,6 +128,15 @@ double flops_per_token(const ModelConfig& c);
 
 // The module that the backward pass ends with, the first of a block: nothing before it is trained.
 int last_of_backward(const ModelConfig& c);
+
+// Rows of a micro-batch that go through a module at one time, so that no more of what it makes exists than the limits
+// of ModelConfig say.
+struct Pieces {
+  int64_t logits;          // rows whose logits exist at one time
+  int64_t hidden;          // whose hidden layers do, in the backward
+  int64_t hidden_forward;  // and, where they are not kept, in the forward, which has two tensors of that size
+};
+Pieces pieces_of(const ModelConfig& c, int64_t batch, int64_t element_bytes);
 
 // A micro-batch as ints, in the layout that both the host's and the device's copies have.
 struct MicroBatch {

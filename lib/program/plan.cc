@@ -256,18 +256,21 @@ MoreRanks ranks_that_fit(Options o, int from, double least, const Chip& chip) {
 }  // namespace
 
 std::string advice(const Options& o, int ranks, const Chip& chip) {
-  const ModelConfig model = resolve(o, ranks, 0).model;
+  const Run now = resolve(o, ranks, 0);
+  const ModelConfig& model = now.model;
   // Weights in fp32 and two moments in bf16, at least: what these leave no room for is not run dry.
   const double least = 8.0 * double(parameter_count(model));
-  // Of a deep model fewer changes are looked at: so many blocks are run dry in a second or two.
+  // Of a deep or wide model fewer changes are looked at: so many blocks are run dry in a second or two, and a piece
+  // takes about a quarter of a block.
   constexpr int64_t most_blocks = 50000;
+  const int64_t blocks = model.depth + pieces_of_a_micro_batch(model, now.batch, now.dtype) / 4;
   const Changes groups = possible_changes(o, ranks);
   const char* const looked_at[] = {"not every change was looked at", "no single change fits",
                                    "no combination of up to two changes fits",
                                    "no combination of up to three changes fits"};
   size_t changes = 1;
   for (; changes <= 3 && fits(least / ranks, chip); changes++) {
-    if (ways(groups, changes) * model.depth > most_blocks) break;
+    if (ways(groups, changes) * blocks > most_blocks) break;
     Cheapest cheapest{groups, ranks, chip};
     cheapest.search(0, changes, o, "");
     if (!cheapest.best.empty()) return "the cheapest change that fits: " + cheapest.best + "\n";

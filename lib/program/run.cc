@@ -11,6 +11,12 @@
 
 using ll = long long;
 
+int64_t pieces_of_a_micro_batch(const ModelConfig& c, int64_t batch, Dtype dtype) {
+  const int64_t M = batch * c.seq;
+  const Pieces p = pieces_of(c, batch, size_of(dtype));
+  return c.depth * ((M + p.hidden - 1) / p.hidden) + (M + p.logits - 1) / p.logits;
+}
+
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype) {
   if (c.attends()) {
     REQUIRE_USER(c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld", ll(c.dim), ll(c.heads));
@@ -21,6 +27,14 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   REQUIRE_USER(c.hidden % 8 == 0, "--hidden %lld is not a multiple of 8, which vector loads need", ll(c.hidden));
   REQUIRE_USER(batch * c.seq < int64_t(1) << 31,
                "--batch %lld x --seq %lld is more than 2^31 - 1 tokens per micro-batch", ll(batch), ll(c.seq));
+  // A plan looks at each. So many of 512 MiB take a GPU about an hour a step at a dim of 4096.
+  constexpr int64_t most_pieces = 1 << 17;
+  const int64_t pieces = pieces_of_a_micro_batch(c, batch, dtype);
+  REQUIRE_USER(
+      pieces <= most_pieces,
+      "--depth %lld with --batch %lld x --seq %lld tokens, --hidden %lld and --vocab %lld: a step would multiply "
+      "%lld pieces of hidden layers and logits, and %lld is the most; lower one of them",
+      ll(c.depth), ll(batch), ll(c.seq), ll(c.hidden), ll(c.vocab), ll(pieces), ll(most_pieces));
   const bool narrow_gpu = backend == Backend::gpu && dtype == Dtype::bf16;
   REQUIRE_USER(!narrow_gpu || c.vocab % 8 == 0,
                "--vocab %lld is not a multiple of 8, which bf16 on a GPU needs; use --vocab %lld", ll(c.vocab),

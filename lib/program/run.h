@@ -39,6 +39,8 @@ Run resolve(const Options& o, int world_size, int gpus);
 // many passes over so many sequences. Without, nothing changes. Throws UsageError if there is no whole step.
 void limit_epochs(int64_t sequences, Run* r);
 
+// How often a micro-batch multiplies a piece of a hidden layer, forward and backward, or of the logits; see Pieces.
+int64_t pieces_of_a_micro_batch(const ModelConfig& c, int64_t batch, Dtype dtype);
 // Refuses sizes that do not fit together, or not what the kernels can do.
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
 // ", matmuls in fp8": what of a run is, for a line about its types; empty: nothing.

@@ -121,6 +121,12 @@ verdict "the plan's peak is the run's" "$wrong"
 mpi -np 2 ./train --plan --device cpu --preset tiny --dim 100 --heads 3 --kv-heads 1
 judge "a plan of what cannot be, under mpirun" "--dim 100" "--heads 3"
 
+# What takes minutes to plan takes an hour a step, and is refused; a sequence that some train is not.
+judge_plan "a step of more pieces than a plan looks at" "131072 is the most; lower one of them" --gpu h200 --attn nsa --dim 524288 --heads 4096 --kv-heads 4096 --hidden 1048576 --depth 4096 --vocab 16777216 --seq 1048576
+judge_plan "a step of more pieces of logits" "--vocab 16777216" --gpu h200 --depth 1 --batch 512 --seq 2097152 --vocab 16777216
+timeout $((limit / 2)) ./train --plan --gpu h200 --preset llama-47b --seq 4194304 --world 512 >"$dir/out" 2>&1
+verdict "a plan of 4 M tokens, with advice, takes seconds" "$(tail -n 1 "$dir/out" | grep '^no change makes it fit' >/dev/null || echo "it has no advice in $((limit / 2)) s")"
+
 judge_plan "a plan of copy engines between hosts" "several hosts" --world 16 --gather copy-engine
 judge_plan "a plan of reductions by copy engines between hosts" "several hosts" --world 16 --reduce copy-engine
 judge_plan "a plan of a graph on a CPU" "--graph 1" --device cpu --graph 1
