@@ -564,16 +564,16 @@ TEST_CASE("who saves to a directory already is named", "[checkpoint]") {
   char host[256] = "";
   REQUIRE(::gethostname(host, sizeof host - 1) == 0);
   {
-    const DirectoryLock lock(dir);
-    const std::string error = error_of([&] { DirectoryLock second(dir); });
+    const DirectoryLock lock(dir, ".lock", "saving");
+    const std::string error = error_of([&] { DirectoryLock second(dir, ".lock", "saving"); });
     CHECK(has(error, strf("another run is saving to %s (host %s, process %d)", dir.c_str(), host, int(::getpid()))));
   }
   CHECK(list(dir) == "");
   // What a process that was killed left keeps nobody out; a link that leads elsewhere is not followed.
   write_all(dir + "/.lock", "host gone, process 1");
-  { const DirectoryLock lock(dir); }
+  { const DirectoryLock lock(dir, ".lock", "saving"); }
   REQUIRE(::symlink("/dev/null", (dir + "/.lock").c_str()) == 0);
-  CHECK(has(error_of([&] { DirectoryLock lock(dir); }), "/.lock: open failed"));
+  CHECK(has(error_of([&] { DirectoryLock lock(dir, ".lock", "saving"); }), "/.lock: open failed"));
 }
 
 TEST_CASE("a save follows no link that was planted in its way", "[checkpoint]") {

@@ -1,7 +1,5 @@
 #include "lib/program/checkpoint_directory.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -229,46 +227,6 @@ std::vector<std::string> remove_leftovers(const std::string& dir) {
 // ---------------------------------------------------------------------------------------------------------- this run's
 
 namespace {
-constexpr size_t most_lock_bytes = 400;
-std::string read_holder(int fd) {
-  char text[most_lock_bytes];
-  const ssize_t n = ::pread(fd, text, sizeof text, 0);
-  return n > 0 ? std::string(text, size_t(n)) : "it has not said which";
-}
-}  // namespace
-
-DirectoryLock::DirectoryLock(const std::string& dir) : path_(dir + "/" + lock_name) {
-  const char* what = "; move it away or choose another directory";
-  for (;;) {
-    const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
-    if (fd < 0) files::fail("open", path_, errno);
-    files::File file(fd, path_);  // closed unless it is kept
-    struct stat mine, there;
-    if (::fstat(fd, &mine) != 0 || !S_ISREG(mine.st_mode) || mine.st_size > off_t(most_lock_bytes))
-      throw Error(strf("%s is not a lock of a checkpoint directory%s", path_.c_str(), what));
-    if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK) return;  // no locks here
-      throw Error(strf("another run is saving to %s (%s); give each run a directory of its own", dir.c_str(),
-                       read_holder(fd).c_str()));
-    }
-    // Who held it may have removed it meanwhile, and then it keeps nobody out.
-    if (::lstat(path_.c_str(), &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) continue;
-    char host[256] = "";
-    ::gethostname(host, sizeof host - 1);
-    const std::string text = strf("host %s, process %lld", host, ll(::getpid()));
-    if (::ftruncate(fd, 0) != 0 || ::pwrite(fd, text.data(), text.size(), 0) != ssize_t(text.size()))
-      files::fail("write", path_, errno);
-    fd_ = std::exchange(file.fd, -1);
-    return;
-  }
-}
-DirectoryLock::~DirectoryLock() {
-  if (fd_ < 0) return;
-  ::unlink(path_.c_str());  // while it is locked
-  ::close(fd_);
-}
-
-namespace {
 // Throws Error if files cannot be created, written and removed in dir now.
 void probe(const std::string& dir) {
   std::string path;
@@ -298,7 +256,7 @@ SaveDirectory::SaveDirectory(const World& world, const std::string& given, std::
   agree_on("", [&] {
     if (world.rank != 0) return;
     files::make_dirs(dir);
-    lock = std::make_unique<DirectoryLock>(dir);
+    lock = std::make_unique<DirectoryLock>(dir, lock_name, "saving");
     known = found ? *found : steps_in(dir);
     require_known(dir, known);  // another run may have saved and ended before the lock was taken
     for (const std::string& left : remove_leftovers(dir))

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "lib/comm/world.h"
+#include "lib/program/directory_lock.h"
 
 // ------------------------------------------------------------------------------------------------------------ names
 
@@ -67,21 +68,8 @@ std::vector<std::string> remove_leftovers(const std::string& dir);
 
 // ------------------------------------------------------------------------------------------------------ this run's
 
-// Holds a directory for as long as it lives, and no longer than its process, by a lock on a file in it. Throws Error
-// that names the holder if there is one. Where the file system has no locks it holds nothing, and require_known is what
-// keeps two runs apart.
-class DirectoryLock {
- public:
-  explicit DirectoryLock(const std::string& dir);
-  ~DirectoryLock();
-  DirectoryLock(const DirectoryLock&) = delete;
-
- private:
-  std::string path_;
-  int fd_ = -1;
-};
-
-// What a run holds of the directory that it saves to, from before it opens its outputs: a run that may not save must
+// What a run holds of the directory that it saves to (where the file system has no locks, require_known is what keeps
+// two runs apart), from before it opens its outputs: a run that may not save must
 // not have touched those of the run that does.
 struct SaveDirectory {
   // Collective; makes dir, locks it, removes what a killed run left in it, and writes and removes a file there from

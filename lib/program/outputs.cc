@@ -94,6 +94,20 @@ void check_outputs(const Options& o) {
   if (!o.export_to.empty()) check_export(o.export_to);
 }
 
+OutputLocks lock_outputs(const Options& o) {
+  const auto lock = [](const char* option, const std::string& given, const std::string& name) {
+    if (given.empty()) return std::unique_ptr<DirectoryLock>();
+    try {
+      const std::string dir = files::without_slash(given);
+      files::make_dirs(dir);
+      return std::make_unique<DirectoryLock>(dir, name, "writing");
+    } catch (const Error& e) { throw UsageError(strf("%s: %s", option, e.what())); }
+  };
+  // Names of their own, since a run may give one directory to both.
+  return {lock("--tensorboard", o.tensorboard, ".tensorboard.lock"),
+          lock("--diagnostics", o.diagnostics, ".diagnostics.lock")};
+}
+
 void ignore_write_signals() {
   for (int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);
 }

@@ -17,6 +17,7 @@
 #include "lib/program/evaluation.h"
 #include "lib/program/launch.h"
 #include "lib/program/model_folder.h"
+#include "lib/program/outputs.h"
 #include "lib/program/plan.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
@@ -26,6 +27,7 @@ struct Job {
   SavedState saved = {};                        // of the checkpoint that is resumed; its state is null if there is none
   std::optional<ModelFolder> init = {};         // of --init, where no checkpoint is resumed
   std::unique_ptr<SaveDirectory> save_to = {};  // with --save
+  OutputLocks locks = {};                       // rank 0's
   Run r = {};
   std::unique_ptr<Corpus> data = {}, val_data = {};
   std::unique_ptr<EvalSet> eval = {};  // with --eval

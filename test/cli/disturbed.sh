@@ -58,13 +58,28 @@ awk '/^{.*"command"/ { headers++ } /"step":/ { match($0, /"step":[0-9]+/); if (s
 [ "$(ls "$dir/twice.events" | wc -l)" = 1 ] || wrong="$wrong; nor are the events"
 head -n 1 "$dir/twice.csv/training_fsdp.csv" | grep -q '^1,' || wrong="$wrong; nor are the diagnostics"
 verdict "a launch that is refused leaves the running one's outputs alone" "$wrong"
-launch_onto_log() { launch_again --log "$dir/once.jsonl" --tensorboard "$dir/once.events"; pkill -USR1 -P $run; }
-mpi_until "" launch_onto_log --log "$dir/once.jsonl" --tensorboard "$dir/once.events"
+# The same of runs that share one output alone, which the second leaves as it is, and those of its own unmade.
+once=(--log "$dir/once.jsonl" --tensorboard "$dir/once" --diagnostics "$dir/once")
+again_onto() { # OPTION PATH SAID
+  launch_again "$1" "$2" --log "$dir/again.jsonl"
+  [ "$again" = 2 ] || wrong="$wrong; the second of one $1 ended with status $again"
+  grep -qF -- "error: $3" "$dir/second" || wrong="$wrong; it does not say why: $(tail -n 3 "$dir/second")"
+  [ ! -e "$dir/again.jsonl" ] || wrong="$wrong; its own log is there"
+}
+launch_onto_each() {
+  again_onto --tensorboard "$dir/once" "--tensorboard: another run is writing to $dir/once (host "
+  again_onto --diagnostics "$dir/once" "--diagnostics: another run is writing to $dir/once (host "
+  launch_again --log "$dir/once.jsonl" --tensorboard "$dir/again.events"
+  [ "$again" = 2 ] || wrong="$wrong; the second of one log ended with status $again"
+  grep -qF "error: --log $dir/once.jsonl: another run is writing to it" "$dir/second" || wrong="$wrong; it does not say why: $(tail -n 3 "$dir/second")"
+  pkill -USR1 -P $run
+}
 wrong=""
-[ "$again" = 2 ] || wrong="the second ended with status $again"
-grep -q "^error: --log $dir/once.jsonl: another run is writing to it" "$dir/second" || wrong="$wrong; it does not say why: $(tail -n 3 "$dir/second")"
-[ "$(grep -c '"command"' "$dir/once.jsonl")$(ls "$dir/once.events" | wc -l)" = 11 ] || wrong="$wrong; it has begun anew"
-verdict "two runs do not write one log" "$wrong"
+mpi_until "" launch_onto_each "${once[@]}"
+[ "$(grep -c '"command"' "$dir/once.jsonl")$(find "$dir/once" -name '*tfevents*' | wc -l)" = 11 ] || wrong="$wrong; it has begun anew"
+head -n 1 "$dir/once/training_fsdp.csv" | grep -q '^1,' || wrong="$wrong; so have the diagnostics"
+[ -z "$(find "$dir/once" -name '.*.lock')$(find "$dir/again.events" -name '*tfevents*')" ] || wrong="$wrong; files are left"
+verdict "two runs do not write one log, one directory of events or one of diagnostics" "$wrong"
 timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 50 --log "$dir/unread.jsonl" --save "$dir/unread" 2>"$dir/out" | head -n 1 >/dev/null
 wrong=""
 [ "${PIPESTATUS[0]}" = 0 ] || wrong="it did not end well"
