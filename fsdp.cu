@@ -44,10 +44,10 @@ bool any_in_fp8(const std::vector<Unit>& units) {
 }
 // The least staging memory of an all_reduce, for each rank: a piece of the widest numbers.
 constexpr int64_t piece_bytes = piece_numbers * int64_t(sizeof(double));
-// What a gather's MPI stages: on a GPU all of it, and anywhere the all_reduce of largest numbers.
-int64_t gather_staging(const std::vector<Unit>& units, Backend backend, int64_t element_bytes, int ranks) {
-  const int64_t gathers = backend == Backend::gpu ? largest_gather(units) * element_bytes : 0;
-  return any_in_fp8(units) ? std::max<int64_t>(gathers, ranks * piece_bytes) : gathers;
+// Of the gathers, and where blocks are gathered in fp8 the all_reduce of largest numbers.
+ChannelBytes gather_bytes(const std::vector<Unit>& units, int64_t element_bytes, int ranks) {
+  const int64_t reductions = any_in_fp8(units) ? ranks * piece_bytes : 0;
+  return {std::max(largest_gather(units) * element_bytes, reductions), reductions};
 }
 // Bytes of the largest reduction among `ranks`.
 int64_t largest_reduction(const std::vector<Unit>& units, int64_t FlatParam::*numel, Dtype dtype, int ranks) {
@@ -64,10 +64,9 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       replica_world_(replica_group(world, options.shards(world.size))),
       options_(options),
       units_(std::move(units)),
-      gather_channel_(
-          dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
-          gather_staging(units_, dev.backend, options.gather_wide ? 4 : int64_t(sizeof(T)), shard_world_.size), links,
-          options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
+      gather_channel_(dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
+                      gather_bytes(units_, options.gather_wide ? 4 : int64_t(sizeof(T)), shard_world_.size), links,
+                      options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
                       largest_reduction(exchanges() ? replicated(units_) : units_, &FlatParam::padded,
                                         options.reduce_dtype, shard_world_.size),
@@ -197,6 +196,13 @@ template <class T, class G>
 int64_t Fsdp<T, G>::parameters() const {
   int64_t n = 0;
   for (const Unit& u : units_) n += u.numel;
+  return n;
+}
+
+template <class T, class G>
+int64_t Fsdp<T, G>::pinned_bytes() const {
+  int64_t n = exchange_channel_ ? exchange_channel_->pinned_bytes() : 0;
+  for (const Channel* c : {&gather_channel_, &reduce_channel_, &replica_channel_}) n += c->pinned_bytes();
   return n;
 }
 

@@ -180,6 +180,7 @@ class Fsdp {
   void* second_moment(int u) const { return state_[size_t(u)].v; }
   Dtype moment_dtype() const { return options_.moment_dtype; }
   int64_t parameters() const;
+  int64_t pinned_bytes() const;  // of the host's memory, beside the plan: what the channels stage through on a GPU
   void begin_trace() { trace_.clear(), tracing_ = true; }
   void trace_times(int64_t n) { trace_times_ = n; }  // what follows in it stands for n alike
   const std::vector<Issued>& trace() const { return trace_; }

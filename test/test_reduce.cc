@@ -246,3 +246,17 @@ TEST_CASE("GPU: copy engines carry, and owners sum in fp32 and in rank order", "
   s.fsdp.gather_by_copy_engine = true;
   check<bf16, bf16, bf16>(s);
 }
+
+// Over MPI a GPU's buffers pass through pinned host memory. What is gathered arrives where it is sent from; the parts
+// that a reduction sums arrive beside it.
+TEST_CASE("on GPUs over MPI reductions pin a second buffer, and gathers do not", "[reduce]") {
+  const World& world = test_world();
+  if (world.size == 1) return;
+  const std::vector<Unit> all = units(world.size);
+  int64_t largest = 0;
+  for (const Unit& u : all) largest = std::max(largest, int64_t(sizeof(float)) * u.padded);
+  Device dev(Backend::gpu, Device::plan_only);
+  const Fsdp<float, float> fsdp(dev, world, Transport::mpi, all, FsdpOptions(), Links::open);
+  REQUIRE(largest > world.size * piece_numbers * int64_t(sizeof(double)));
+  CHECK(fsdp.pinned_bytes() == largest + 2 * largest);
+}

@@ -143,11 +143,11 @@ bool copy_engines_pay(const Device& dev, const World& world) {
 
 struct Channel::Impl {
   MPI_Comm mpi = MPI_COMM_NULL;
-  char* staging = nullptr;                        // CPU: planned; receives the parts that reduce_scatter sums
-  std::unique_ptr<HostBuffer<char>> host, host2;  // GPU over MPI: the whole buffer, and the received parts
-  int lane = -1;                                  // in the flight record; -1: none
-  int watched = -1;                               // by a watchdog, for NCCL's errors
-  std::unique_ptr<Progress> progress;             // NCCL's
+  char* staging = nullptr;                           // CPU: planned; receives the parts that reduce_scatter sums
+  std::unique_ptr<HostBuffer<char>> host, received;  // GPU over MPI: the whole buffer, and the received parts
+  int lane = -1;                                     // in the flight record; -1: none
+  int watched = -1;                                  // by a watchdog, for NCCL's errors
+  std::unique_ptr<Progress> progress;                // NCCL's
 #if FSDP_NCCL
   ncclComm_t nccl = nullptr;
 #endif
@@ -157,18 +157,19 @@ struct Channel::Impl {
 };
 
 Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
-                 int64_t max_bytes, Links links, CopyEngines engines)
+                 ChannelBytes most, Links links, CopyEngines engines)
     : dev_(dev),
       stream_(stream),
       world_(world),
       transport_(world.size == 1 ? Transport::none : transport),
-      max_bytes_(max_bytes),
+      most_(most),
       engines_(engines),
       impl_(std::make_unique<Impl>()) {
   transport = transport_;
   ASSERT(world.size == 1 || transport != Transport::none);
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
-    impl_->staging = dev.mem.keep<char>(max_bytes, std::string(name) + " channel: parts received", Purpose::workspace);
+    impl_->staging =
+        dev.mem.keep<char>(most.received, std::string(name) + " channel: parts received", Purpose::workspace);
   if (links == Links::planned || transport == Transport::none) return;
   MPI_CHECK(MPI_Comm_split(all_ranks(), world.group, world.rank, &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
@@ -187,10 +188,14 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     throw UsageError("this build has no NCCL: rebuild with NCCL installed");
 #endif
   } else if (dev.backend == Backend::gpu) {
-    impl_->host = std::make_unique<HostBuffer<char>>(dev, max_bytes);
-    impl_->host2 = std::make_unique<HostBuffer<char>>(dev, max_bytes);
+    impl_->host = std::make_unique<HostBuffer<char>>(dev, most.any);
+    if (most.received > 0) impl_->received = std::make_unique<HostBuffer<char>>(dev, most.received);
   }
   watch(name);
+}
+
+int64_t Channel::pinned_bytes() const {
+  return (impl_->host ? impl_->host->size() : 0) + (impl_->received ? impl_->received->size() : 0);
 }
 
 // All of the arena: its slots lie at the same places on all ranks, whose plans are the same.
@@ -303,7 +308,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t) {
                   via(CopyEngines::all_gather));
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
-  ASSERT(!impl_->host || part * world_.size <= max_bytes_);
+  ASSERT(!impl_->host || part * world_.size <= most_.any);
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
     const Recorded recorded(*this, "all_gather", part * world_.size);
@@ -331,7 +336,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
     stream_.spend(Collective::reduce_scatter, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
-  ASSERT(transport_ != Transport::mpi || part * world_.size <= max_bytes_);
+  ASSERT(transport_ != Transport::mpi || part * world_.size <= std::min(most_.any, most_.received));
   char* mine = static_cast<char*>(buf) + world_.rank * part;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
@@ -343,7 +348,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
 #endif
   bool staged = impl_->host != nullptr;
   char* send = staged ? impl_->host->get() : static_cast<char*>(buf);
-  char* parts = staged ? impl_->host2->get() : impl_->staging;
+  char* parts = staged ? impl_->received->get() : impl_->staging;
   if (staged) stream_.copy(send, buf, part * world_.size);
   char* out = send + world_.rank * part;
   over_mpi("reduce_scatter", part * world_.size, [=, ranks = world_.size, mpi = impl_->mpi] {
@@ -374,9 +379,9 @@ void Channel::all_to_all(const void* from, void* to, int64_t count, Dtype t) {
 #endif
   }
 #endif
-  ASSERT(!impl_->host || all <= max_bytes_);
+  ASSERT(!impl_->host || all <= std::min(most_.any, most_.received));
   char* send = impl_->host ? impl_->host->get() : nullptr;
-  char* receive = impl_->host ? impl_->host2->get() : static_cast<char*>(to);
+  char* receive = impl_->host ? impl_->received->get() : static_cast<char*>(to);
   if (send) stream_.copy(send, from, all);
   over_mpi("all_to_all", all, [=, sent = send ? send : static_cast<const char*>(from), mpi = impl_->mpi] {
     exchange(sent, receive, part, mpi);
@@ -400,9 +405,10 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
   }
 #endif
   const bool staged = impl_->host != nullptr;
-  char* parts = staged ? impl_->host2->get() : impl_->staging;
-  const int64_t piece = std::max<int64_t>(1, max_bytes_ / world_.size / size_of(t) / piece_numbers * piece_numbers);
-  ASSERT(piece * world_.size * size_of(t) <= max_bytes_);
+  const int64_t most = std::min(most_.any, most_.received);
+  const int64_t piece = std::max<int64_t>(1, most / world_.size / size_of(t) / piece_numbers * piece_numbers);
+  ASSERT(piece * world_.size * size_of(t) <= most);
+  char* parts = staged ? impl_->received->get() : impl_->staging;
   for (int64_t from = 0; from < count; from += piece) {
     const int64_t n = std::min(piece, count - from), bytes = n * size_of(t);
     char* at = static_cast<char*>(buf) + from * size_of(t);
@@ -436,7 +442,7 @@ void Channel::broadcast(void* buf, int64_t bytes, int root) {
     return;
   }
 #endif
-  ASSERT(!impl_->host || bytes <= max_bytes_);
+  ASSERT(!impl_->host || bytes <= most_.any);
   char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
   if (impl_->host) stream_.copy(host, buf, bytes);
   over_mpi("broadcast", bytes, [host, bytes, root, mpi = impl_->mpi] {

@@ -52,14 +52,21 @@ enum class CopyEngines { none, all_gather, all_to_all };
 // planned: memory is recorded and nobody is talked to, as in a world that is not here (--plan --world N).
 enum class Links { planned, open };
 
+// The largest buffers that collectives of a channel will see, all ranks' parts together. What a rank receives before it
+// has a place, the parts that a reduction sums and on a GPU an all_to_all's, has over MPI a buffer of its own.
+struct ChannelBytes {
+  int64_t any, received;
+  ChannelBytes(int64_t any, int64_t received) : any(any), received(received) {}
+  ChannelBytes(int64_t both) : ChannelBytes(both, both) {}
+};
+
 class Channel {
  public:
-  // `max_bytes`: the largest buffer that a collective here will see (all ranks' parts together); MPI stages through
-  // planned memory (CPU) or pinned host memory (GPU) of that size. Collective over all ranks, of all groups. A world of
-  // one needs no transport, whatever is given.
-  // engines: of arena memory, whose buffers lie at the same places on all ranks; one host; after use_nccl_memory.
-  // Throws NcclError where NCCL would take kernels instead.
-  Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, int64_t max_bytes,
+  // MPI stages what is received through planned memory (CPU), everything through pinned host memory (GPU). Collective
+  // over all ranks, of all groups. A world of one needs no transport, whatever is given. engines: of arena memory,
+  // whose buffers lie at the same places on all ranks; one host; after use_nccl_memory. Throws NcclError where NCCL
+  // would take kernels instead.
+  Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, ChannelBytes most,
           Links links, CopyEngines engines = CopyEngines::none);
   ~Channel();
   Channel(const Channel&) = delete;
@@ -80,6 +87,7 @@ class Channel {
   void broadcast(void* buf, int64_t bytes, int root);
 
   Stream& stream() { return stream_; }
+  int64_t pinned_bytes() const;  // of the host's memory, which a GPU's MPI stages through
   // Whose the collectives are from here on, for the flight record: a unit's name.
   void set_unit(const std::string& unit) { unit_ = unit; }
   double delay_ms = 0;  // for tests: sleeps before each collective
@@ -95,7 +103,7 @@ class Channel {
   Stream& stream_;
   World world_;
   Transport transport_;
-  int64_t max_bytes_;
+  ChannelBytes most_;
   std::string unit_;
   CopyEngines engines_;
   std::unique_ptr<Impl> impl_;
