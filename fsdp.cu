@@ -81,6 +81,9 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   keep_gather_slots();
   keep_gradient_slots();
   if (exchanges()) open_exchange(transport, links);
+  int opened = exchange_channel_ && exchange_channel_->communicates();
+  for (const Channel* c : {&gather_channel_, &reduce_channel_, &replica_channel_}) opened += c->communicates();
+  ASSERT(transport != Transport::nccl || opened == options.communicators(world.size));
   scalars_ = dev.mem.keep<StepScalars>(1, "scalars", Purpose::workspace);
   partials_ = dev.mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
   unit_sums_ = dev.mem.keep<double>(int64_t(units_.size()), "sums of units", Purpose::workspace);

@@ -71,6 +71,11 @@ struct FsdpOptions {
   // Parts go to their owners by all_to_all, who sums them in fp32 and in rank order: by copy engines over NCCL. What is
   // replicated is all_reduced all the same.
   bool reduce_by_copy_engine = false;
+  // That a rank opens where its channels go over NCCL.
+  int communicators(int world_size) const {
+    const bool shards_here = shards(world_size) > 1, replicates = shards(world_size) < world_size;
+    return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + (reduce_by_copy_engine ? 1 : 0)) + replicates;
+  }
   bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
   bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;            // of the initial weights

@@ -651,10 +651,15 @@ TEST_CASE("ranks share a GPU where the GPU says so, whatever number it has", "[c
 }
 
 TEST_CASE("what libraries take beside the arena", "[comm]") {
-  CHECK(library_bytes(Backend::cpu, Transport::mpi) == 0);
-  CHECK(library_bytes(Backend::gpu, Transport::none) > 0);
-  CHECK(library_bytes(Backend::gpu, Transport::mpi) == library_bytes(Backend::gpu, Transport::none));
-  CHECK(library_bytes(Backend::gpu, Transport::nccl) > library_bytes(Backend::gpu, Transport::none));
+  const int few = usual_communicators;
+  const int64_t none = library_bytes(Backend::gpu, Transport::none, few);
+  CHECK(library_bytes(Backend::cpu, Transport::mpi, few) == 0);
+  CHECK(none > 0);
+  CHECK(library_bytes(Backend::gpu, Transport::mpi, few) == none);
+  const int64_t over_nccl = library_bytes(Backend::gpu, Transport::nccl, few);
+  CHECK(over_nccl > none);
+  CHECK(library_bytes(Backend::gpu, Transport::nccl, 1) == over_nccl);
+  CHECK(library_bytes(Backend::gpu, Transport::nccl, few + 1) == over_nccl + (over_nccl - none) / few);
 }
 
 TEST_CASE("CPU ranks share their host's memory", "[comm]") {

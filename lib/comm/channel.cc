@@ -94,9 +94,10 @@ std::string nccl_version() {
   return "none";
 }
 
-int64_t library_bytes(Backend backend, Transport transport) {
+int64_t library_bytes(Backend backend, Transport transport, int communicators) {
   if (backend == Backend::cpu) return 0;
-  return int64_t(transport == Transport::nccl ? 1024 : 256) << 20;
+  const int of_nccl = transport == Transport::nccl ? std::max(communicators, usual_communicators) : 0;
+  return int64_t(256 + 256 * of_nccl) << 20;
 }
 
 CommStreams comm_streams(Backend backend, Transport transport) {

@@ -29,10 +29,11 @@ CommStreams comm_streams(Backend backend, Transport transport);
 
 // What a GPU needs beside the arena. context_bytes: CUDA's context, which is there before a run asks what is free; a
 // plan for a GPU that is not here counts it too. library_bytes: what comes after the arena, kernels' code that is
-// loaded at its first use, cuBLASLt, graphs; and over NCCL the buffers and code of three communicators, several hundred
-// MiB (--shard hybrid with --reduce copy-engine opens a fourth).
+// loaded at its first use, cuBLASLt, graphs; and over NCCL the buffers and code of so many communicators, for three of
+// which there is room in any case.
 constexpr int64_t context_bytes = int64_t(448) << 20;
-int64_t library_bytes(Backend backend, Transport transport);
+constexpr int usual_communicators = 3;
+int64_t library_bytes(Backend backend, Transport transport, int communicators);
 
 // Over MPI an all_reduce goes in pieces of multiples of so many numbers for each rank.
 constexpr int64_t piece_numbers = 64;
@@ -87,6 +88,7 @@ class Channel {
   void broadcast(void* buf, int64_t bytes, int root);
 
   Stream& stream() { return stream_; }
+  bool communicates() const { return transport_ == Transport::nccl; }  // has a communicator of NCCL's
   int64_t pinned_bytes() const;  // of the host's memory, which a GPU's MPI stages through
   // Whose the collectives are from here on, for the flight record: a unit's name.
   void set_unit(const std::string& unit) { unit_ = unit; }

@@ -74,27 +74,32 @@ void plan_step(Run r, const World& world, Device* dev, Estimate* estimate) {
 }
 }  // namespace
 
-double reserve() { return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl)); }
+double reserve(int communicators) {
+  return double(context_bytes + library_bytes(Backend::gpu, Transport::nccl, communicators));
+}
 
-bool fits(double bytes, const Chip& chip) { return bytes + reserve() <= chip.memory; }
+bool fits(double bytes, const Chip& chip, int communicators) { return bytes + reserve(communicators) <= chip.memory; }
 
 namespace {
 // A step that has been run dry, and is not packed yet: that takes longer than all else.
 struct DryStep {
   Run r;
   double tokens;  // of a GPU
+  int communicators;
   Estimate estimate;
   Device dev{Backend::gpu, Device::plan_only};
   DryStep(const Run& run, const World& world, const Chip& chip)
       : r(run),
         tokens(double(run.tokens_per_step()) / world.size),
+        communicators(run.fsdp.communicators(world.size)),
         estimate(chip, run.o.graph == 1, run.o.tf32 && run.dtype == Dtype::f32) {
     check_fp8(r.model, chip.fp8, chip.name);
     plan_step(r, world, &dev, &estimate);
   }
   DryStep(Run run, int ranks, const Chip& chip) : DryStep(run, elsewhere(&run, ranks, chip.copy_engines).world, chip) {}
   bool fits_on(const Chip& chip) const {
-    return fits(double(dev.mem.live_peak()), chip) && fits(double(dev.mem.arena_bytes()), chip);
+    return fits(double(dev.mem.live_peak()), chip, communicators) &&
+           fits(double(dev.mem.arena_bytes()), chip, communicators);
   }
   double tokens_per_sec() const { return tokens / estimate.step(); }
 };
@@ -109,6 +114,7 @@ Price price(Run r, const World& world, const Chip& chip) {
           step.tokens_per_sec(),
           double(memory.init_total),
           double(memory.before_step_total),
+          step.communicators,
           {e.limit(Work::matmul), e.limit(Work::attention), e.limit(Work::memory) + e.limit(Work::optimizer)},
           e.text(step.tokens, step.tokens * flops_per_token(r.model))};
 }
@@ -296,10 +302,11 @@ std::string estimate_text(const Run& r, int ranks) {
   if (!chip) return strf("unknown chip %s: no time estimated; name one, as in --gpu h200\n", chip_for(r).c_str());
   Price p = price(r, ranks, *chip);
   if (r.fsdp.gather_over_mpi && ranks > 1) p.text = "the time of a step with --gather mpi is not estimated\n";
-  if (fits(p.bytes, *chip)) return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
+  if (fits(p.bytes, *chip, p.communicators))
+    return p.text + strf("it fits: %.1f of %.0f GB\n", 1e-9 * p.bytes, 1e-9 * chip->memory);
   return p.text +
          strf("it does not fit: %.1f GB, and %s has %.0f, of which CUDA and NCCL take %.1f\n", 1e-9 * p.bytes,
-              chip->name, 1e-9 * chip->memory, 1e-9 * reserve()) +
+              chip->name, 1e-9 * chip->memory, 1e-9 * reserve(p.communicators)) +
          advice(r.o, ranks, *chip);
 }
 

@@ -26,6 +26,7 @@ struct Limits {
 struct Price {
   double bytes, seconds, tokens_per_sec;  // of a GPU; bytes: the peak
   double init_bytes, before_step_bytes;   // once the weights are there; when a step begins
+  int communicators;                      // over NCCL
   Limits limits;
   std::string text;  // Estimate's table
 };
@@ -33,10 +34,10 @@ Price price(Run r, const World& world, const Chip& chip);
 // On ranks that are not here: nodes full of GPUs, one for each rank. Chooses the gathers as a run there would.
 Price price(Run r, int ranks, const Chip& chip);
 
-// Bytes that CUDA, NCCL and cuBLAS take beside a plan.
-double reserve();
+// Bytes that CUDA, cuBLAS and NCCL with so many communicators take beside a plan.
+double reserve(int communicators = usual_communicators);
 // Whether a chip has room for a plan of so many bytes, and for that.
-bool fits(double bytes, const Chip& chip);
+bool fits(double bytes, const Chip& chip, int communicators = usual_communicators);
 
 // What to change so that it fits, and costs least: of the fewest changes that do it those with the most tokens/s. One
 // line.

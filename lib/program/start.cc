@@ -206,7 +206,7 @@ void begin(Job* job) {
   std::function<void(const std::string&)> note;
   together([&] {
     if (r.fsdp.uses_copy_engines() && job->transport == Transport::nccl) use_nccl_memory(dev);
-    dev.mem.commit(library_bytes(r.backend, job->transport));
+    dev.mem.commit(library_bytes(r.backend, job->transport, r.fsdp.communicators(job->world.size)));
     if (job->world.rank != 0) return;
     opening = open_log(estimated_ms, job);
     note = [telemetry = job->telemetry.get()](const std::string& line) { telemetry->note(line); };

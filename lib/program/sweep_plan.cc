@@ -34,6 +34,7 @@ Planned planned(const Words& options, int64_t ranks, const std::string& chip_wor
   const Price price_ = price(r, int(ranks), *chip);
   p.seconds = price_.seconds, p.peak_mib = mib(int64_t(price_.bytes));
   p.init_mib = mib(int64_t(price_.init_bytes)), p.before_step_mib = mib(int64_t(price_.before_step_bytes));
+  p.communicators = price_.communicators;
   p.tokens_per_sec = price_.tokens_per_sec * double(ranks);
   p.mfu = mfu(chip->name, 1, flops_per_token(r.model) * price_.tokens_per_sec, 1);
   return p;
@@ -47,7 +48,8 @@ bool fits_on(const Words& options, int64_t ranks, const std::string& chip) {
   const Chip* known = chip_named(chip);
   if (!known) return false;
   try {
-    return fits(planned(options, ranks, chip).peak_mib * (1 << 20), *known);
+    const Planned p = planned(options, ranks, chip);
+    return fits(p.peak_mib * (1 << 20), *known, p.communicators);
   } catch (const UsageError&) { return false; }
 }
 

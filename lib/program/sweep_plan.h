@@ -14,6 +14,7 @@ struct Planned {
   double seconds = 0;  // of a step; 0 where nothing is known of it
   double init_mib = 0, before_step_mib = 0, peak_mib = 0;
   double tokens_per_sec = 0;  // of all GPUs
+  int communicators = 0;      // over NCCL
   double mfu = 0;
   nlohmann::json config = nlohmann::json::object();  // all options, as they were resolved
 };

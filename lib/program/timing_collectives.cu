@@ -60,7 +60,7 @@ class Bench {
         K_(gpu_ ? 4096 : 128) {
     open(most_mib, Links::planned);
     if (copy_engines_) use_nccl_memory(dev_);
-    dev_.mem.commit(library_bytes(dev_.backend, transport_));
+    dev_.mem.commit(library_bytes(dev_.backend, transport_, usual_communicators));
     dev_.mem.rewind();
     dev_.mode = Mode::run;
     open(most_mib, Links::open);
