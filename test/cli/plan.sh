@@ -46,9 +46,10 @@ good "schedule" "one rank: nothing moves" --show-schedule --world 4 --shard hybr
 # Every knob of sharding reaches the step: how often something is in the schedule and the plan with it, and without it.
 # Without numbers of lines and MiB of what moves, and with one blank between words.
 told() {
-  local preset=(--preset tiny)
+  local preset=(--preset tiny) gpu=(--gpu h200)
   [[ " $* " != *" --preset "* ]] || preset=()
-  ./train --plan --show-schedule --gpu h200 --world 4 "${preset[@]}" "$@" 2>&1 | sed -E 's/^ +[0-9]+  (gather|reduce|compute) /\1 /
+  [[ " $* " != *" --gpu "* ]] || gpu=()
+  ./train --plan --show-schedule "${gpu[@]}" --world 4 "${preset[@]}" "$@" 2>&1 | sed -E 's/^ +[0-9]+  (gather|reduce|compute) /\1 /
     s/ [0-9.]+  (bf16|fp32|fp64)/ \1/; /^compute (use|release) /d' | tr -s ' \n' | tr '\n' ';'
 }
 # knob ERE HOW-OFTEN HOW-OFTEN-WITHOUT OPTION...
@@ -97,17 +98,20 @@ knob 'reduce optimizer block' 2 0 --optimizer-in-backward 1 --clip 0
 knob 'reduce all_reduce all ' 2 1 --clip-norm inf
 knob 'no clipping' 1 0 --clip 0
 knob "gathers by NCCL's kernels" 1 0 --gather nccl
-knob 'gathers by copy engines, into' 1 1 --gather copy-engine
 knob 'reduce all_to_all [a-z.0-9]+ bf16, 4 ranks' 4 0 --reduce copy-engine
 knob 'reduce (all_to_all|all_reduce) [a-z.0-9]+ bf16, 2 ranks' 8 0 --reduce copy-engine --shard hybrid:2
 knob 'beside it: 4 all_to_all,.*reductions by all-to-all and a sum in rank order' 1 0 --reduce copy-engine
-knob "reductions by NCCL's kernels" 1 1 --reduce nccl
 knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
 knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
 knob 'epilogues are kernels of their own' 1 0 --fuse 0
 knob "products by cuBLASLt's first choice" 1 0 --tune-matmul 0
 knob 'reduce_scatter head' 0 1 --tie-embeddings
 knob 'reduce_scatter block.0' 0 1 --freeze block.0
+# What is the choice anyway shows where the choice is another: of gathers on an A100, of reductions behind the environment.
+told --gpu a100 >"$dir/plain"
+knob 'gathers by copy engines, into' 1 0 --gpu a100 --gather copy-engine
+FSDP_REDUCE=copy-engine told >"$dir/plain"
+FSDP_REDUCE=copy-engine knob "reductions by NCCL's kernels" 1 0 --reduce nccl
 # What it says before a run is what the run takes, on CPU ranks too.
 wrong=""
 for with in "" "--shard none" "--shard hybrid:2 --wrap sublayer --recompute both" "--autocast bf16 --accum-sync last --grad-accum 2" \
