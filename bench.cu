@@ -166,6 +166,13 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
   refuse(!steps && !collectives && s.ranks, "--ranks");
   refuse(trains && !s.values.empty(), "--values");
+  if (s.gpu.empty() || s.dry_run || !steps) return;
+  const std::pair<bool, const char*> of_runs[] = {{s.steps, "--steps"},
+                                                  {!s.window.empty(), "--window"},
+                                                  {s.rounds > 1, "--rounds"},
+                                                  {s.warm_seconds >= 0, "--warm"}};
+  for (const auto& [given, option] : of_runs)
+    REQUIRE_USER(!given, "%s with --gpu %s: rows are planned, of one step; leave it out", option, s.gpu.c_str());
 }
 
 void read_window(const Settings& s, SweepRun* run) {

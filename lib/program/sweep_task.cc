@@ -137,6 +137,9 @@ TrainFiles recorded_files(const SweepRun& run, int64_t number) {
 static void refuse_own_options(const Words& extra) {
   const std::pair<const char*, const char*> own[] = {{"--steps", "give --steps N before the --"},
                                                      {"--gpu", "give --gpu CHIP before the --"},
+                                                     {"--world", "give --ranks N before the --"},
+                                                     {"--plan", "give --gpu CHIP before the --, for plans of it"},
+                                                     {"--device", "rows run on GPUs where the machine has some"},
                                                      {"--log", "--out FILE is where the rows go"}};
   for (const auto& [option, instead] : own)
     for (const std::string& word : extra)

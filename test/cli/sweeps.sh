@@ -262,7 +262,7 @@ bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
-for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100"; do
+for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100" "--world 2" --plan "--device gpu"; do
   # shellcheck disable=SC2086 # an option and its value
   bench --sweep depth --only 1 --dry-run -- $own
   judge "behind --, what a row is told by the sweep: $own" "$(cut -d= -f1 <<<"${own% *}") behind --"
@@ -279,6 +279,11 @@ bench --sweep depth --gpu h200
 judge "a chip that is not here" "--gpu" "--ranks"
 bench --sweep depth --gpu h200 --ranks 2 --peer
 judge "PyTorch on a chip that is not here" "--gpu h200" "PyTorch"
+for of_runs in "--steps 3" "--window 1:2" "--rounds 2" "--warm 1"; do
+  # shellcheck disable=SC2086 # an option and its value
+  bench --sweep depth --gpu h200 --ranks 2 $of_runs
+  judge "of a run, for a chip that is not here: $of_runs" "${of_runs% *} with --gpu h200" "planned"
+done
 bench --sweep attention --gpu h200 --ranks 2
 judge "what has no plan" "--sweep attention" "plan"
 bench --sweep depth --out /nonexistent/rows.jsonl
