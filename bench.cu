@@ -144,11 +144,21 @@ Settings parse(int argc, char** argv) {
                "--gpu and --ranks are for --sweep and --list");
   const bool own_ranks = !s.names.empty() && std::all_of(s.names.begin(), s.names.end(), says_its_ranks);
   REQUIRE_USER(s.gpu.empty() || s.ranks > 0 || own_ranks, "--gpu %s: give --ranks N, how many of them", s.gpu.c_str());
-  REQUIRE_USER(s.gpu.empty() || s.list || s.dry_run || !s.peer, "--gpu %s: rows are planned, and PyTorch has no plan",
-               s.gpu.c_str());
   REQUIRE_USER(s.out.empty() || s.names.size() <= 1, "--out: one file for several sweeps; give one sweep");
   REQUIRE_USER(s.only.empty() || s.names.size() == 1, "--only: rows of several sweeps; give one sweep");
   return s;
+}
+
+// Refuses what says how rows run where none does: those of --gpu are planned, whatever sweeps they are of.
+void check_planned(const Settings& s) {
+  if (s.gpu.empty() || s.list || s.dry_run) return;
+  REQUIRE_USER(!s.peer, "--gpu %s: rows are planned, and PyTorch has no plan", s.gpu.c_str());
+  const std::pair<bool, const char*> of_runs[] = {{s.steps, "--steps"},
+                                                  {!s.window.empty(), "--window"},
+                                                  {s.rounds > 1, "--rounds"},
+                                                  {s.warm_seconds >= 0, "--warm"}};
+  for (const auto& [given, option] : of_runs)
+    REQUIRE_USER(!given, "%s with --gpu %s: rows are planned, of one step; leave it out", option, s.gpu.c_str());
 }
 
 // Refuses what a sweep does not use.
@@ -166,13 +176,6 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
   refuse(!steps && !collectives && s.ranks, "--ranks");
   refuse(trains && !s.values.empty(), "--values");
-  if (s.gpu.empty() || s.dry_run || !steps) return;
-  const std::pair<bool, const char*> of_runs[] = {{s.steps, "--steps"},
-                                                  {!s.window.empty(), "--window"},
-                                                  {s.rounds > 1, "--rounds"},
-                                                  {s.warm_seconds >= 0, "--warm"}};
-  for (const auto& [given, option] : of_runs)
-    REQUIRE_USER(!given, "%s with --gpu %s: rows are planned, of one step; leave it out", option, s.gpu.c_str());
 }
 
 void read_window(const Settings& s, SweepRun* run) {
@@ -308,6 +311,7 @@ int run_bench(const Settings& s) {
   mkdir("build", 0777), mkdir("build/bench", 0777);
   if (s.out.empty() && !s.list && !s.dry_run) mkdir("results", 0777);
   if (s.list) return list_sweeps(s);
+  check_planned(s);
   for (const std::string& name : s.names) {
     const Sweep& sweep = find_sweep(name);
     REQUIRE_USER(s.gpu.empty() || s.dry_run || sweep.rows, "--sweep %s --gpu %s: there is no plan of it", sweep.name,
