@@ -171,6 +171,7 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
   if (transport == Transport::mpi && dev.backend == Backend::cpu)
     impl_->staging =
         dev.mem.keep<char>(most.received, std::string(name) + " channel: parts received", Purpose::workspace);
+  ASSERT(most.received <= most.any);
   if (links == Links::planned || transport == Transport::none) return;
   MPI_CHECK(MPI_Comm_split(all_ranks(), world.group, world.rank, &impl_->mpi));
   MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
@@ -337,7 +338,7 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
     stream_.spend(Collective::reduce_scatter, double(count * size_of(t)) * world_.size, world_.size, world_.local_size);
   if (stream_.off() || transport_ == Transport::none) return;
   int64_t part = count * size_of(t);
-  ASSERT(transport_ != Transport::mpi || part * world_.size <= std::min(most_.any, most_.received));
+  ASSERT(transport_ != Transport::mpi || part * world_.size <= most_.received);
   char* mine = static_cast<char*>(buf) + world_.rank * part;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
@@ -380,7 +381,7 @@ void Channel::all_to_all(const void* from, void* to, int64_t count, Dtype t) {
 #endif
   }
 #endif
-  ASSERT(!impl_->host || all <= std::min(most_.any, most_.received));
+  ASSERT(!impl_->host || all <= most_.received);
   char* send = impl_->host ? impl_->host->get() : nullptr;
   char* receive = impl_->host ? impl_->received->get() : static_cast<char*>(to);
   if (send) stream_.copy(send, from, all);
@@ -406,7 +407,7 @@ void Channel::all_reduce(void* buf, int64_t count, Dtype t, Reduction how) {
   }
 #endif
   const bool staged = impl_->host != nullptr;
-  const int64_t most = std::min(most_.any, most_.received);
+  const int64_t most = most_.received;
   const int64_t piece = std::max<int64_t>(1, most / world_.size / size_of(t) / piece_numbers * piece_numbers);
   ASSERT(piece * world_.size * size_of(t) <= most);
   char* parts = staged ? impl_->received->get() : impl_->staging;

@@ -56,7 +56,7 @@ enum class Links { planned, open };
 // The largest buffers that collectives of a channel will see, all ranks' parts together. What a rank receives before it
 // has a place, the parts that a reduction sums and on a GPU an all_to_all's, has over MPI a buffer of its own.
 struct ChannelBytes {
-  int64_t any, received;
+  int64_t any, received;  // received <= any
   ChannelBytes(int64_t any, int64_t received) : any(any), received(received) {}
   ChannelBytes(int64_t both) : ChannelBytes(both, both) {}
 };

@@ -123,10 +123,9 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   require_same(strf("%lld tokens of %s\n", ll(job->data->count), job->data->description.c_str()) + settings(r).dump(0),
                "the run");
   if (!o.save.empty()) job->save_to = std::make_unique<SaveDirectory>(world, o.save, found);
-  try {
+  together([&] {
     if (world.rank == 0) job->locks = lock_outputs(o);
-  } catch (const Error& e) { error = e.what(); }
-  throw_agreed<UsageError>(error);
+  });
 }
 
 // Finds out who talks to whom and how, opens the device, and plans the step's memory.
