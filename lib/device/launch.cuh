@@ -28,13 +28,13 @@ inline void allow_shared(const void* kernel, int bytes) {
   most = bytes;
 }
 
-// A process has one GPU.
-inline bool may_start_early() {
-  static const bool may = [] {
-    int device = 0, major = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
+// Whether begin_kernel() waits in the code that runs: on a newer GPU that may be PTX of an older one. One kernel speaks
+// for all, since they are compiled for the same GPUs, and a process has one.
+inline bool may_start_early(const void* kernel) {
+  static const bool may = [kernel] {
+    cudaFuncAttributes code = {};
+    CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+    return code.ptxVersion >= 90;
   }();
   return may;
 }
@@ -49,13 +49,14 @@ struct Grid {
 // kernel(args...) on the grid, of a kernel that begins with begin_kernel(). Throws as CUDA_CHECK does.
 template <class... Parameters, class... Args>
 void launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid, Args&&... args) {
-  if (grid.shared_bytes > 0) launches::allow_shared(reinterpret_cast<const void*>(kernel), grid.shared_bytes);
+  const void* const code = reinterpret_cast<const void*>(kernel);
+  if (grid.shared_bytes > 0) launches::allow_shared(code, grid.shared_bytes);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid.blocks, config.blockDim = grid.threads, config.dynamicSmemBytes = size_t(grid.shared_bytes);
-  config.stream = stream, config.attrs = &early, config.numAttrs = launches::may_start_early() ? 1 : 0;
+  config.stream = stream, config.attrs = &early, config.numAttrs = launches::may_start_early(code) ? 1 : 0;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
