@@ -23,11 +23,12 @@ void check_nsa(const NsaShape& a) {
       "selected",
       ll(a.selected));
   REQUIRE_USER(a.window >= 1, "--nsa-window %lld: must be 1 or more, for a query sees itself", ll(a.window));
-  if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0) || a.ld < a.columns())
+  if (a.B < 1 || a.T < 1 || a.D < 1 || a.DV < 0 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0) ||
+      a.ld < a.columns())
     throw Error(
-        strf("NSA: bad shape B %lld T %lld H %lld HKV %lld D %lld ld %lld scale %g: all must be positive, HKV must "
-             "divide H, and rows have %lld columns",
-             ll(a.B), ll(a.T), ll(a.H), ll(a.HKV), ll(a.D), ll(a.ld), a.scale, ll(a.columns())));
+        strf("NSA: bad shape B %lld T %lld H %lld HKV %lld D %lld DV %lld ld %lld scale %g: all must be positive, HKV "
+             "must divide H, and rows have %lld columns",
+             ll(a.B), ll(a.T), ll(a.H), ll(a.HKV), ll(a.D), ll(a.v_dim()), ll(a.ld), a.scale, ll(a.columns())));
 }
 
 const char* name_of(Stage s) {
@@ -88,16 +89,23 @@ namespace {
 
 // The window branch: q, k and v, and their gradients, are columns of the fused rows.
 AttentionShape window_shape(const NsaShape& a) {
-  AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale, Sees::window};
-  s.window = a.window;
+  AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.v_dim(), a.ld, a.ld, a.scale, Sees::window};
+  s.window = a.window, s.DV = a.DV;
   return s;
 }
 // The compressed branch: q is columns of the fused rows; compressed keys and values, and all gradients, have buffers.
 AttentionShape compressed_shape(const NsaShape& a) {
-  const int64_t q = a.H * a.D, kv = a.HKV * a.D;
-  AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, kv, q, q, kv, a.scale, Sees::compressed};
+  const int64_t q = a.H * a.D, k = a.HKV * a.D, v = a.HKV * a.v_dim(), o = a.H * a.v_dim();
+  AttentionShape s = {a.B, a.T, a.H, a.HKV, a.D, a.ld, k, o, q, k, a.scale, Sees::compressed};
   s.keys = a.compressed(), s.block = a.block, s.stride = a.stride;
+  s.DV = a.DV, s.ld_v = s.ld_dv = v;
   return s;
+}
+
+// phi's shape for values, which are as wide as its keys are.
+NsaShape of_values(NsaShape a) {
+  a.D = a.v_dim(), a.DV = 0;
+  return a;
 }
 
 template <class T>
@@ -224,32 +232,32 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   };
   Stream& s = dev.compute();
   Memory& mem = dev.mem;
-  const int64_t rows = a.B * a.T, keys = a.B * a.compressed() * a.HKV * a.D;
+  const int64_t rows = a.B * a.T, keys = a.B * a.compressed() * a.HKV, width = a.H * a.v_dim();
   NsaSaved<T> v;
   // The window branch reads x alone: it may run beside the others.
   const bool beside = leaves_idle(a);
   Branch branch(dev, beside);
   const auto window = [&] {
-    v.o_window = mem.take<T>(rows * a.H * a.D, "window attention", life);
+    v.o_window = mem.take<T>(rows * width, "window attention", life);
     v.lse_window = mem.take<A>(rows * a.H, "window log-sum-exp", life);
     dev.mark("window branch");
     record(Stage::window,
            attention_forward<T>(branch.stream(), v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
   };
   if (beside) window();
-  v.k = mem.take<T>(keys, "compressed keys", life);
-  v.v = mem.take<T>(keys, "compressed values", life);
-  v.o_compressed = mem.take<T>(rows * a.H * a.D, "compressed attention", life);
+  v.k = mem.take<T>(keys * a.D, "compressed keys", life);
+  v.v = mem.take<T>(keys * a.v_dim(), "compressed values", life);
+  v.o_compressed = mem.take<T>(rows * width, "compressed attention", life);
   v.lse_compressed = mem.take<A>(rows * a.H, "compressed log-sum-exp", life);
   if (a.compressed() > 0) {
     dev.mark("compression");
     record(Stage::compression, compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a));
-    record(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), a));
+    record(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), of_values(a)));
     dev.mark("compressed branch");
     record(Stage::compressed,
            attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a)));
   } else {
-    s.zero(v.o_compressed, rows * a.H * a.D * int64_t(sizeof(T)));
+    s.zero(v.o_compressed, rows * width * int64_t(sizeof(T)));
     if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed, -INFINITY, rows * a.H);
     else s.enqueue([p = v.lse_compressed.get(), n = rows * a.H] { std::fill(p, p + n, -INFINITY); });
   }
@@ -263,7 +271,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
       record(Stage::selection, nsa_topk<T>(s, v.indices, x, v.k, v.lse_compressed, scratch, a));
     }
   }
-  v.o_selected = mem.take<T>(rows * a.H * a.D, "selected attention", life);
+  v.o_selected = mem.take<T>(rows * width, "selected attention", life);
   v.lse_selected = mem.take<A>(rows * a.H, "selected log-sum-exp", life);
   {
     Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(a), "selected attention workspace");
@@ -335,10 +343,10 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
            compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a));
     dk.reset();
     record(Stage::compression_backward,
-           compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a));
+           compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), of_values(a)));
   } else {
     zero_gradients_of_phi(s, dx + a.k(0), of_keys(dphi), a);
-    zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), a);
+    zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), of_values(a));
     zero_columns(s, dx + a.gate(0), a.H, a);
   }
   zero_columns(s, dx + a.columns(), a.ld - a.columns(), a);

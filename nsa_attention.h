@@ -11,8 +11,8 @@
 //
 //   NsaShape a = {B, T, H, HKV, D, ld, 1 / std::sqrt(double(D))};  // ld >= a.columns(): the fused projection's width
 //   NsaSaved<bf16> saved;
-//   nsa_forward<bf16>(dev, o, &saved, x, phi, a, Purpose::activations);            // x (B*T, ld) -> o (B*T, H D)
-//   nsa_backward<bf16, bf16>(dev, dx, dphi, d_o, x, phi, std::move(saved), a);     // d_o (B*T, H D) -> dx (B*T, ld)
+//   nsa_forward<bf16>(dev, o, &saved, x, phi, a, Purpose::activations);            // x (B*T, ld) -> o (B*T, H DV)
+//   nsa_backward<bf16, bf16>(dev, dx, dphi, d_o, x, phi, std::move(saved), a);     // d_o (B*T, H DV) -> dx (B*T, ld)
 //
 // The branches' attention is attention/dense.h's and attention/selected.cu's; attention/stages.h lists every stage.
 #pragma once
@@ -26,7 +26,8 @@ enum class Phi {
 };
 
 // A row (b, t) of the fused buffer x (B*T, ld), and of its gradient, is: q (H D), keys of the three branches (HKV D
-// each: compressed, selected, window), their values (HKV D each), gates before the sigmoid (H each), padding up to ld.
+// each: compressed, selected, window), their values (HKV DV each), gates before the sigmoid (H each), padding up to ld.
+// DV is D unless values are narrower than keys, as the paper's are (192 and 128); head dims as in attention/dense.h.
 struct NsaShape {
   int64_t B, T, H, HKV, D;                   // sequences, tokens, query heads, KV heads, head dim
   int64_t ld;                                // numbers in a row
@@ -35,22 +36,24 @@ struct NsaShape {
   int64_t select_block = 64, selected = 16;  // l', n: tokens of a selection block, and how many a query selects
   int64_t window = 512;                      // w
   Phi phi = Phi::mean;
+  int64_t DV = 0;  // head dim of values and of o; 0: D
 
+  int64_t v_dim() const { return DV ? DV : D; }
   int64_t compressed() const { return compressed_keys(T, block, stride); }                    // keys, of a sequence
   int64_t compressed_seen(int64_t t) const { return compressed_keys(t + 1, block, stride); }  // by query t
   int64_t select_blocks() const { return (T + select_block - 1) / select_block; }
   int64_t k(int branch) const { return (H + branch * HKV) * D; }  // columns
-  int64_t v(int branch) const { return (H + (3 + branch) * HKV) * D; }
-  HD int64_t gate(int branch) const { return (H + 6 * HKV) * D + branch * H; }
-  int64_t columns() const { return (H + 6 * HKV) * D + 3 * H; }
+  int64_t v(int branch) const { return (H + 3 * HKV) * D + branch * HKV * v_dim(); }
+  HD int64_t gate(int branch) const { return (H + 3 * HKV) * D + 3 * HKV * (DV ? DV : D) + branch * H; }
+  int64_t columns() const { return gate(3); }
 };
 constexpr NsaShape nsa_defaults{};  // of block, stride, select_block, selected, window and phi: those of the paper
 // Throws UsageError: a combination that the equations forbid (block and select_block are multiples of stride,
 // select_block >= block, 3 <= selected), by name.
 void check_nsa(const NsaShape& a);
 
-// phi's parameters for keys and values; all null with Phi::mean. Shapes: position (HKV, block, D); w1 linear
-// (HKV, D, block D), mlp (HKV, 2 D, block D); w2 mlp (HKV, D, 2 D).
+// phi's parameters for keys and values; all null with Phi::mean. Shapes, of values with DV for D: position
+// (HKV, block, D); w1 linear (HKV, D, block D), mlp (HKV, 2 D, block D); w2 mlp (HKV, D, 2 D).
 template <class T>
 struct PhiWeights {
   T *position_k = nullptr, *w1_k = nullptr, *w2_k = nullptr, *position_v = nullptr, *w1_v = nullptr, *w2_v = nullptr;
@@ -61,24 +64,24 @@ struct NsaKernels;  // which kernels ran: below
 // What the forward leaves for the backward.
 template <class T>
 struct NsaSaved {
-  Buffer<T> k, v;                                             // compressed: (B*compressed(), HKV D)
-  Buffer<T> o_compressed, o_selected, o_window;               // (B*T, H D)
+  Buffer<T> k, v;                                             // compressed: (B*compressed(), HKV D and HKV DV)
+  Buffer<T> o_compressed, o_selected, o_window;               // (B*T, H DV)
   Buffer<acc_t<T>> lse_compressed, lse_selected, lse_window;  // (B, H, T)
   Buffer<int32_t> indices;                                    // (B, HKV, T, n): selected blocks
 };
-// o (B*T, H D) from x (B*T, ld). saved null: nothing is kept. A recomputed forward passes a `saved` that has the first
+// o (B*T, H DV) from x (B*T, ld). saved null: nothing is kept. A recomputed forward passes a `saved` that has the first
 // one's indices, which are then used and not chosen again. life: how long the plan keeps what is saved. ran: counts the
 // kernels launched; may be null. amax: as attention_forward's.
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
                  Purpose life, NsaKernels* ran = nullptr, float* amax = nullptr);
-// dx (B*T, ld) from d_o (B*T, H D): all columns are written, the padding with zeros. dphi: gradients of phi's
+// dx (B*T, ld) from d_o (B*T, H DV): all columns are written, the padding with zeros. dphi: gradients of phi's
 // parameters, written.
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
                   NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran = nullptr);
-// The last stage of the forward by itself, for a backward that recomputes o: o (B*T, H D) = sum over branches of
-// sigmoid(gate) * branch, each (B*T, H D), with the gates of x (B*T, ld); summed in fp32, rounded once. amax: as
+// The last stage of the forward by itself, for a backward that recomputes o: o (B*T, H DV) = sum over branches of
+// sigmoid(gate) * branch, each (B*T, H DV), with the gates of x (B*T, ld); summed in fp32, rounded once. amax: as
 // attention_forward's.
 template <class T>
 Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,

@@ -62,7 +62,7 @@ Kernel nsa_heads_first(Stream& s, T* out, const T* x, int64_t heads, int64_t row
 template <class T>
 Kernel nsa_combine(Stream& s, T* o, const T* compressed, const T* selected, const T* window, const T* x,
                    const NsaShape& a, float* amax) {
-  RUN(T, moves<T>(4 * a.B * a.T * a.H * a.D), nsa_combine, o, compressed, selected, window, x, a, amax);
+  RUN(T, moves<T>(4 * a.B * a.T * a.H * a.v_dim()), nsa_combine, o, compressed, selected, window, x, a, amax);
 }
 
 int64_t nsa_stats_partials() { return stats_partials * int64_t(sizeof(StatsSum) / sizeof(double)); }

@@ -161,7 +161,7 @@ struct MoveHeads {
 
 template <class T, bool finds_amax>
 struct Combine {
-  T* o;                                     // (B*T, H D)
+  T* o;                                     // (B*T, H D), D being values' head dim
   const T *compressed, *selected, *window;  // (B*T, H D)
   const T* gates;                           // columns of (B*T, ld): H of each branch, one branch after another
   int64_t ld;
@@ -249,16 +249,16 @@ Kernel nsa_heads_first(cudaStream_t stream, T* out, const T* x, int64_t heads, i
 template <class T>
 Kernel nsa_combine(cudaStream_t stream, T* o, const T* compressed, const T* selected, const T* window, const T* x,
                    const NsaShape& a, float* amax) {
-  const bool vectors = a.D % width<T> == 0 && aligned(o, compressed, selected, window);
+  const bool vectors = a.v_dim() % width<T> == 0 && aligned(o, compressed, selected, window);
   const auto combine = [&](auto finds_amax) {
-    return compress::Combine<T, finds_amax.value>{o,    compressed, selected, window,   x + a.gate(0),
-                                                  a.ld, int(a.T),   int(a.H), int(a.D), amax};
+    return compress::Combine<T, finds_amax.value>{o,    compressed, selected, window,         x + a.gate(0),
+                                                  a.ld, int(a.T),   int(a.H), int(a.v_dim()), amax};
   };
-  if (!amax) return compress::rows<T>(stream, combine(std::false_type()), a.B * a.T, a.H * a.D, vectors);
-  const int64_t lanes = a.D / width<T>;  // of a warp's hold a row of a head
+  if (!amax) return compress::rows<T>(stream, combine(std::false_type()), a.B * a.T, a.H * a.v_dim(), vectors);
+  const int64_t lanes = a.v_dim() / width<T>;  // of a warp's hold a row of a head
   if (!vectors || lanes > warp / 2 || (lanes & (lanes - 1)))
-    throw Error(strf("nsa: no kernel finds the largest numbers of heads of %lld", (long long)a.D));
-  compress::rows_by<width<T>>(stream, combine(std::true_type()), a.B * a.T, a.H * a.D);
+    throw Error(strf("nsa: no kernel finds the largest numbers of heads of %lld", (long long)a.v_dim()));
+  compress::rows_by<width<T>>(stream, combine(std::true_type()), a.B * a.T, a.H * a.v_dim());
   return {"cuda", "vectors"};
 }
 

@@ -18,11 +18,12 @@
 std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }
 
 static void check(const AttentionShape& a) {
-  if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))
+  if (a.B < 1 || a.T < 1 || a.D < 1 || a.DV < 0 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || !(a.scale > 0))
     throw Error(
-        strf("attention: bad shape B %lld T %lld H %lld HKV %lld D %lld scale %g: all must be positive and HKV "
+        strf("attention: bad shape B %lld T %lld H %lld HKV %lld D %lld DV %lld scale %g: all must be positive and HKV "
              "must divide H",
-             (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D, a.scale));
+             (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D, (long long)a.v_dim(),
+             a.scale));
   if (a.sees == Sees::compressed) {
     if (a.keys < 0 || a.block < 1 || a.stride < 1)
       throw Error(strf("attention: bad compressed keys: keys %lld block %lld stride %lld", (long long)a.keys,
@@ -58,45 +59,55 @@ static int kv_parts(const AttentionShape& a) {
 // long sequences outweigh. Measured on an H200 with 32 heads of 128: level at 8 x 4096 tokens, 10 % faster at 32,768.
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || kernels == BackwardKernels::pair) return false;
+  if (a.D != a.v_dim()) return false;
   return kernels == BackwardKernels::one || (a.T >= 32768 && a.D == 128);
 }
 
 // Numbers of the workspace for sums of parts of dK and dV.
 static int64_t part_numbers(const AttentionShape& a, int parts) {
-  return parts > 1 ? 2 * parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * a.D : 0;
+  return parts > 1 ? parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * (a.D + a.v_dim()) : 0;
 }
 
 #if FSDP_CUDA
 namespace attention {
 
-// dk, dv (B,keys,HKV,D) that were summed in parts: the sums over parts of part_sums (2,parts,B,HKV,keys,D), first part
-// first. A thread owns 4 columns.
+// dk (B,keys,HKV,D) and dv (B,keys,HKV,DV) that were summed in parts: the sums over parts of part_sums (part_at), first
+// part first. A thread owns 4 columns.
 __global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float* part_sums, Problem a, int parts) {
   begin_kernel();
-  const int64_t n = int64_t(a.B) * a.HKV * a.keys * a.D / 4, i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= 2 * n) return;
-  const int which = i >= n;
-  const int64_t at = i % n, row = at / (a.D / 4);
-  const int c = int(at % (a.D / 4)) * 4, j = int(row % a.keys), head = int(row / a.keys % a.HKV);
+  const int64_t rows = int64_t(a.B) * a.HKV * a.keys, of_keys = rows * a.D / 4;
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= of_keys + rows * a.DV / 4) return;
+  const int which = i >= of_keys, width = which ? a.DV : a.D;
+  const int64_t at = which ? i - of_keys : i, row = at / (width / 4);
+  const int c = int(at % (width / 4)) * 4, j = int(row % a.keys), head = int(row / a.keys % a.HKV);
   const int b = int(row / a.keys / a.HKV);
+  part_sums += part_at(a, parts, which, 0, 0, 0) + at * 4;
   float4 sum = {0, 0, 0, 0};
 #pragma unroll 4
   for (int part = 0; part < parts; ++part) {
-    float4 x = *reinterpret_cast<const float4*>(part_sums + (int64_t(which) * parts + part) * n * 4 + at * 4);
+    float4 x = *reinterpret_cast<const float4*>(part_sums + part * rows * width);
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
-  bf16* to = (which ? dv : dk) + (int64_t(b) * a.keys + j) * a.ld_dkv + head * a.D + c;
+  bf16* to = (which ? dv : dk) + (int64_t(b) * a.keys + j) * (which ? a.ld_dv : a.ld_dkv) + head * width + c;
   *reinterpret_cast<uint2*>(to) = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
 }
 
 template <class E>
-static void check(const Problem& a, const AttentionShape& s, std::initializer_list<const void*> addresses) {
+static void check(int arch, const Problem& a, const AttentionShape& s, std::initializer_list<const void*> addresses) {
   constexpr bool narrow = std::is_same_v<E, bf16>;
-  if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
-    throw Error(strf("attention: no %s kernel for head dim %d on a GPU: %s", name_of(dtype_of<E>), a.D,
-                     narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
+  const bool wide = a.D == 192 && a.DV == 128;  // keys
+  if (narrow ? !wide && (a.DV != a.D || (a.D != 64 && a.D != 128)) : a.DV != a.D || a.D > 128 || a.D % 8)
+    throw Error(strf("attention: no %s kernel for head dims %d and %d of keys and values on a GPU: %s",
+                     name_of(dtype_of<E>), a.D, a.DV,
+                     narrow ? "64, 128, and 192 with 128 have one" : "equal multiples of 8 up to 128 have one"));
+  if (wide && has_small_memory(arch))
+    throw Error("attention: keys of 192 need a GPU with more than 99 KiB of shared memory for a block");
+  if (!narrow && (a.ld_v != a.ld_kv || a.ld_dv != a.ld_dkv))
+    throw Error("attention: float kernels want rows of keys and of values equally far apart");
   bool aligned = true;  // for copies of 16 bytes
-  for (int64_t ld : {a.ld_q, a.ld_kv, a.ld_o, a.ld_dq, a.ld_dkv}) aligned = aligned && ld * sizeof(E) % 16 == 0;
+  for (int64_t ld : {a.ld_q, a.ld_kv, a.ld_v, a.ld_o, a.ld_dq, a.ld_dkv, a.ld_dv})
+    aligned = aligned && ld * sizeof(E) % 16 == 0;
   for (const void* p : addresses) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   if (!aligned) throw Error("attention: addresses and row strides must be multiples of 16 bytes on a GPU");
   const bool far = s.sees == Sees::compressed && s.stride * (a.keys + 128) + s.block > 1ll << 31;
@@ -109,27 +120,29 @@ static void check(const Problem& a, const AttentionShape& s, std::initializer_li
 namespace gpu {
 
 // Each is made for one head dim and one rule of who sees what: there is no general kernel.
-static Kernel launched(int arch, bool narrow) { return {!narrow ? "fp32" : arch == 90 ? "sm90" : "sm80"}; }
+static Kernel launched(bool hopper, bool narrow) { return {!narrow ? "fp32" : hopper ? "sm90" : "sm80"}; }
 
 template <class T>
 Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,
                          const AttentionShape& shape, float* amax) {
   using namespace attention;
   const Problem a(shape);
-  attention::check<T>(a, shape, {o, q, k, v});
+  attention::check<T>(arch, a, shape, {o, q, k, v});
+  const bool hopper = arch == 90 && a.D == a.DV;  // wider keys have mma.sync's kernels alone
   with_mask(shape, [&](const auto& mask) {
     if constexpr (std::is_same_v<T, bf16>) {
-      if (arch == 90 && a.D == 128) return sm90::forward<128>(stream, o, lse, amax, q, k, v, a, mask);
-      if (arch == 90) return sm90::forward<64>(stream, o, lse, amax, q, k, v, a, mask);
-      if (a.D == 128) return sm80::forward<128>(stream, o, lse, amax, q, k, v, a, mask);
-      return sm80::forward<64>(stream, o, lse, amax, q, k, v, a, mask);
+      if (a.D == 192) return sm80::forward<192, 128>(stream, o, lse, amax, q, k, v, a, mask);
+      if (hopper && a.D == 128) return sm90::forward<128>(stream, o, lse, amax, q, k, v, a, mask);
+      if (hopper) return sm90::forward<64>(stream, o, lse, amax, q, k, v, a, mask);
+      if (a.D == 128) return sm80::forward<128, 128>(stream, o, lse, amax, q, k, v, a, mask);
+      return sm80::forward<64, 64>(stream, o, lse, amax, q, k, v, a, mask);
     } else {
       if (amax) throw Error("attention: fp32 kernels do not find the largest numbers of their output");
       a.D > 64 ? fp32::forward<128>(stream, o, lse, q, k, v, a, mask)
                : fp32::forward<64>(stream, o, lse, q, k, v, a, mask);
     }
   });
-  return launched(arch, std::is_same_v<T, bf16>);
+  return launched(hopper, std::is_same_v<T, bf16>);
 }
 
 template <class T>
@@ -138,11 +151,12 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
                           Gate<T> gate, BackwardKernels kernels) {
   using namespace attention;
   const Problem a(shape);
-  attention::check<T>(a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
+  attention::check<T>(arch, a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
+  const bool hopper = arch == 90 && a.D == a.DV;
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
   float *lse2 = workspace, *delta = workspace + rows;
   if constexpr (std::is_same_v<T, bf16>) {
-    if (arch == 90 && in_one(shape, kernels)) {
+    if (hopper && in_one(shape, kernels)) {
       const DqOrder order(a);
       float* sums = delta + rows;
       auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
@@ -159,24 +173,25 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       auto run = [&](auto backward) {
         backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
       };
-      if (arch == 90) a.D == 128 ? run(sm90::backward<128, Mask>) : run(sm90::backward<64, Mask>);
-      else a.D == 128 ? run(sm80::backward<128, Mask>) : run(sm80::backward<64, Mask>);
+      if (hopper) a.D == 128 ? run(sm90::backward<128, Mask>) : run(sm90::backward<64, Mask>);
+      else if (a.D == 192) run(sm80::backward<192, 128, Mask>);
+      else a.D == 128 ? run(sm80::backward<128, 128, Mask>) : run(sm80::backward<64, 64, Mask>);
     });
     if (parts > 1) {
-      const int64_t n = 2 * int64_t(a.B) * a.HKV * a.keys * a.D / 4;
+      const int64_t n = int64_t(a.B) * a.HKV * a.keys * (a.D + a.DV) / 4;
       launch(stream, sum_parts, {unsigned((n + 255) / 256), 256}, dk, dv, part_sums, a, parts);
     }
   } else {
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
-      const auto run = a.D <= 64                      ? fp32::backward<64, 32, Mask>
-                       : fp32::has_small_memory(arch) ? fp32::backward<128, 16, Mask>
-                                                      : fp32::backward<128, 32, Mask>;
+      const auto run = a.D <= 64                ? fp32::backward<64, 32, Mask>
+                       : has_small_memory(arch) ? fp32::backward<128, 16, Mask>
+                                                : fp32::backward<128, 32, Mask>;
       run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask);
     });
   }
-  return launched(arch, std::is_same_v<T, bf16>);
+  return launched(hopper, std::is_same_v<T, bf16>);
 }
 
 template Kernel attention_forward(cudaStream_t, int, float*, float*, const float*, const float*, const float*,
@@ -205,9 +220,12 @@ static Cost cost(const AttentionShape& a, bool backward) {
     for (int q = 0; q < a.T; q += 128)
       tiles += around + std::max(0, attention::ceil_div(mask.last_key(q + 128), 128) - mask.first_key(q) / 128);
   });
-  Cost c = moves<T>((backward ? 4 : 2) * a.B * a.T * (a.H + a.HKV) * a.D, backward ? 3 : 1, Work::attention);
-  c.flops = (backward ? 2.5 : 1) * 4 * double(a.B * a.H * a.D) * tiles * 128 * 128;
+  const int64_t both = a.D + a.v_dim();  // head dims
+  Cost c = moves<T>((backward ? 2 : 1) * a.B * a.T * (a.H + a.HKV) * both, backward ? 3 : 1, Work::attention);
+  // Products contract over keys' head dim or over values': of five in the backward three and two.
+  c.flops = 2 * double(a.B * a.H * (backward ? both * 2 + a.D : both)) * tiles * 128 * 128;
   c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545), c.dtype = dtype_of<T>;
+  if (a.D != a.v_dim()) c.share = backward ? 0.18 : 0.25;  // mma.sync's
   if (c.dtype == Dtype::f32) c.dtype = Dtype::bf16, c.flops *= 6, c.share *= 0.75;
   c.tasks = double(a.B * a.H * ((a.T + 127) / 128));
   return c;

@@ -6,14 +6,16 @@
 //   attention_backward<bf16>(stream, dx, dx + H * D, dx + (H + HKV) * D, d_o, x, x + H * D, x + (H + HKV) * D, o, lse,
 //                            workspace, a);  // attention_backward_workspace<bf16>(a) numbers
 //
-// Shapes: q, o (B,T,H,D), k and v (B,keys,HKV,D), lse (B,H,T). H is a multiple of HKV; query head h reads KV head h /
-// (H/HKV). Element (b,t,h,d) of a tensor lies at p[(b*T + t) * ld + h*D + d]. lse: natural logarithm of the softmax's
-// denominator; -inf where a query sees no key, and o is zero there. Backwards write every gradient without atomics:
-// each sum has one order, so two runs agree bit for bit.
+// Shapes: q (B,T,H,D), o (B,T,H,DV), k (B,keys,HKV,D), v (B,keys,HKV,DV), lse (B,H,T). DV is D unless values are
+// narrower than keys, as the NSA paper's are (192 and 128). H is a multiple of HKV; query head h reads KV head h /
+// (H/HKV). Element (b,t,h,d) of a tensor lies at p[(b*T + t) * ld + h*D + d], of v and o with DV for D. lse: natural
+// logarithm of the softmax's denominator; -inf where a query sees no key, and o is zero there. Backwards write every
+// gradient without atomics: each sum has one order, so two runs agree bit for bit.
 //
-// bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer); float on a GPU: any D <= 128
-// that 8 divides, simple kernels; both: addresses (but lse's) and row strides are multiples of 16 bytes. CPU: any D,
-// float, bf16 and double. Anything else throws Error.
+// bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer), or D 192 with DV 128
+// (mma.sync, on GPUs with 124 KiB of shared memory); float on a GPU: any D <= 128 that 8 divides, simple kernels; both:
+// addresses (but lse's) and row strides are multiples of 16 bytes. CPU: any D and DV, float, bf16 and double. Anything
+// else throws Error.
 #pragma once
 
 #include <string>
@@ -36,12 +38,16 @@ HD constexpr I compressed_keys(I tokens, I block, I stride) {
 
 struct AttentionShape {
   int64_t B, T, H, HKV, D;    // sequences, queries of each, query heads, KV heads, head dim
-  int64_t ld_q, ld_kv, ld_o;  // row strides in numbers: q; k and v; o and do
-  int64_t ld_dq, ld_dkv;      // dq; dk and dv
+  int64_t ld_q, ld_kv, ld_o;  // row strides in numbers: q; k and, without an own one, v; o and do
+  int64_t ld_dq, ld_dkv;      // dq; dk and, without an own one, dv
   double scale;               // positive; 1/sqrt(D) unless the caller says otherwise
   Sees sees = Sees::causal;
   int64_t keys = 0;  // rows of k and v in a sequence; 0: T. Only with Sees::compressed another number
   int64_t window = 0, block = 0, stride = 0;
+  int64_t DV = 0;               // head dim of v and o; 0: D
+  int64_t ld_v = 0, ld_dv = 0;  // row strides of v and dv; 0: ld_kv and ld_dkv
+
+  int64_t v_dim() const { return DV ? DV : D; }
 };
 
 // Which kernel a call launched, for logs and tests.
@@ -53,8 +59,8 @@ struct Kernel {
 constexpr Kernel plain_loops = {"plain loops"};
 std::string name_of(const Kernel& k);
 
-// o (B,T,H,D) and lse (B,H,T) from q (B,T,H,D), k and v (B,keys,HKV,D). amax (B,H,T), of each query and head the
-// largest |o|, of a NaN infinity: for a cast to fp8; null: not wanted. A GPU has it in bf16 alone.
+// o (B,T,H,DV) and lse (B,H,T) from q (B,T,H,D), k (B,keys,HKV,D) and v (B,keys,HKV,DV). amax (B,H,T), of each query
+// and head the largest |o|, of a NaN infinity: for a cast to fp8; null: not wanted. A GPU has it in bf16 alone.
 template <class T>
 Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
                          float* amax = nullptr);
@@ -77,8 +83,8 @@ struct Gate {
   int64_t ld = 0;
 };
 
-// dq, dk, dv, shaped as q, k, v with row strides ld_dq and ld_dkv, are written, and dgate where there is a gate. d_o:
-// the gradient of o, or of sigmoid(gate) * o.
+// dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
+// d_o: the gradient of o, or of sigmoid(gate) * o.
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {});

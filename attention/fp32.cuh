@@ -444,10 +444,7 @@ void backward(cudaStream_t stream, float* dq, float* dk, float* dv, const float*
          d_o, q, k, v, lse2, delta, a, mask);
 }
 
-// Chips of compute capability 8.6, 8.9 and 12 have 99 KiB of shared memory for a block, others 163 and more. There the
-// backward of heads above 64 walks in smaller steps.
-constexpr int small_memory = 99 << 10;
-constexpr bool has_small_memory(int arch) { return arch == 86 || arch == 89 || arch >= 120; }
+// Chips with little shared memory: there the backward of heads above 64 walks in smaller steps.
 static_assert(sizeof(ForwardTiles<128, 32>) <= small_memory && sizeof(KvTiles<64, 32>) <= small_memory);
 static_assert(sizeof(KvTiles<128, 16>) <= small_memory && sizeof(QTiles<128, 16>) <= small_memory);
 

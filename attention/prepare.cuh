@@ -21,9 +21,9 @@ __global__ void __launch_bounds__(256)
   int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
   float sum = 0;
   if (t < a.T) {
-    int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.D;
+    int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.DV;
     constexpr int n = 16 / sizeof(E);
-    for (int d = threadIdx.x % 8 * n; d < a.D; d += 8 * n) {
+    for (int d = threadIdx.x % 8 * n; d < a.DV; d += 8 * n) {
       alignas(16) E x[n], y[n];
       *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
       *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + at + d);

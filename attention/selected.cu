@@ -22,12 +22,12 @@
 #endif
 
 static void check(const NsaShape& a) {
-  if (a.B < 1 || a.T < 1 || a.D < 1 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || a.select_block < 1 || a.selected < 1 ||
-      !(a.scale > 0))
+  if (a.B < 1 || a.T < 1 || a.D < 1 || a.DV < 0 || a.HKV < 1 || a.H < 1 || a.H % a.HKV || a.select_block < 1 ||
+      a.selected < 1 || !(a.scale > 0))
     throw Error(
-        strf("selected attention: bad shape B %lld T %lld H %lld HKV %lld D %lld blocks of %lld, %lld of them, scale "
-             "%g: all must be positive and HKV must divide H",
-             (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D,
+        strf("selected attention: bad shape B %lld T %lld H %lld HKV %lld D %lld DV %lld blocks of %lld, %lld of them, "
+             "scale %g: all must be positive and HKV must divide H",
+             (long long)a.B, (long long)a.T, (long long)a.H, (long long)a.HKV, (long long)a.D, (long long)a.v_dim(),
              (long long)a.select_block, (long long)a.selected, a.scale));
 }
 
@@ -35,16 +35,17 @@ namespace attention::selected {
 
 // Scratch, with N = min(T, segment) queries rounded up to 256 and P = min(B*HKV, what 512 MiB of slots hold, at least
 // 1) pairs a launch, in bytes and to within small change:
-//   slots     P * N * slots * H/HKV * (2 D, and in the forward 4 for their lse)
+//   slots     P * N * slots * H/HKV * (in the forward 2 DV, and 4 for their lse; in the backward 2 D)
 //   lists     B*HKV * (4 T * slots + (4 * tiles + 28) * pieces), at most 256 tiles or as many as there are segments
-//   backward  B*T*H * 8 for lse and delta, P * T * D * 8 for dK and dV, P * max_splits * 512 D for parts of theirs
+//   backward  B*T*H * 8 for lse and delta, P * T * (D + DV) * 4 for dK and dV, P * max_splits * 256 (D + DV) for parts
+//             of theirs
 // So it grows with T as the tensors do, but for the slots, which are at most 512 MiB or one pair's in one segment. The
 // latter has the rows that fit in an H200's L2 (16 MiB of q); in the backward, which adds to dK and dV once a segment,
 // twice as many. These and a unit's length are what was fastest there.
 Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   Plan p{};
   const auto up = [](int64_t x, int64_t to) { return (x + to - 1) / to * to; };
-  const int64_t group = a.H / a.HKV, row = a.D * 2;
+  const int64_t group = a.H / a.HKV, row = (backward ? a.D : a.v_dim()) * 2;  // a slot's, of a head
   p.parts = (a.select_block + piece_keys - 1) / piece_keys;
   p.slots = a.selected * p.parts, p.pieces = a.select_blocks() * p.parts;
   if (segment <= 0) segment = std::max<int64_t>((backward ? 32 << 20 : 16 << 20) / (group * row), 1);
@@ -76,8 +77,8 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   p.slot_rows = take(p.pairs_at_once * most * group * row);
   if (backward) {
     p.stats = take(a.B * a.T * a.H * 8);
-    p.sums = take(p.pairs_at_once * 2 * a.T * a.D * 4);
-    p.split_sums = take(p.pairs_at_once * p.max_splits * 2 * piece_keys * a.D * 4);
+    p.sums = take(p.pairs_at_once * a.T * (a.D + a.v_dim()) * 4);
+    p.split_sums = take(p.pairs_at_once * p.max_splits * piece_keys * (a.D + a.v_dim()) * 4);
   } else {
     p.slot_stats = take(p.pairs_at_once * most * group * 4);
   }
@@ -94,9 +95,12 @@ int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment) {
 template <class E>
 static void check(const NsaShape& a, const Plan& p, std::initializer_list<const void*> addresses) {
   constexpr bool narrow = std::is_same_v<E, bf16>;
-  if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
-    throw Error(strf("selected attention: no %s kernel for head dim %lld on a GPU: %s", name_of(dtype_of<E>),
-                     (long long)a.D, narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
+  const int64_t DV = a.v_dim();
+  const bool wide = a.D == 192 && DV == 128;  // keys
+  if (narrow ? !wide && (DV != a.D || (a.D != 64 && a.D != 128)) : DV != a.D || a.D > 128 || a.D % 8)
+    throw Error(strf("selected attention: no %s kernel for head dims %lld and %lld of keys and values on a GPU: %s",
+                     name_of(dtype_of<E>), (long long)a.D, (long long)DV,
+                     narrow ? "64, 128, and 192 with 128 have one" : "equal multiples of 8 up to 128 have one"));
   bool aligned = a.ld * sizeof(E) % 16 == 0;  // for copies of 16 bytes
   for (const void* x : addresses) aligned = aligned && reinterpret_cast<uintptr_t>(x) % 16 == 0;
   if (!aligned) throw Error("selected attention: addresses and row strides must be multiples of 16 bytes on a GPU");
@@ -121,7 +125,7 @@ static Kernel launched(const char* code, const Problem& a) {
   return {code, a.parts == 1 ? "blocks of one piece" : "blocks in pieces", a.parts != 1};
 }
 
-template <int D>
+template <int D, int DV>
 static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
                       const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
   const Problem a(shape, p, indices, scratch);
@@ -129,21 +133,24 @@ static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const 
   bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
   float* slot_lse = reinterpret_cast<float*>(scratch + p.slot_stats);
   static_assert(sm80::block_threads == sm90::block_threads);
-  const auto kernel = arch == 90 ? sm90::forward_kernel<D> : sm80::forward_kernel<D>;
-  const int bytes = arch == 90 ? sm90::Forward<D>::bytes : sm80::forward_bytes<D>;
+  auto* kernel = sm80::forward_kernel<D, DV>;
+  int bytes = sm80::forward_bytes<D, DV>;
+  const char* code = "sm80";
+  if constexpr (D == DV)
+    if (arch == 90) kernel = sm90::forward_kernel<D>, bytes = sm90::Forward<D>::bytes, code = "sm90";
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once))
     for (int s = 0; s < a.segments; ++s) {
       const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
       launch(stream, kernel, {pairs * p.max_units, sm80::block_threads, bytes}, rows, slot_lse, q, k, v, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
-      const auto merge = a.parts == 1 ? merge_slots<D, true> : merge_slots<D, false>;
-      launch(stream, merge, {blocks(pairs * queries * a.group * D / 8), 256}, o, lse, rows, slot_lse, a, pair0, pairs,
+      const auto merge = a.parts == 1 ? merge_slots<DV, true> : merge_slots<DV, false>;
+      launch(stream, merge, {blocks(pairs * queries * a.group * DV / 8), 256}, o, lse, rows, slot_lse, a, pair0, pairs,
              s);
     }
-  return launched(arch == 90 ? "sm90" : "sm80", a);
+  return launched(code, a);
 }
 
-template <int D>
+template <int D, int DV>
 static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed,
                        const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float2* stats,
                        const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
@@ -151,31 +158,34 @@ static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* 
   make_lists(stream, a, p);
   bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
   float *sums = reinterpret_cast<float*>(scratch + p.sums), *splits = reinterpret_cast<float*>(scratch + p.split_sums);
-  // Of sm_80's kin, some have 99 KiB of shared memory for a block.
-  constexpr int fewer = D == 128 ? 1 : 2;
-  const bool roomy = arch == 80 || arch == 87 || (arch >= 100 && arch < 120);
-  const auto kernel = arch == 90 ? sm90::backward_kernel<D>
-                      : roomy    ? sm80::backward_kernel<D, 2>
-                                 : sm80::backward_kernel<D, fewer>;
-  const int bytes = arch == 90 ? sm90::Backward<D>::bytes
-                    : roomy    ? sm80::Backward<D, 2>::bytes
-                               : sm80::Backward<D, fewer>::bytes;
+  // One stage of tiles where two do not fit: for wide keys two would leave room for one block only.
+  constexpr int roomy = D == 192 ? 1 : 2, small = D == 128 ? 1 : roomy;
+  auto* kernel = sm80::backward_kernel<D, DV, roomy>;
+  int bytes = sm80::Backward<D, DV, roomy>::bytes;
+  const char* code = "sm80";
+  if constexpr (small != roomy)
+    if (has_small_memory(arch))
+      kernel = sm80::backward_kernel<D, DV, small>, bytes = sm80::Backward<D, DV, small>::bytes,
+      code = "sm80 in 99 KiB";
+  if constexpr (D == DV)
+    if (arch == 90) kernel = sm90::backward_kernel<D>, bytes = sm90::Backward<D>::bytes, code = "sm90";
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once)) {
     const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
-    const int64_t sums_bytes = int64_t(pairs) * 2 * a.T * D * 4;
+    const int64_t sums_bytes = int64_t(pairs) * a.T * (D + DV) * 4;
     gpu::zero(stream, sums, sums_bytes, sums_bytes, 1);
     for (int s = 0; s < a.segments; ++s) {
       launch(stream, kernel, {pairs * p.max_units, sm80::block_threads, bytes}, rows, sums, splits, d_o, q, k, v, stats,
              a, pair0, s);
-      launch(stream, add_splits<D>, {unsigned(pairs * split_blocks<D>), 256}, sums, splits, a, pair0, s);
+      launch(stream, add_splits<D, DV>, {unsigned(pairs * split_blocks<D, DV>), 256}, sums, splits, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
       const auto sum = a.parts == 1 ? sum_slots<D, true> : sum_slots<D, false>;
       launch(stream, sum, {blocks(pairs * queries * a.group * D / 8), 256}, dq, dq_compressed, rows, a, pair0, pairs,
              s);
     }
-    launch(stream, store_sums<D>, {blocks(int64_t(pairs) * 2 * a.T * D / 8), 256}, dk, dv, sums, a, pair0, pairs);
+    launch(stream, store_sums<D, DV>, {blocks(int64_t(pairs) * a.T * (D + DV) / 8), 256}, dk, dv, sums, a, pair0,
+           pairs);
   }
-  return launched(arch == 90 ? "sm90" : roomy || fewer == 2 ? "sm80" : "sm80 in 99 KiB", a);
+  return launched(code, a);
 }
 
 #endif
@@ -196,7 +206,7 @@ Kernel nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o
       masked_forward(stream, o, lse, q, k, v, indices, scratch, shape);
       return {"sm90", "masked tiles"};
     }
-    const auto run = shape.D == 128 ? forward<128> : forward<64>;
+    const auto run = shape.D == 192 ? forward<192, 128> : shape.D == 128 ? forward<128, 128> : forward<64, 64>;
     return run(stream, arch, o, lse, q, k, v, indices, scratch, shape, p);
   } else {
     const Problem a(shape, p, indices, scratch);
@@ -218,7 +228,7 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
   launch(stream, statistics<T>, {blocks(shape.B * shape.T * shape.H * 8), 256}, stats, d_o, o, lse, a, gate);
   if constexpr (narrow) {
-    const auto run = shape.D == 128 ? backward<128> : backward<64>;
+    const auto run = shape.D == 192 ? backward<192, 128> : shape.D == 128 ? backward<128, 128> : backward<64, 64>;
     return run(stream, arch, dq, dk, dv, dq_compressed, d_o, q, k, v, stats, indices, scratch, shape, p);
   } else {
     launch(stream, simple::backward_q, {blocks(shape.B * shape.T * shape.H * 32), 256}, dq, dq_compressed, d_o, q, k, v,
@@ -257,9 +267,10 @@ static Cost cost(const NsaShape& a, bool backward) {
   c.dtype = dtype_of<T>;
   c.launches =
       int(3 + (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * (backward ? 2 + 3 * p.segments : 2 * p.segments));
-  if (c.dtype == Dtype::f32) c.flops = visits * (backward ? 10 : 4) * double(a.D) * piece_keys, c.share = 0.035;
-  else if (!backward) c.bytes = visits * (3 * double(a.D) * sizeof(T) + 8);
-  else c.flops = visits * 10 * double(a.D) * piece_keys, c.share = a.D > 64 ? 0.23 : 0.20;
+  const double both = double(a.D + a.v_dim()), products = 2 * (backward ? 2 * both + double(a.D) : both) * piece_keys;
+  if (c.dtype == Dtype::f32) c.flops = visits * products, c.share = 0.035;
+  else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
+  else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;
 }
 

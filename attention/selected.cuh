@@ -10,7 +10,7 @@ constexpr int piece_keys = 64;
 
 // How a call is cut, and what lies where in its scratch. A pair is a sequence and a KV head. A launch takes some pairs
 // and one segment of their queries; a query has a slot for every piece that it may select, and a slot holds the group's
-// heads, D numbers each.
+// heads, DV numbers each of o or D of dq.
 struct Plan {
   int64_t parts, slots, pieces;                // of a selection block; of a query; of a sequence
   int64_t segment, segments;                   // queries of a segment; segments of a sequence

@@ -3,9 +3,9 @@
 // A list holds the slots (query in its segment * slots + rank * parts + part) of one pair, segment and piece, ordered
 // by query. The order comes from counting: no atomic decides it.
 //
-// Shapes: q, dq, k, v, dk, dv are columns of (B*T, ld); o, do, dq_compressed (B*T, H D); lse (B,H,T); stats (B,T,H). Of
-// a launch: slots' rows (pairs, segment, slots, group, D) and their lse2 without D; sums (pairs, 2, T, D), of dK and
-// dV; split_sums (pairs, max_splits, 2, piece_keys, D).
+// Shapes: q, dq, k, v, dk, dv are columns of (B*T, ld); o, do (B*T, H DV); dq_compressed (B*T, H D); lse (B,H,T); stats
+// (B,T,H). Of a launch: slots' rows (pairs, segment, slots, group, DV of o or D of dq) and their lse2 without that;
+// sums (pairs, T D of dK and then T DV of dV); split_sums (pairs, max_splits, likewise with piece_keys for T).
 #pragma once
 
 #include "attention/selected.cuh"
@@ -24,7 +24,7 @@ struct Split {  // the units of a piece in split_sums; count 0: its only unit ad
 
 // The arguments that all kernels here share: NsaShape and Plan in the kernels' types, and arrays in the scratch.
 struct Problem {
-  int B, T, H, HKV, D, group;
+  int B, T, H, HKV, D, DV, group;
   int n, block, parts, slots, pieces;
   int64_t ld;
   float scale, scale_log2;
@@ -43,6 +43,7 @@ struct Problem {
         H(int(a.H)),
         HKV(int(a.HKV)),
         D(int(a.D)),
+        DV(int(a.v_dim())),
         group(int(a.H / a.HKV)),
         n(int(a.selected)),
         block(int(a.select_block)),
@@ -350,10 +351,10 @@ __global__ void __launch_bounds__(256)
   const int h = int(i % a.H), t = int(i / a.H % a.T), b = int(i / a.H / a.T);
   float sum = 0;
   constexpr int n = 16 / sizeof(E);
-  for (int d = threadIdx.x % 8 * n; d < a.D; d += 8 * n) {
+  for (int d = threadIdx.x % 8 * n; d < a.DV; d += 8 * n) {
     alignas(16) E x[n], y[n];
-    *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + i * a.D + d);
-    *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + i * a.D + d);
+    *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + i * a.DV + d);
+    *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + i * a.DV + d);
 #pragma unroll
     for (int e = 0; e < n; ++e) sum += float(x[e]) * float(y[e]);
   }
@@ -373,50 +374,62 @@ __global__ void __launch_bounds__(256)
 
 // dK and dV of a unit's keys, as four warps hold them in accumulators of products (a warp 16 keys, a thread 2 x 2 of
 // each 16 x 8 tile): added to the segments' before, or, of a list with other units, left for add_splits.
-template <int D>
-__device__ __forceinline__ void add_to_sums(float* sums, float* split_sums, const float (&dk)[D / 2],
-                                            const float (&dv)[D / 2], const Unit& unit, const Problem& a, int pair,
-                                            int first_key, int keys) {
-  const bool only = unit.split < 0;
-  float* to = only ? sums + (int64_t(pair) * 2 * a.T + first_key) * D
-                   : split_sums + (int64_t(pair) * a.max_splits + unit.split) * 2 * piece_keys * D;
-  const int64_t to_dv = only ? int64_t(a.T) * D : int64_t(piece_keys) * D;
-  const int lane = threadIdx.x % 32;
+template <int N>
+__device__ __forceinline__ void add_rows(float* to, const float (&x)[N / 2], bool to_what_is_there, int keys) {
+  constexpr int at_once = 8;  // reads in flight
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  to += row * N + lane % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < D / 4; ++i) {
-    const int j = threadIdx.x / 32 * 16 + lane / 4 + i % 2 * 8;
-    if (j >= keys) continue;
-    float2* x = reinterpret_cast<float2*>(to + j * D + i / 2 * 8 + lane % 4 * 2);
-    float2* y = reinterpret_cast<float2*>(to + to_dv + j * D + i / 2 * 8 + lane % 4 * 2);
-    const float2 x0 = only ? *x : float2{0, 0}, y0 = only ? *y : float2{0, 0};
-    *x = {x0.x + dk[2 * i], x0.y + dk[2 * i + 1]}, *y = {y0.x + dv[2 * i], y0.y + dv[2 * i + 1]};
+  for (int i0 = 0; i0 < N / 4; i0 += at_once) {
+    const auto place = [&](int i) { return reinterpret_cast<float2*>(to + i % 2 * 8 * N + i / 2 * 8); };
+    float2 before[at_once];
+#pragma unroll
+    for (int e = 0; e < at_once; ++e)
+      before[e] = to_what_is_there && row + e % 2 * 8 < keys ? *place(i0 + e) : float2{0, 0};
+#pragma unroll
+    for (int e = 0; e < at_once; ++e)
+      if (row + e % 2 * 8 < keys) *place(i0 + e) = {before[e].x + x[2 * (i0 + e)], before[e].y + x[2 * (i0 + e) + 1]};
   }
 }
+template <int D, int DV>
+__device__ __forceinline__ void add_to_sums(float* sums, float* split_sums, const float (&dk)[D / 2],
+                                            const float (&dv)[DV / 2], const Unit& unit, const Problem& a, int pair,
+                                            int first_key, int keys) {
+  const bool only = unit.split < 0;
+  const int64_t key = only ? first_key : 0;
+  float* const to = only ? sums + int64_t(pair) * a.T * (D + DV)
+                         : split_sums + (int64_t(pair) * a.max_splits + unit.split) * piece_keys * (D + DV);
+  add_rows<D>(to + key * D, dk, only, keys);
+  add_rows<DV>(to + int64_t(only ? a.T : piece_keys) * D + key * DV, dv, only, keys);
+}
 
-// sums (pairs of a launch, 2, T, D): dK and dV of the segments so far. Pieces whose list has several units: their sums
-// are added here, first unit first. A block owns 1024 numbers of every 128th piece, a thread 4 of them.
-template <int D>
-constexpr int split_blocks = 2 * piece_keys* D / 1024 * 128;  // of a pair
+// sums: dK and dV of the segments so far. Pieces whose list has several units: their sums are added here, first unit
+// first. A block owns 1024 numbers of every 128th piece, a thread 4 of them.
+template <int D, int DV>
+constexpr int split_blocks = piece_keys*(D + DV) / 1024 * 128;  // of a pair
 
-template <int D>
+template <int D, int DV>
 __global__ void __launch_bounds__(256)
     add_splits(float* sums, const float* split_sums, Problem a, int pair0, int segment) {
   begin_kernel();
-  const int pair = blockIdx.x / split_blocks<D>, x = blockIdx.x % split_blocks<D>;
-  const int i = x / 128 * 1024 + threadIdx.x * 4, which = i / (piece_keys * D), row = i / D % piece_keys;
+  constexpr int all = piece_keys * (D + DV);  // numbers of a unit
+  const int pair = blockIdx.x / split_blocks<D, DV>, x = blockIdx.x % split_blocks<D, DV>;
+  const int i = x / 128 * 1024 + threadIdx.x * 4;
+  const bool of_keys = i < piece_keys * D;
+  const int at = of_keys ? i : i - piece_keys * D, width = of_keys ? D : DV, row = of_keys ? at / D : at / DV;
   const Split* lists = a.lists + (int64_t(pair0 + pair) * a.segments + segment) * a.pieces;
-  split_sums += int64_t(pair) * a.max_splits * 2 * piece_keys * D + i;
-  sums += (int64_t(pair) * 2 + which) * a.T * D + i % D;
+  split_sums += int64_t(pair) * a.max_splits * all + i;
+  sums += int64_t(pair) * a.T * (D + DV) + (of_keys ? 0 : int64_t(a.T) * D) + at - row * width;
   const int pieces = a.pieces_before(a.last_query(segment));
 #pragma unroll 4
   for (int piece = x % 128; piece < pieces; piece += 128) {
     const Split list = lists[piece];
     if (list.count == 0 || row >= a.key_count(piece)) continue;
-    float4* to = reinterpret_cast<float4*>(sums + int64_t(a.first_key(piece) + row) * D);
+    float4* to = reinterpret_cast<float4*>(sums + int64_t(a.first_key(piece) + row) * width);
     float4 sum = *to;
 #pragma unroll 8
     for (int u = 0; u < list.count; ++u) {
-      const float4 y = *reinterpret_cast<const float4*>(split_sums + int64_t(list.first + u) * 2 * piece_keys * D);
+      const float4 y = *reinterpret_cast<const float4*>(split_sums + int64_t(list.first + u) * all);
       sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
     }
     *to = sum;
@@ -424,18 +437,22 @@ __global__ void __launch_bounds__(256)
 }
 
 // dk and dv from the sums, rounded once. A thread owns 8 columns of a key.
-template <int D>
+template <int D, int DV>
 __global__ void __launch_bounds__(256)
     store_sums(bf16* dk, bf16* dv, const float* sums, Problem a, int pair0, int pairs) {
   begin_kernel();
-  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
-  const int c = int(i % (D / 8)) * 8, t = int(i / (D / 8) % a.T), which = int(i / (D / 8) / a.T % 2);
-  const int pair = int(i / (D / 8) / a.T / 2), b = (pair0 + pair) / a.HKV, head = (pair0 + pair) % a.HKV;
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, of_pair = int64_t(a.T) * (D + DV) / 8;
+  const int pair = int(i / of_pair), b = (pair0 + pair) / a.HKV, head = (pair0 + pair) % a.HKV;
   if (pair >= pairs) return;
-  const float* from = sums + ((int64_t(pair) * 2 + which) * a.T + t) * D + c;
+  const int64_t in_pair = i % of_pair;
+  const bool which = in_pair >= int64_t(a.T) * D / 8;
+  const int64_t at = which ? in_pair - int64_t(a.T) * D / 8 : in_pair;
+  const int width = which ? DV : D, c = int(which ? at % (DV / 8) : at % (D / 8)) * 8;
+  const int t = int(which ? at / (DV / 8) : at / (D / 8));
+  const float* from = sums + i * 8;
   const float4 x = *reinterpret_cast<const float4*>(from), y = *reinterpret_cast<const float4*>(from + 4);
   const float f = which ? 1.f : a.scale;
-  *reinterpret_cast<uint4*>((which ? dv : dk) + (int64_t(b) * a.T + t) * a.ld + head * D + c) = {
+  *reinterpret_cast<uint4*>((which ? dv : dk) + (int64_t(b) * a.T + t) * a.ld + head * width + c) = {
       pack_bf16(x.x * f, x.y * f), pack_bf16(x.z * f, x.w * f), pack_bf16(y.x * f, y.y * f),
       pack_bf16(y.z * f, y.w * f)};
 }

@@ -38,7 +38,7 @@ constexpr int64_t masked_tokens = 4096;  // of a sequence, at most
 // Of a shape, not of a GPU: Hopper has kernels for it. Tiles of 128 queries must fill a large GPU twice; below, and for
 // longer sequences, lists were as fast or faster.
 inline bool is_masked(const NsaShape& a, int64_t segment) {
-  if (a.select_block != 64 || a.T > masked_tokens || (a.D != 64 && a.D != 128)) return false;
+  if (a.select_block != 64 || a.T > masked_tokens || (a.D != 64 && a.D != 128) || a.D != a.v_dim()) return false;
   return segment == masked_tiles || (segment == 0 && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
 int64_t masked_bytes(const NsaShape& a);

@@ -43,11 +43,13 @@ __device__ inline void transpose_quad(uint32_t (&x)[4]) {
 // itself from the gather to the store: it fetches the next tile's Q as soon as it has its scores. Q is read once for
 // each slot, from L2 mostly; slots are written once, normalised and rounded, with their lse. H200, T 65536, 32/8 heads,
 // D 128, 16 blocks: 5.6 ms, 197 TFLOP/s; nothing is busy more than 62 % (L2), 12 warps wait for each other's results.
-template <int D>
-constexpr int forward_bytes = (2 * piece_keys + 128) * D * 2;
+template <int D, int DV>
+constexpr int forward_bytes = (piece_keys * (D + DV) + 128 * D) * 2;
 
-template <int D>
-__global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
+template <int D, int DV>
+__global__ void __launch_bounds__(block_threads, D == 192   ? 2
+                                                 : D == 128 ? 3
+                                                            : 4)
     forward_kernel(bf16* slot_rows, float* slot_lse, const bf16* q, const bf16* k, const bf16* v, Problem a, int pair0,
                    int segment) {
   begin_kernel();
@@ -58,15 +60,16 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
   const int b = pair / a.HKV, head = pair % a.HKV, key = a.first_key(unit.piece), keys = a.key_count(unit.piece);
   const int s0 = a.first_query(segment), rows = unit.count * a.group;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t k_tile = shared_base(), v_tile = k_tile + N * D * 2, q_tile = v_tile + (N + warp * M) * D * 2;
+  const uint32_t k_tile = shared_base(), v_tile = k_tile + N * D * 2;
+  const uint32_t q_tile = v_tile + N * DV * 2 + warp * M * D * 2;
   const int* entries = a.entries + int64_t(list) * a.segment * a.slots + unit.first;
-  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld + head * D;
+  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld;
   q += (int64_t(b) * a.T + s0) * a.ld + head * a.group * D;
-  slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
+  slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * DV;
   slot_lse += int64_t(pair - pair0) * a.segment * a.slots * a.group;
 
-  load_piece<D>(k_tile, k + kv_at, a.ld, keys);
-  load_piece<D>(v_tile, v + kv_at, a.ld, keys);
+  load_piece<D>(k_tile, k + kv_at + head * D, a.ld, keys);
+  load_piece<DV>(v_tile, v + kv_at + head * DV, a.ld, keys);
 
   // Lane l holds row l of the current tile: the slot of its result (-1: none), and how many keys it sees.
   int to, limit;
@@ -81,7 +84,7 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
     const int from = entry < 0 ? -1 : int((x * a.ld + g * D) / 8);
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
-      const int r = i * (256 / D) + lane / (D / 8), c = lane % (D / 8), at = __shfl_sync(~0u, from, r);
+      const int x = i * 32 + lane, r = x / (D / 8), c = x % (D / 8), at = __shfl_sync(~0u, from, r);
       copy16(piece<D>(q_tile, r, c), q + (at < 0 ? 0 : int64_t(at) * 8) + c * 8, at >= 0);
     }
     copies_commit();
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
       pack_rows(p[m], s[m]);
     }
 #pragma unroll
-    for (int c = 0; c < D / 32; ++c) {  // 32 columns
+    for (int c = 0; c < DV / 32; ++c) {  // 32 columns
       float acc[2][16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) acc[0][i] = acc[1][i] = 0;
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           uint32_t y[4];
-          load_matrices_transposed(y, piece<D>(v_tile, n * 16 + lane % 16, 4 * c + 2 * e + lane / 16));
+          load_matrices_transposed(y, piece<DV>(v_tile, n * 16 + lane % 16, 4 * c + 2 * e + lane / 16));
 #pragma unroll
           for (int m = 0; m < 2; ++m)
             mma(acc[m] + 8 * e, p[m] + 4 * n, y[0], y[1]), mma(acc[m] + 8 * e + 4, p[m] + 4 * n, y[2], y[3]);
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
           transpose_quad(x);
           const int at = __shfl_sync(~0u, here, m * 16 + r * 8 + lane / 4);
           if (at >= 0)
-            __stcs(reinterpret_cast<uint4*>(slot_rows + int64_t(at) * D + c * 32 + lane % 4 * 8),
+            __stcs(reinterpret_cast<uint4*>(slot_rows + int64_t(at) * DV + c * 32 + lane % 4 * 8),
                    uint4{x[0], x[1], x[2], x[3]});
         }
     }
@@ -190,20 +193,21 @@ __global__ void __launch_bounds__(block_threads, D == 128 ? 3 : 4)
 // quarter of the tile's dS K from it. Q, dO and statistics are read once for each slot, from L2 mostly; slots are
 // written once, rounded, without the scale. stages: of tiles; two fetch ahead, and at D = 128 want 109 KiB. H200, T
 // 65536, 32/8 heads, D 128, 16 blocks: 17.4 ms, 158 TFLOP/s; shared memory is what it waits for.
-template <int D, int stages>
+template <int D, int DV, int stages>
 struct Backward {
-  static constexpr int M = 64, N = piece_keys, tile = M * D * 2;
-  static constexpr int k = 0, v = k + tile, q = v + tile, d_o = q + stages * tile, ds = d_o + stages * tile;
+  static constexpr int M = 64, N = piece_keys, q_bytes = M * D * 2, do_bytes = M * DV * 2;
+  static constexpr int k = 0, v = k + N * D * 2, q = v + N * DV * 2;
+  static constexpr int d_o = q + stages * q_bytes, ds = d_o + stages * do_bytes;
   static constexpr int info = ds + M * N * 2;  // [3][from in q, from in do, to, limit, lse, delta][M]
   static constexpr int bytes = info + 3 * 6 * M * 4;
 };
 
-template <int D, int stages>
+template <int D, int DV, int stages>
 __global__ void __launch_bounds__(block_threads, 2)
     backward_kernel(bf16* slot_rows, float* sums, float* split_sums, const bf16* d_o, const bf16* q, const bf16* k,
                     const bf16* v, const float2* stats, Problem a, int pair0, int segment) {
   begin_kernel();
-  using L = Backward<D, stages>;
+  using L = Backward<D, DV, stages>;
   constexpr int M = L::M, N = L::N;
   extern __shared__ __align__(1024) uint8_t smem[];
   Unit unit;
@@ -214,9 +218,9 @@ __global__ void __launch_bounds__(block_threads, 2)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, ds_tile = base + L::ds;
   const int* entries = a.entries + int64_t(list) * a.segment * a.slots + unit.first;
-  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld + head * D, row0 = int64_t(b) * a.T + s0;
+  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld, row0 = int64_t(b) * a.T + s0;
   q += row0 * a.ld + head * a.group * D;
-  d_o += (row0 * a.H + head * a.group) * D;
+  d_o += (row0 * a.H + head * a.group) * DV;
   stats += row0 * a.H + head * a.group;
   slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
 
@@ -233,19 +237,22 @@ __global__ void __launch_bounds__(block_threads, 2)
     if (threadIdx.x >= M) return;
     const int g = (n * M + int(threadIdx.x)) % a.group, x = entry / a.slots, r = threadIdx.x;
     info(n, 0)[r] = entry < 0 ? -1 : int((x * a.ld + g * D) / 8);
-    info(n, 1)[r] = entry < 0 ? -1 : int((int64_t(x) * a.H + g) * D / 8);
+    info(n, 1)[r] = entry < 0 ? -1 : int((int64_t(x) * a.H + g) * DV / 8);
     info(n, 2)[r] = entry < 0 ? -1 : entry * a.group + g;
     info(n, 3)[r] = entry < 0 ? keys : min(keys, s0 + x + 1 - key);
     info(n, 4)[r] = __float_as_int(stat.x), info(n, 5)[r] = __float_as_int(stat.y);
   };
   auto gather = [&](int n) {
-    const uint32_t q_to = base + L::q + n % stages * L::tile, do_to = base + L::d_o + n % stages * L::tile;
+    const uint32_t q_to = base + L::q + n % stages * L::q_bytes, do_to = base + L::d_o + n % stages * L::do_bytes;
 #pragma unroll
     for (int i = 0; i < M * D / 8 / block_threads; ++i) {
-      const int x = i * block_threads + threadIdx.x, r = x / (D / 8), c = x % (D / 8);
-      const int q_at = info(n, 0)[r], do_at = info(n, 1)[r];
-      copy16(piece<D>(q_to, r, c), q + (q_at < 0 ? 0 : int64_t(q_at) * 8) + c * 8, q_at >= 0);
-      copy16(piece<D>(do_to, r, c), d_o + (q_at < 0 ? 0 : int64_t(do_at) * 8) + c * 8, q_at >= 0);
+      const int x = i * block_threads + threadIdx.x, r = x / (D / 8), c = x % (D / 8), at = info(n, 0)[r];
+      copy16(piece<D>(q_to, r, c), q + (at < 0 ? 0 : int64_t(at) * 8) + c * 8, at >= 0);
+    }
+#pragma unroll
+    for (int i = 0; i < M * DV / 8 / block_threads; ++i) {
+      const int x = i * block_threads + threadIdx.x, r = x / (DV / 8), c = x % (DV / 8), at = info(n, 1)[r];
+      copy16(piece<DV>(do_to, r, c), d_o + (at < 0 ? 0 : int64_t(at) * 8) + c * 8, at >= 0);
     }
     copies_commit();
   };
@@ -254,14 +261,16 @@ __global__ void __launch_bounds__(block_threads, 2)
   entry = entry_of(1);
   store_info(1, entry, stats_of(1, entry));
   entry = entry_of(2);
-  load_piece<D>(k_tile, k + kv_at, a.ld, keys);
-  load_piece<D>(v_tile, v + kv_at, a.ld, keys);
+  load_piece<D>(k_tile, k + kv_at + head * D, a.ld, keys);
+  load_piece<DV>(v_tile, v + kv_at + head * DV, a.ld, keys);
   __syncthreads();
   if (stages > 1) gather(0);
 
-  float dk[D / 2], dv[D / 2];
+  float dk[D / 2], dv[DV / 2];
 #pragma unroll
-  for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+  for (float& x : dk) x = 0;
+#pragma unroll
+  for (float& x : dv) x = 0;
 #pragma unroll 1
   for (int n = 0; n < tiles; ++n) {
     const float2 stat = stats_of(n + 2, entry);
@@ -274,13 +283,13 @@ __global__ void __launch_bounds__(block_threads, 2)
     }
     __syncthreads();  // the tile has come, and everybody has left the one before
     {
-      const uint32_t q_rows = base + L::q + n % stages * L::tile, do_rows = base + L::d_o + n % stages * L::tile;
+      const uint32_t q_rows = base + L::q + n % stages * L::q_bytes, do_rows = base + L::d_o + n % stages * L::do_bytes;
       const int* limits = info(n, 3);
       const bool whole = limits[0] == N;  // the first row's query is the earliest
       float s[M / 2], dp[M / 2];
       uint32_t p[M / 4];
       multiply_nt<D, M>(s, k_tile, warp * 16, q_rows);
-      multiply_nt<D, M>(dp, v_tile, warp * 16, do_rows);
+      multiply_nt<DV, M>(dp, v_tile, warp * 16, do_rows);
 #pragma unroll
       for (int i = 0; i < M / 8; ++i) {
         const float2 l = *reinterpret_cast<const float2*>(info(n, 4) + i * 8 + lane % 4 * 2);
@@ -299,7 +308,7 @@ __global__ void __launch_bounds__(block_threads, 2)
         }
       }
       pack_rows(p, s);
-      multiply_nn<D, M>(dv, p, do_rows);
+      multiply_nn<DV, M>(dv, p, do_rows);
 #pragma unroll
       for (int i = 0; i < M / 2; ++i) s[i] *= dp[i];
       pack_rows(p, s);
@@ -350,7 +359,7 @@ __global__ void __launch_bounds__(block_threads, 2)
         }
     }
   }
-  add_to_sums<D>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
+  add_to_sums<D, DV>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
 }
 
 }  // namespace attention::selected::sm80

@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(block_threads, 2)
       store_slots<D>(slot_rows, dq, to, base + L::room + warp * 1024);
     }
   }
-  add_to_sums<D>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
+  add_to_sums<D, D>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
 #else
   __trap();  // code for another architecture, which has sm80's kernels
 #endif

@@ -3,7 +3,8 @@
 // Every kernel is 8 warps; a warp owns 16 rows of the block's 128 and every matrix product that makes them. The other
 // side's tiles stream past in two stages. As on Hopper, an accumulator rounded to bf16 is in place as the left operand
 // of the next product, and the backward is two kernels without atomics. 96 KiB of shared memory at D = 128, so that the
-// smaller chips of the family run it too.
+// smaller chips of the family run it too. D: head dim of q and k, DV: of v and o; 192 and 128 take 120 KiB in the
+// backward and 128 KiB in the forward.
 //
 // Tiles in shared memory: R rows of D, each row's 16-byte pieces permuted by the row number, so that ldmatrix meets no
 // bank twice.
@@ -116,42 +117,42 @@ __device__ inline void store_rows_fp32(float* to, int valid, const float (&d)[D 
                                                                                          d[2 * i + 1] * f};
 }
 
-// o, q (B,T,H,D), k, v (B,keys,HKV,D), lse (B,H,T), amax (B,H,T) or null. A block owns 128 queries of one head and
-// walks their keys, 64 at a time, from the diagonal down.
-template <int D>
-constexpr int forward_bytes = (rows + 2 * 2 * 64) * D * 2;
+// q (B,T,H,D), o (B,T,H,DV), k (B,keys,HKV,D), v (B,keys,HKV,DV), lse (B,H,T), amax (B,H,T) or null. A block owns 128
+// queries of one head and walks their keys, 64 at a time, from the diagonal down.
+template <int D, int DV>
+constexpr int forward_bytes = (rows * D + 2 * 64 * (D + DV)) * 2;
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse, float* amax, const bf16* q,
                                                              const bf16* k, const bf16* v, Problem a, Mask mask) {
   begin_kernel();
-  constexpr int BN = 64, tile = BN * D * 2;
-  const uint32_t q_tile = shared_base(), k_tiles = q_tile + rows * D * 2, v_tiles = k_tiles + 2 * tile;
+  constexpr int BN = 64, k_bytes = BN * D * 2, v_bytes = BN * DV * 2;
+  const uint32_t q_tile = shared_base(), k_tiles = q_tile + rows * D * 2, v_tiles = k_tiles + 2 * k_bytes;
   const int tiles = ceil_div(a.T, rows);
   const int h = blockIdx.x % a.H, q0 = (tiles - 1 - blockIdx.x / a.H % tiles) * rows, b = blockIdx.x / a.H / tiles;
   const int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + rows), BN);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, t = q0 + row + lane / 4;
-  k += b * a.keys * a.ld_kv + h / a.group * D, v += b * a.keys * a.ld_kv + h / a.group * D;
+  k += b * a.keys * a.ld_kv + h / a.group * D, v += b * a.keys * a.ld_v + h / a.group * DV;
 
   auto load = [&](int j) {
     int slot = j % 2;
-    load_tile<BN, D>(k_tiles + slot * tile, k + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
-    load_tile<BN, D>(v_tiles + slot * tile, v + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
+    load_tile<BN, D>(k_tiles + slot * k_bytes, k + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
+    load_tile<BN, DV>(v_tiles + slot * v_bytes, v + j * BN * a.ld_v, a.ld_v, a.keys - j * BN);
     copies_commit();
   };
   load_tile<rows, D>(q_tile, q + (int64_t(b) * a.T + q0) * a.ld_q + h * D, a.ld_q, a.T - q0);
   if (first < last) load(last - 1);
 
-  float s[BN / 2], acc[D / 2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  float s[BN / 2], acc[DV / 2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   uint32_t p[BN / 4];
 #pragma unroll
-  for (int i = 0; i < D / 2; ++i) acc[i] = 0;
+  for (int i = 0; i < DV / 2; ++i) acc[i] = 0;
 #pragma unroll 1
   for (int j = last - 1; j >= first; --j) {
     if (j > first) load(j - 1), copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-    multiply_nt<D, BN>(s, q_tile, row, k_tiles + j % 2 * tile);
+    multiply_nt<D, BN>(s, q_tile, row, k_tiles + j % 2 * k_bytes);
     if (!mask.whole(q0 + row, q0 + row + 16, j * BN, (j + 1) * BN)) {
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i)
@@ -174,10 +175,10 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse
       }
       sum[r] = sum[r] * factor + part;
 #pragma unroll
-      for (int i = 0; i < D / 4; ++i) acc[i / 2 * 4 + 2 * r + i % 2] *= factor;
+      for (int i = 0; i < DV / 4; ++i) acc[i / 2 * 4 + 2 * r + i % 2] *= factor;
     }
     pack_rows(p, s);
-    multiply_nn<D, BN>(acc, p, v_tiles + j % 2 * tile);
+    multiply_nn<DV, BN>(acc, p, v_tiles + j % 2 * v_bytes);
     __syncthreads();
   }
   float inverse[2];
@@ -190,50 +191,53 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse
   }
   if (amax) store_row_amax(amax + at, acc, inverse[0], inverse[1], t, a.T);
   int t0 = q0 + row;
-  store_rows<D>(o + (int64_t(b) * a.T + t0) * a.ld_o + h * D, a.ld_o, a.T - t0, acc, inverse[0], inverse[1]);
+  store_rows<DV>(o + (int64_t(b) * a.T + t0) * a.ld_o + h * DV, a.ld_o, a.T - t0, acc, inverse[0], inverse[1]);
 }
 
 // dK and dV. A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, all or its
 // part (KvLoop), 32 at a time: S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
 // dS^T = P^T (dP^T - delta), dK += dS^T Q.
 // dQ. A block owns 128 queries of one head and walks their keys, 32 at a time, likewise.
-// q, dq, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D).
-template <int D>
-constexpr int backward_bytes = (2 * rows + 2 * 2 * 32) * D * 2;
+// q, dq (B,T,H,D), do (B,T,H,DV), k, dk (B,keys,HKV,D), v, dv (B,keys,HKV,DV); lse2, delta (B,H,Tp); part_sums: as
+// part_at.
+template <int D, int DV>
+constexpr int backward_bytes = (rows + 2 * 32) * (D + DV) * 2;
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(threads, 1)
     backward_kv(bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
                 const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
   begin_kernel();
-  constexpr int BM = 32, tile = BM * D * 2;
+  constexpr int BM = 32, q_bytes = BM * D * 2, do_bytes = BM * DV * 2;
   const uint32_t k_tile = shared_base(), v_tile = k_tile + rows * D * 2;
-  const uint32_t q_tiles = v_tile + rows * D * 2, do_tiles = q_tiles + 2 * tile;
+  const uint32_t q_tiles = v_tile + rows * DV * 2, do_tiles = q_tiles + 2 * q_bytes;
   const int k_tiles = ceil_div(a.keys, rows);
   const int part = blockIdx.x % parts, head = blockIdx.x / parts % a.HKV;
   const int k0 = blockIdx.x / parts / a.HKV % k_tiles * rows, b = blockIdx.x / parts / a.HKV / k_tiles;
   const KvLoop loop(mask, k0, k0 + rows, BM, a.group, part, parts);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, j = k0 + row + lane / 4;
-  const int64_t kv_at = (int64_t(b) * a.keys + k0) * a.ld_kv + head * D;
+  const int64_t row0 = int64_t(b) * a.keys + k0;
 
   auto load = [&](int slot, int h, int m) {
     int q0 = m * BM;
     int64_t at = int64_t(b) * a.T + q0;
-    load_tile<BM, D>(q_tiles + slot * tile, q + at * a.ld_q + h * D, a.ld_q, a.T - q0);
-    load_tile<BM, D>(do_tiles + slot * tile, d_o + at * a.ld_o + h * D, a.ld_o, a.T - q0);
+    load_tile<BM, D>(q_tiles + slot * q_bytes, q + at * a.ld_q + h * D, a.ld_q, a.T - q0);
+    load_tile<BM, DV>(do_tiles + slot * do_bytes, d_o + at * a.ld_o + h * DV, a.ld_o, a.T - q0);
     copies_commit();
   };
-  load_tile<rows, D>(k_tile, k + kv_at, a.ld_kv, a.keys - k0);
-  load_tile<rows, D>(v_tile, v + kv_at, a.ld_kv, a.keys - k0);
+  load_tile<rows, D>(k_tile, k + row0 * a.ld_kv + head * D, a.ld_kv, a.keys - k0);
+  load_tile<rows, DV>(v_tile, v + row0 * a.ld_v + head * DV, a.ld_v, a.keys - k0);
   const int steps = loop.end - loop.begin, last = loop.first + loop.tiles;
   int h = head * a.group + (steps ? loop.begin / loop.tiles : 0);
   int m = steps ? loop.first + loop.begin % loop.tiles : 0;  // tile of queries
   if (steps > 0) load(0, h, m);
 
-  float s[BM / 2], dp[BM / 2], dk_acc[D / 2], dv_acc[D / 2];
+  float s[BM / 2], dp[BM / 2], dk_acc[D / 2], dv_acc[DV / 2];
   uint32_t p[BM / 4];
 #pragma unroll
-  for (int i = 0; i < D / 2; ++i) dk_acc[i] = dv_acc[i] = 0;
+  for (float& x : dk_acc) x = 0;
+#pragma unroll
+  for (float& x : dv_acc) x = 0;
 #pragma unroll 1
   for (int n = 0; n < steps; ++n) {
     int q0 = m * BM, slot = n % 2;
@@ -242,8 +246,8 @@ __global__ void __launch_bounds__(threads, 1)
     if (n + 1 < steps) load(slot ^ 1, h, m), copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-    multiply_nt<D, BM>(s, k_tile, row, q_tiles + slot * tile);
-    multiply_nt<D, BM>(dp, v_tile, row, do_tiles + slot * tile);
+    multiply_nt<D, BM>(s, k_tile, row, q_tiles + slot * q_bytes);
+    multiply_nt<DV, BM>(dp, v_tile, row, do_tiles + slot * do_bytes);
 #pragma unroll
     for (int i = 0; i < BM / 2; ++i) {
       int c = i / 4 * 8 + i % 2;
@@ -252,47 +256,48 @@ __global__ void __launch_bounds__(threads, 1)
       dp[i] = s[i] * (dp[i] - delta[stats + c]);
     }
     pack_rows(p, s);
-    multiply_nn<D, BM>(dv_acc, p, do_tiles + slot * tile);
+    multiply_nn<DV, BM>(dv_acc, p, do_tiles + slot * do_bytes);
     pack_rows(p, dp);
-    multiply_nn<D, BM>(dk_acc, p, q_tiles + slot * tile);
+    multiply_nn<D, BM>(dk_acc, p, q_tiles + slot * q_bytes);
     __syncthreads();
   }
   int j0 = k0 + row;
   if (parts > 1) {
-    float* to = part_sums + int64_t(j0) * D;
-    store_rows_fp32<D>(to + part_at(a, parts, 0, part, b, head), a.keys - j0, dk_acc, a.scale);
-    store_rows_fp32<D>(to + part_at(a, parts, 1, part, b, head), a.keys - j0, dv_acc, 1);
+    float* dk_sums = part_sums + part_at(a, parts, 0, part, b, head) + int64_t(j0) * D;
+    float* dv_sums = part_sums + part_at(a, parts, 1, part, b, head) + int64_t(j0) * DV;
+    store_rows_fp32<D>(dk_sums, a.keys - j0, dk_acc, a.scale);
+    store_rows_fp32<DV>(dv_sums, a.keys - j0, dv_acc, 1);
     return;
   }
-  int64_t at = (int64_t(b) * a.keys + j0) * a.ld_dkv + head * D;
-  store_rows<D>(dk + at, a.ld_dkv, a.keys - j0, dk_acc, a.scale, a.scale);
-  store_rows<D>(dv + at, a.ld_dkv, a.keys - j0, dv_acc, 1, 1);
+  const int64_t at = row0 + row;
+  store_rows<D>(dk + at * a.ld_dkv + head * D, a.ld_dkv, a.keys - j0, dk_acc, a.scale, a.scale);
+  store_rows<DV>(dv + at * a.ld_dv + head * DV, a.ld_dv, a.keys - j0, dv_acc, 1, 1);
 }
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(threads, 1)
     backward_q(bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
                const float* delta, Problem a, Mask mask) {
   begin_kernel();
-  constexpr int BN = 32, tile = BN * D * 2;
+  constexpr int BN = 32, k_bytes = BN * D * 2, v_bytes = BN * DV * 2;
   const uint32_t q_tile = shared_base(), do_tile = q_tile + rows * D * 2;
-  const uint32_t k_tiles = do_tile + rows * D * 2, v_tiles = k_tiles + 2 * tile;
+  const uint32_t k_tiles = do_tile + rows * DV * 2, v_tiles = k_tiles + 2 * k_bytes;
   const int tiles = ceil_div(a.T, rows);
   const int h = blockIdx.x % a.H, q0 = (tiles - 1 - blockIdx.x / a.H % tiles) * rows, b = blockIdx.x / a.H / tiles;
   const int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + rows), BN);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, t = q0 + row + lane / 4;
   const int64_t at = int64_t(b) * a.T + q0, stats = int64_t(b * a.H + h) * a.Tp + t;
   const float l[2] = {lse2[stats], lse2[stats + 8]}, r[2] = {delta[stats], delta[stats + 8]};
-  k += b * a.keys * a.ld_kv + h / a.group * D, v += b * a.keys * a.ld_kv + h / a.group * D;
+  k += b * a.keys * a.ld_kv + h / a.group * D, v += b * a.keys * a.ld_v + h / a.group * DV;
 
   auto load = [&](int j) {
     int slot = j % 2;
-    load_tile<BN, D>(k_tiles + slot * tile, k + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
-    load_tile<BN, D>(v_tiles + slot * tile, v + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
+    load_tile<BN, D>(k_tiles + slot * k_bytes, k + j * BN * a.ld_kv, a.ld_kv, a.keys - j * BN);
+    load_tile<BN, DV>(v_tiles + slot * v_bytes, v + j * BN * a.ld_v, a.ld_v, a.keys - j * BN);
     copies_commit();
   };
   load_tile<rows, D>(q_tile, q + at * a.ld_q + h * D, a.ld_q, a.T - q0);
-  load_tile<rows, D>(do_tile, d_o + at * a.ld_o + h * D, a.ld_o, a.T - q0);
+  load_tile<rows, DV>(do_tile, d_o + at * a.ld_o + h * DV, a.ld_o, a.T - q0);
   if (first < last) load(last - 1);
 
   float s[BN / 2], dp[BN / 2], acc[D / 2];
@@ -304,8 +309,8 @@ __global__ void __launch_bounds__(threads, 1)
     if (j > first) load(j - 1), copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-    multiply_nt<D, BN>(s, q_tile, row, k_tiles + j % 2 * tile);
-    multiply_nt<D, BN>(dp, do_tile, row, v_tiles + j % 2 * tile);
+    multiply_nt<D, BN>(s, q_tile, row, k_tiles + j % 2 * k_bytes);
+    multiply_nt<DV, BN>(dp, do_tile, row, v_tiles + j % 2 * v_bytes);
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) {
       int e = i / 2 % 2;
@@ -313,29 +318,29 @@ __global__ void __launch_bounds__(threads, 1)
       s[i] = seen ? exp2_approx(fmaf(s[i], a.scale_log2, -l[e])) * (dp[i] - r[e]) : 0.f;
     }
     pack_rows(ds, s);
-    multiply_nn<D, BN>(acc, ds, k_tiles + j % 2 * tile);
+    multiply_nn<D, BN>(acc, ds, k_tiles + j % 2 * k_bytes);
     __syncthreads();
   }
   int t0 = q0 + row;
   store_rows<D>(dq + (int64_t(b) * a.T + t0) * a.ld_dq + h * D, a.ld_dq, a.T - t0, acc, a.scale, a.scale);
 }
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* q, const bf16* k, const bf16* v,
              const Problem& a, const Mask& mask) {
-  launch(stream, forward_kernel<D, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D>}, o, lse, amax, q,
-         k, v, a, mask);
+  launch(stream, forward_kernel<D, DV, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, forward_bytes<D, DV>}, o, lse,
+         amax, q, k, v, a, mask);
 }
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
-  constexpr int bytes = backward_bytes<D>;
-  launch(stream, backward_kv<D, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes}, dk, dv, d_o, q,
-         k, v, lse2, delta, a, mask, parts, part_sums);
-  launch(stream, backward_q<D, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, bytes}, dq, d_o, q, k, v, lse2, delta,
-         a, mask);
+  constexpr int bytes = backward_bytes<D, DV>;
+  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes}, dk, dv, d_o,
+         q, k, v, lse2, delta, a, mask, parts, part_sums);
+  launch(stream, backward_q<D, DV, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, bytes}, dq, d_o, q, k, v, lse2,
+         delta, a, mask);
 }
 
 }  // namespace attention::sm80

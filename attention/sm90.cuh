@@ -438,7 +438,7 @@ struct BackwardKV {
   static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
 };
 
-// Maps of q, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums (2,parts,B,HKV,keys,D).
+// Maps of q, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums: as part_at.
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kv(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -797,7 +797,7 @@ void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* 
   const int items = a.B * a.H * ceil_div(a.T, Forward<D>::BM);
   launch(stream, forward_kernel<D, Mask>, {persistent_blocks(items), 384, Forward<D>::bytes},
          tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
-         tensor_map(v, a.ld_kv, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, amax, a, mask, next_list());
+         tensor_map(v, a.ld_v, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, amax, a, mask, next_list());
 }
 
 template <int D, class Mask>
@@ -805,10 +805,10 @@ void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
   CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, a.T, a);
-  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a.keys, a), v_map = tensor_map(v, a.ld_kv, a.HKV, a.keys, a);
+  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a.keys, a), v_map = tensor_map(v, a.ld_v, a.HKV, a.keys, a);
   launch(stream, backward_kv<D, Mask>,
          {a.B * a.HKV * parts * ceil_div(a.keys, BackwardKV<D>::BN), 384, BackwardKV<D>::bytes}, q_map, k_map, v_map,
-         do_map, tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a), tensor_map(dv, a.ld_dkv, a.HKV, a.keys, a), lse2, delta, a,
+         do_map, tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a), tensor_map(dv, a.ld_dv, a.HKV, a.keys, a), lse2, delta, a,
          mask, parts, part_sums);
   launch(stream, backward_q<D, Mask>,
          {persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384, BackwardQ<D>::bytes}, q_map, k_map,

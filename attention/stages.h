@@ -17,15 +17,15 @@ Kernel nsa_topk(Stream& s, int32_t* indices, const T* q, const T* k, const acc_t
                 const NsaShape& a);
 
 // ---- attending (attention/selected.cu): softmax over the keys j <= t of the selected blocks (eq. 12).
-// o (B*T, H D) and lse (B,H,T) from q, k, v, columns of x (B*T, ld), and indices (B,HKV,T,n). scratch: bytes.
+// o (B*T, H DV) and lse (B,H,T) from q, k, v, columns of x (B*T, ld), and indices (B,HKV,T,n). scratch: bytes.
 template <class T>
 int64_t nsa_selected_forward_scratch(const NsaShape& a);
 template <class T>
 Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
                             char* scratch, const NsaShape& a);
-// d_o (B*T, H D): gradient of sigmoid(gate) * o. dk, dv: columns of dx (B*T, ld), written, zero where no query selected
-// the key. dq, columns of dx too, comes with the window's gradient and leaves as the sum of it, of dq_compressed
-// (B*T, H D; may be null) and of this branch's.
+// d_o (B*T, H DV): gradient of sigmoid(gate) * o. dk, dv: columns of dx (B*T, ld), written, zero where no query
+// selected the key. dq, columns of dx too, comes with the window's gradient and leaves as the sum of it, of
+// dq_compressed (B*T, H D; may be null) and of this branch's.
 template <class T>
 int64_t nsa_selected_backward_scratch(const NsaShape& a);
 template <class T>
@@ -33,7 +33,7 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
                              char* scratch, const NsaShape& a, Gate<T> gate);
 
-// ---- compressing (attention/compress.cu)
+// ---- compressing (attention/compress.cu): keys, or values with DV for D
 // Phi::mean: compressed keys or values, out and dout (B*compressed(), HKV D), from x and dx, columns of (B*T, ld).
 template <class T>
 Kernel nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a);

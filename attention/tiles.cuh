@@ -11,6 +11,10 @@ namespace attention {
 
 inline HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Chips of compute capability 8.6, 8.9 and 12 have 99 KiB of shared memory for a block, others 163 and more.
+constexpr int small_memory = 99 << 10;
+constexpr bool has_small_memory(int arch) { return arch == 86 || arch == 89 || arch >= 120; }
+
 // The masks: which keys a query sees, in rows and keys rather than in tiles, so that they serve every tile shape.
 // A kernel walks the tiles that overlap [first_key, last_key) of its queries (or [first_query, last_query) of its
 // keys; either may be empty), and tests single elements only in tiles that are not whole(). They are called
@@ -70,8 +74,8 @@ auto with_mask(const AttentionShape& a, F f) {
 // AttentionShape in the kernels' types. A row is one (b,t); the statistics lie in rows of Tp, T rounded up to whole
 // tiles, so that a tile's worth of them can be copied without a test for the sequence's end.
 struct Problem {
-  int B, T, keys, H, HKV, D, group;
-  int64_t ld_q, ld_kv, ld_o, ld_dq, ld_dkv;
+  int B, T, keys, H, HKV, D, DV, group;
+  int64_t ld_q, ld_kv, ld_v, ld_o, ld_dq, ld_dkv, ld_dv;
   int Tp;
   float scale, scale_log2;  // the second has log2(e) in it: softmax is computed with exp2
 
@@ -82,12 +86,15 @@ struct Problem {
         H(int(a.H)),
         HKV(int(a.HKV)),
         D(int(a.D)),
+        DV(int(a.v_dim())),
         group(int(a.H / a.HKV)),
         ld_q(a.ld_q),
         ld_kv(a.ld_kv),
+        ld_v(a.ld_v ? a.ld_v : a.ld_kv),
         ld_o(a.ld_o),
         ld_dq(a.ld_dq),
         ld_dkv(a.ld_dkv),
+        ld_dv(a.ld_dv ? a.ld_dv : a.ld_dkv),
         Tp(int((a.T + 127) / 128 * 128)),
         scale(float(a.scale)),
         scale_log2(float(a.scale * 1.4426950408889634)) {}
@@ -108,9 +115,11 @@ struct KvLoop {
   }
 };
 
-// Where a part of that loop puts its sums in the workspace; which: 0 dK, 1 dV. (B, HKV, keys, D).
+// Where a part of that loop puts its sums in the workspace; which: 0 dK (parts, B, HKV, keys, D), and behind it 1 dV
+// (parts, B, HKV, keys, DV).
 inline HD int64_t part_at(const Problem& a, int parts, int which, int part, int b, int head) {
-  return (((int64_t(which) * parts + part) * a.B + b) * a.HKV + head) * a.keys * a.D;
+  const int64_t rows = int64_t(a.B) * a.HKV * a.keys, row = ((int64_t(part) * a.B + b) * a.HKV + head) * a.keys;
+  return which ? parts * rows * a.D + row * a.DV : row * a.D;
 }
 
 #ifdef __CUDACC__

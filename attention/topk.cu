@@ -16,9 +16,11 @@ Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
   using namespace attention;
   constexpr bool narrow = std::is_same_v<T, bf16>;
   const TopK a(shape, narrow);
-  if (narrow ? a.D != 64 && a.D != 128 : a.D > 128 || a.D % 8)
+  if (narrow ? a.D != 64 && a.D != 128 && a.D != 192 : a.D > 128 || a.D % 8)
     throw Error(strf("nsa_topk: no %s kernel for head dim %d on a GPU: %s", name_of(dtype_of<T>), a.D,
-                     narrow ? "64 and 128 have one" : "multiples of 8 up to 128 have one"));
+                     narrow ? "64, 128 and 192 have one" : "multiples of 8 up to 128 have one"));
+  if (a.D == 192 && has_small_memory(arch))
+    throw Error("nsa_topk: keys of 192 need a GPU with more than 99 KiB of shared memory for a block");
   bool aligned = a.ld * sizeof(T) % 16 == 0;  // for copies of 16 bytes
   for (const void* p : std::initializer_list<const void*>{q, k, scratch})
     aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
@@ -28,6 +30,7 @@ Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
   if constexpr (narrow) {
     const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
     using namespace topk;
+    if (a.D == 192) return a.pooled ? launch(sm80_launch<192, true>) : launch(sm80_launch<192, false>);
     if (arch == 90 && a.D == 128) return a.pooled ? launch(sm90_launch<128, true>) : launch(sm90_launch<128, false>);
     if (arch == 90) return a.pooled ? launch(sm90_launch<64, true>) : launch(sm90_launch<64, false>);
     if (a.D == 128) return a.pooled ? launch(sm80_launch<128, true>) : launch(sm80_launch<128, false>);

@@ -116,6 +116,7 @@ void gated_delta(A* delta, A* d_o, const T* o, int64_t ld_o, int m, int64_t D, c
 
 // Query t sees keys [first_seen, end_seen). Both grow with t.
 inline int64_t rows_of_keys(const AttentionShape& a) { return a.keys ? a.keys : a.T; }
+inline int64_t stride_of_values(const AttentionShape& a) { return a.ld_v ? a.ld_v : a.ld_kv; }
 inline int64_t first_seen(const AttentionShape& a, int64_t t) {
   return a.sees == Sees::window ? std::max<int64_t>(0, t + 1 - a.window) : 0;
 }
@@ -131,12 +132,13 @@ void attention_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, 
                        float* amax = nullptr) {
   using namespace attention_detail;
   using A = acc_t<T>;
-  const int64_t T_ = a.T, D = a.D, group = a.H / a.HKV, keys = rows_of_keys(a), ldk = padded(keys);
-  std::vector<A> kt(ldk * D), vs(ldk * D), qs(BM * D), s, out(BM * D);
+  const int64_t T_ = a.T, D = a.D, DV = a.v_dim(), group = a.H / a.HKV, keys = rows_of_keys(a), ldk = padded(keys);
+  const int64_t ld_v = stride_of_values(a);
+  std::vector<A> kt(ldk * D), vs(ldk * DV), qs(BM * D), s, out(BM * DV);
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {
       widen_transposed(kt.data(), ldk, k + b * keys * a.ld_kv + head * D, a.ld_kv, keys, D);
-      widen(vs.data(), v + b * keys * a.ld_kv + head * D, a.ld_kv, keys, D);
+      widen(vs.data(), v + b * keys * ld_v + head * DV, ld_v, keys, DV);
       for (int64_t h = head * group; h < (head + 1) * group; ++h)
         for (int64_t t0 = 0; t0 < T_; t0 += BM) {
           const int m = int(std::min<int64_t>(BM, T_ - t0));
@@ -160,11 +162,12 @@ void attention_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, 
             lse[(b * a.H + h) * T_ + t0 + i] = top + std::log(sum);  // no key: -inf + -inf
           }
           for (int j = 0; j < n; j += BN)
-            multiply_add(out.data(), D, &s[j], n, 1, &vs[(lo + j) * D], D, whole_rows(m), int(D), std::min(BN, n - j));
+            multiply_add(out.data(), DV, &s[j], n, 1, &vs[(lo + j) * DV], DV, whole_rows(m), int(DV),
+                         std::min(BN, n - j));
           for (int i = 0; i < m; ++i) {
-            T* const row = o + (b * T_ + t0 + i) * a.ld_o + h * D;
-            for (int64_t d = 0; d < D; ++d) row[d] = T(out[i * D + d]);
-            if (amax) amax[(b * a.H + h) * T_ + t0 + i] = float(power_sum(GradNorm::inf, row, D));
+            T* const row = o + (b * T_ + t0 + i) * a.ld_o + h * DV;
+            for (int64_t d = 0; d < DV; ++d) row[d] = T(out[i * DV + d]);
+            if (amax) amax[(b * a.H + h) * T_ + t0 + i] = float(power_sum(GradNorm::inf, row, DV));
           }
         }
     }
@@ -175,15 +178,16 @@ void attention_backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* 
                         const acc_t<T>* lse, const AttentionShape& a, Gate<T> gate = {}) {
   using namespace attention_detail;
   using A = acc_t<T>;
-  const int64_t T_ = a.T, D = a.D, group = a.H / a.HKV, keys = rows_of_keys(a), ldk = padded(keys);
-  std::vector<A> ks(ldk * D), kt(ldk * D), vt(ldk * D), dks(ldk * D), dvs(ldk * D);  // of one KV head; t: transposed
-  std::vector<A> qs(BM * D), dos(BM * D), dqs(BM * D), p(BM * BN), ds(BM * BN), delta(BM);
+  const int64_t T_ = a.T, D = a.D, DV = a.v_dim(), group = a.H / a.HKV, keys = rows_of_keys(a), ldk = padded(keys);
+  const int64_t ld_v = stride_of_values(a), ld_dv = a.ld_dv ? a.ld_dv : a.ld_dkv;
+  std::vector<A> ks(ldk * D), kt(ldk * D), vt(ldk * DV), dks(ldk * D), dvs(ldk * DV);  // of one KV head; t: transposed
+  std::vector<A> qs(BM * D), dos(BM * DV), dqs(BM * D), p(BM * BN), ds(BM * BN), delta(BM);
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {
       const int64_t at = b * keys * a.ld_kv + head * D;
       widen(ks.data(), k + at, a.ld_kv, keys, D);
       widen_transposed(kt.data(), ldk, k + at, a.ld_kv, keys, D);
-      widen_transposed(vt.data(), ldk, v + at, a.ld_kv, keys, D);
+      widen_transposed(vt.data(), ldk, v + b * keys * ld_v + head * DV, ld_v, keys, DV);
       std::fill(dks.begin(), dks.end(), A(0));
       std::fill(dvs.begin(), dvs.end(), A(0));
       for (int64_t h = head * group; h < (head + 1) * group; ++h)
@@ -191,16 +195,17 @@ void attention_backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* 
           const int m = int(std::min<int64_t>(BM, T_ - t0));
           const A* l = lse + (b * a.H + h) * T_ + t0;
           widen(qs.data(), q + (b * T_ + t0) * a.ld_q + h * D, a.ld_q, m, D);
-          widen(dos.data(), d_o + (b * T_ + t0) * a.ld_o + h * D, a.ld_o, m, D);
+          widen(dos.data(), d_o + (b * T_ + t0) * a.ld_o + h * DV, a.ld_o, m, DV);
           std::fill(dqs.begin(), dqs.end(), A(0));
-          gated_delta(delta.data(), dos.data(), o + (b * T_ + t0) * a.ld_o + h * D, a.ld_o, m, D, gate, b * T_ + t0, h);
+          gated_delta(delta.data(), dos.data(), o + (b * T_ + t0) * a.ld_o + h * DV, a.ld_o, m, DV, gate, b * T_ + t0,
+                      h);
           const int64_t end = padded(end_seen(a, t0 + m - 1));
           for (int64_t j0 = first_seen(a, t0) / 32 * 32; j0 < end; j0 += BN) {
             const int w = int(std::min<int64_t>(BN, end - j0));
             std::fill(p.begin(), p.end(), A(0));
             std::fill(ds.begin(), ds.end(), A(0));
             multiply_add(p.data(), BN, qs.data(), D, 1, &kt[j0], ldk, whole_rows(m), w, int(D));
-            multiply_add(ds.data(), BN, dos.data(), D, 1, &vt[j0], ldk, whole_rows(m), w, int(D));
+            multiply_add(ds.data(), BN, dos.data(), DV, 1, &vt[j0], ldk, whole_rows(m), w, int(DV));
             for (int i = 0; i < m; ++i) {
               A *pi = &p[i * BN], *dsi = &ds[i * BN];
               const auto within = [&](int64_t key) {
@@ -216,16 +221,16 @@ void attention_backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* 
             }
             multiply_add(dqs.data(), D, ds.data(), BN, 1, &ks[j0 * D], D, whole_rows(m), int(D), w);
             multiply_add(&dks[j0 * D], D, ds.data(), 1, BN, qs.data(), D, w, int(D), m);
-            multiply_add(&dvs[j0 * D], D, p.data(), 1, BN, dos.data(), D, w, int(D), m);
+            multiply_add(&dvs[j0 * DV], DV, p.data(), 1, BN, dos.data(), DV, w, int(DV), m);
           }
           for (int i = 0; i < m; ++i)
             for (int64_t d = 0; d < D; ++d) dq[(b * T_ + t0 + i) * a.ld_dq + h * D + d] = T(dqs[i * D + d]);
         }
-      for (int64_t j = 0; j < keys; ++j)
-        for (int64_t d = 0; d < D; ++d) {
-          dk[(b * keys + j) * a.ld_dkv + head * D + d] = T(dks[j * D + d]);
-          dv[(b * keys + j) * a.ld_dkv + head * D + d] = T(dvs[j * D + d]);
-        }
+      for (int64_t j = 0; j < keys; ++j) {
+        T *to_k = dk + (b * keys + j) * a.ld_dkv + head * D, *to_v = dv + (b * keys + j) * ld_dv + head * DV;
+        for (int64_t d = 0; d < D; ++d) to_k[d] = T(dks[j * D + d]);
+        for (int64_t d = 0; d < DV; ++d) to_v[d] = T(dvs[j * DV + d]);
+      }
     }
 }
 

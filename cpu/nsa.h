@@ -195,13 +195,14 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
                           char* /*scratch*/, const NsaShape& a) {
   using namespace attention_detail;
   using A = acc_t<T>;
-  const int64_t D = a.D, n = a.selected, L = a.select_block, group = a.H / a.HKV, width = n * L;
+  const int64_t D = a.D, DV = a.v_dim(), n = a.selected, L = a.select_block, group = a.H / a.HKV, width = n * L;
   const int64_t keys = a.select_blocks() * L;  // with the last block padded with zeros
-  std::vector<A> kt(keys * D), vs(keys * D), qs(BM * D), some(BM * D), s(BM * width), part(BM * L), out(BM * D);
+  std::vector<A> kt(keys * D), vs(keys * DV), qs(BM * D), s(BM * width), part(BM * L), out(BM * DV);
+  std::vector<A> some_q(BM * D), some_out(BM * DV);  // of a block's queries
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {
       widen_transposed(kt.data(), keys, k + b * a.T * a.ld + head * D, a.ld, a.T, D);
-      widen(vs.data(), v + b * a.T * a.ld + head * D, a.ld, a.T, D);
+      widen(vs.data(), v + b * a.T * a.ld + head * DV, a.ld, a.T, DV);
       for (int64_t h = head * group; h < (head + 1) * group; ++h)
         for (int64_t t0 = 0; t0 < a.T; t0 += BM) {
           const int m = int(std::min<int64_t>(BM, a.T - t0));
@@ -211,9 +212,9 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
           std::fill(s.begin(), s.end(), A(-INFINITY));  // what a query does not see
           std::fill(out.begin(), out.end(), A(0));
           nsa_detail::for_each_block(lists, n, m, blocks, [&](int64_t block, const int* rows, const int* slots, int c) {
-            nsa_detail::gather(some.data(), qs.data(), rows, c, D);
+            nsa_detail::gather(some_q.data(), qs.data(), rows, c, D);
             std::fill(part.begin(), part.begin() + whole_rows(c) * L, A(0));
-            multiply_add(part.data(), L, some.data(), D, 1, &kt[block * L], keys, whole_rows(c), int(L), int(D));
+            multiply_add(part.data(), L, some_q.data(), D, 1, &kt[block * L], keys, whole_rows(c), int(L), int(D));
             for (int i = 0; i < c; ++i) {
               const int64_t seen = std::min(L, t0 + rows[i] - block * L + 1);
               for (int64_t j = 0; j < seen; ++j) s[rows[i] * width + slots[i] * L + j] = part[i * L + j] * A(a.scale);
@@ -236,12 +237,13 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
           }
           nsa_detail::for_each_block(lists, n, m, blocks, [&](int64_t block, const int* rows, const int* slots, int c) {
             for (int i = 0; i < c; ++i) std::copy_n(&s[rows[i] * width + slots[i] * L], L, &part[i * L]);
-            std::fill(some.begin(), some.begin() + whole_rows(c) * D, A(0));
-            multiply_add(some.data(), D, part.data(), L, 1, &vs[block * L * D], D, whole_rows(c), int(D), int(L));
-            nsa_detail::scatter_add(out.data(), some.data(), rows, c, D);
+            std::fill(some_out.begin(), some_out.begin() + whole_rows(c) * DV, A(0));
+            multiply_add(some_out.data(), DV, part.data(), L, 1, &vs[block * L * DV], DV, whole_rows(c), int(DV),
+                         int(L));
+            nsa_detail::scatter_add(out.data(), some_out.data(), rows, c, DV);
           });
           for (int i = 0; i < m; ++i)
-            for (int64_t d = 0; d < D; ++d) o[((b * a.T + t0 + i) * a.H + h) * D + d] = T(out[i * D + d]);
+            for (int64_t d = 0; d < DV; ++d) o[((b * a.T + t0 + i) * a.H + h) * DV + d] = T(out[i * DV + d]);
         }
     }
 }
@@ -252,16 +254,17 @@ void nsa_selected_backward(T* dq, T* dk, T* dv, const T* dq_compressed, const T*
                            const NsaShape& a, Gate<T> gate) {
   using namespace attention_detail;
   using A = acc_t<T>;
-  const int64_t D = a.D, n = a.selected, L = a.select_block, group = a.H / a.HKV, keys = a.select_blocks() * L;
-  std::vector<A> ks(keys * D), kt(keys * D), vt(keys * D), dks(keys * D), dvs(keys * D);   // t: transposed
-  std::vector<A> qs(BM * D), dos(BM * D), dqs(BM * D), delta(BM);                          // of a tile
-  std::vector<A> some_q(BM * D), some_do(BM * D), some_dq(BM * D), p(BM * L), ds(BM * L);  // of a block's queries
+  const int64_t D = a.D, DV = a.v_dim(), n = a.selected, L = a.select_block, group = a.H / a.HKV;
+  const int64_t keys = a.select_blocks() * L;
+  std::vector<A> ks(keys * D), kt(keys * D), vt(keys * DV), dks(keys * D), dvs(keys * DV);  // t: transposed
+  std::vector<A> qs(BM * D), dos(BM * DV), dqs(BM * D), delta(BM);                          // of a tile
+  std::vector<A> some_q(BM * D), some_do(BM * DV), some_dq(BM * D), p(BM * L), ds(BM * L);  // of a block's queries
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {
-      const int64_t at = b * a.T * a.ld + head * D;
+      const int64_t at = b * a.T * a.ld + head * D, at_v = b * a.T * a.ld + head * DV;
       widen(ks.data(), k + at, a.ld, a.T, D);
       widen_transposed(kt.data(), keys, k + at, a.ld, a.T, D);
-      widen_transposed(vt.data(), keys, v + at, a.ld, a.T, D);
+      widen_transposed(vt.data(), keys, v + at_v, a.ld, a.T, DV);
       std::fill(dks.begin(), dks.end(), A(0));
       std::fill(dvs.begin(), dvs.end(), A(0));
       for (int64_t h = head * group; h < (head + 1) * group; ++h)
@@ -270,18 +273,18 @@ void nsa_selected_backward(T* dq, T* dk, T* dv, const T* dq_compressed, const T*
           const int64_t row = b * a.T + t0;
           const A* l = lse + (b * a.H + h) * a.T + t0;
           widen(qs.data(), q + row * a.ld + h * D, a.ld, m, D);
-          widen(dos.data(), d_o + (row * a.H + h) * D, a.H * D, m, D);
-          gated_delta(delta.data(), dos.data(), o + (row * a.H + h) * D, a.H * D, m, D, gate, row, h);
+          widen(dos.data(), d_o + (row * a.H + h) * DV, a.H * DV, m, DV);
+          gated_delta(delta.data(), dos.data(), o + (row * a.H + h) * DV, a.H * DV, m, DV, gate, row, h);
           std::fill(dqs.begin(), dqs.end(), A(0));
           nsa_detail::for_each_block(
               indices + ((b * a.HKV + head) * a.T + t0) * n, n, m, (t0 + m - 1) / L + 1,
               [&](int64_t block, const int* rows, const int*, int c) {
                 nsa_detail::gather(some_q.data(), qs.data(), rows, c, D);
-                nsa_detail::gather(some_do.data(), dos.data(), rows, c, D);
+                nsa_detail::gather(some_do.data(), dos.data(), rows, c, DV);
                 std::fill(p.begin(), p.begin() + whole_rows(c) * L, A(0));
                 std::fill(ds.begin(), ds.begin() + whole_rows(c) * L, A(0));
                 multiply_add(p.data(), L, some_q.data(), D, 1, &kt[block * L], keys, whole_rows(c), int(L), int(D));
-                multiply_add(ds.data(), L, some_do.data(), D, 1, &vt[block * L], keys, whole_rows(c), int(L), int(D));
+                multiply_add(ds.data(), L, some_do.data(), DV, 1, &vt[block * L], keys, whole_rows(c), int(L), int(DV));
                 for (int i = 0; i < c; ++i) {
                   A *pi = &p[i * L], *dsi = &ds[i * L];
                   const A li = l[rows[i]], di = delta[rows[i]];
@@ -296,7 +299,7 @@ void nsa_selected_backward(T* dq, T* dk, T* dv, const T* dq_compressed, const T*
                 multiply_add(some_dq.data(), D, ds.data(), L, 1, &ks[block * L * D], D, whole_rows(c), int(D), int(L));
                 nsa_detail::scatter_add(dqs.data(), some_dq.data(), rows, c, D);
                 multiply_add(&dks[block * L * D], D, ds.data(), 1, L, some_q.data(), D, int(L), int(D), c);
-                multiply_add(&dvs[block * L * D], D, p.data(), 1, L, some_do.data(), D, int(L), int(D), c);
+                multiply_add(&dvs[block * L * DV], DV, p.data(), 1, L, some_do.data(), DV, int(L), int(DV), c);
               });
           for (int i = 0; i < m; ++i)
             for (int64_t d = 0; d < D; ++d) {
@@ -305,11 +308,10 @@ void nsa_selected_backward(T* dq, T* dk, T* dv, const T* dq_compressed, const T*
               sum = T(A(sum) + compressed + dqs[i * D + d]);
             }
         }
-      for (int64_t j = 0; j < a.T; ++j)
-        for (int64_t d = 0; d < D; ++d) {
-          dk[at + j * a.ld + d] = T(dks[j * D + d]);
-          dv[at + j * a.ld + d] = T(dvs[j * D + d]);
-        }
+      for (int64_t j = 0; j < a.T; ++j) {
+        for (int64_t d = 0; d < D; ++d) dk[at + j * a.ld + d] = T(dks[j * D + d]);
+        for (int64_t d = 0; d < DV; ++d) dv[at_v + j * a.ld + d] = T(dvs[j * DV + d]);
+      }
     }
 }
 
@@ -324,10 +326,10 @@ void nsa_combine(T* o, const T* compressed, const T* selected, const T* window, 
     for (int64_t h = 0; h < a.H; ++h) {
       A g[3];
       for (int i = 0; i < 3; ++i) g[i] = A(1) / (A(1) + std::exp(-A(x[r * a.ld + a.gate(i) + h])));
-      const int64_t at = (r * a.H + h) * a.D;
-      for (int64_t d = at; d < at + a.D; ++d)
+      const int64_t at = (r * a.H + h) * a.v_dim();
+      for (int64_t d = at; d < at + a.v_dim(); ++d)
         o[d] = T(g[0] * A(branch[0][d]) + g[1] * A(branch[1][d]) + g[2] * A(branch[2][d]));
-      if (amax) amax[(r / a.T * a.H + h) * a.T + r % a.T] = float(power_sum(GradNorm::inf, o + at, a.D));
+      if (amax) amax[(r / a.T * a.H + h) * a.T + r % a.T] = float(power_sum(GradNorm::inf, o + at, a.v_dim()));
     }
 }
 

@@ -58,6 +58,10 @@ AttentionShape shape(int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) {
   a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.scale = 1 / std::sqrt(double(D));
   return a;
 }
+AttentionShape with_values(AttentionShape a, int64_t DV) {  // of another head dim than keys
+  a.DV = DV;
+  return a;
+}
 AttentionShape windowed(AttentionShape a, int64_t window) {
   a.sees = Sees::window, a.window = window;
   return a;
@@ -89,12 +93,12 @@ struct Tensors {
       : a(s),
         gated(gated),
         q(s.B * s.T, s.H * s.D, 8),
-        kv(s.B * keys_of(s), 2 * s.HKV * s.D, 16),
-        d_o(s.B * s.T, s.H * s.D, 24),
+        kv(s.B * keys_of(s), s.HKV * (s.D + s.v_dim()), 16),
+        d_o(s.B * s.T, s.H * s.v_dim(), 24),
         gate(s.B * s.T, s.H, 3),
-        o(s.B * s.T, s.H * s.D, 24),
+        o(s.B * s.T, s.H * s.v_dim(), 24),
         dq(s.B * s.T, s.H * s.D, 32),
-        dkv(s.B * keys_of(s), 2 * s.HKV * s.D, 40),
+        dkv(s.B * keys_of(s), s.HKV * (s.D + s.v_dim()), 40),
         dgate(s.B * s.T, s.H, 3),
         lse(1, s.B * s.H * s.T, 5),
         amax(1, s.B * s.H * s.T, 5) {
@@ -119,15 +123,16 @@ struct Tensors {
 // The definition, in plain sums over the keys that a query sees.
 void naive(Tensors<double>& x) {
   const AttentionShape& a = x.a;
-  const int64_t keys = keys_of(a), in_v = a.HKV * a.D;
+  const int64_t keys = keys_of(a), DV = a.v_dim();
   for (Columns<double>* c : {&x.o, &x.dq, &x.dkv})
     for (int64_t r = 0; r < c->rows; ++r) std::fill_n(&c->at(r, 0), c->used, 0.0);
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t h = 0; h < a.H; ++h)
       for (int64_t t = 0; t < a.T; ++t) {
-        const int64_t row = b * a.T + t, head = h / (a.H / a.HKV) * a.D;
-        const double *q = &x.q.at(row, h * a.D), *d_o = &x.d_o.at(row, h * a.D);
-        double *o = &x.o.at(row, h * a.D), *dq = &x.dq.at(row, h * a.D);
+        const int64_t row = b * a.T + t, kv_head = h / (a.H / a.HKV), head = kv_head * a.D;
+        const int64_t v_head = a.HKV * a.D + kv_head * DV;
+        const double *q = &x.q.at(row, h * a.D), *d_o = &x.d_o.at(row, h * DV);
+        double *o = &x.o.at(row, h * DV), *dq = &x.dq.at(row, h * a.D);
         std::vector<int64_t> seen;
         for (int64_t j = 0; j < keys; ++j)
           if (sees(a, t, j)) seen.push_back(b * keys + j);
@@ -139,19 +144,19 @@ void naive(Tensors<double>& x) {
         x.lse.p()[(b * a.H + h) * a.T + t] = top + std::log(sum);
         for (size_t i = 0; i < p.size(); ++i) {
           p[i] /= sum;
-          for (int64_t d = 0; d < a.D; ++d) o[d] += p[i] * x.kv.at(seen[i], in_v + head + d);
+          for (int64_t d = 0; d < DV; ++d) o[d] += p[i] * x.kv.at(seen[i], v_head + d);
         }
-        const double delta = std::inner_product(d_o, d_o + a.D, o, 0.0);
+        const double delta = std::inner_product(d_o, d_o + DV, o, 0.0);
         const double g = x.gated ? 1 / (1 + std::exp(-x.gate.at(row, h))) : 1;
         if (x.gated) x.dgate.at(row, h) = g * (1 - g) * delta;
         for (size_t i = 0; i < p.size(); ++i) {
-          const double dp = std::inner_product(d_o, d_o + a.D, &x.kv.at(seen[i], in_v + head), 0.0);
+          const double dp = std::inner_product(d_o, d_o + DV, &x.kv.at(seen[i], v_head), 0.0);
           const double ds = a.scale * p[i] * g * (dp - delta);
           for (int64_t d = 0; d < a.D; ++d) {
             dq[d] += ds * x.kv.at(seen[i], head + d);
             x.dkv.at(seen[i], head + d) += ds * q[d];
-            x.dkv.at(seen[i], in_v + head + d) += p[i] * g * d_o[d];
           }
+          for (int64_t d = 0; d < DV; ++d) x.dkv.at(seen[i], v_head + d) += p[i] * g * d_o[d];
         }
       }
 }
@@ -163,7 +168,8 @@ void check_unseen(Tensors<T>& x) {
   int64_t broken = 0;
   for (int64_t row = 0; row < a.B * a.T; ++row) {
     if (sees_any(a, row % a.T)) continue;
-    for (int64_t c = 0; c < a.H * a.D; ++c) broken += float(x.o.at(row, c)) != 0 || float(x.dq.at(row, c)) != 0;
+    for (int64_t c = 0; c < x.o.used; ++c) broken += float(x.o.at(row, c)) != 0;
+    for (int64_t c = 0; c < x.dq.used; ++c) broken += float(x.dq.at(row, c)) != 0;
     for (int64_t h = 0; h < a.H; ++h) {
       broken += x.lse.p()[(row / a.T * a.H + h) * a.T + row % a.T] != -INFINITY;
       if (x.gated) broken += float(x.dgate.at(row, h)) != 0;
@@ -183,7 +189,7 @@ void check_amax(Tensors<T>& x) {
   for (int64_t row = 0; row < a.B * a.T; ++row)
     for (int64_t h = 0; h < a.H; ++h) {
       float most = 0;
-      for (int64_t c = h * a.D; c < (h + 1) * a.D; ++c) {
+      for (int64_t c = h * a.v_dim(); c < (h + 1) * a.v_dim(); ++c) {
         const float o = float(x.o.at(row, c));
         most = std::max(most, std::isnan(o) ? INFINITY : std::abs(o));
       }
@@ -223,7 +229,7 @@ double loss(Tensors<double>& x) {  // whose gradient by (gate times) o is d_o
   double sum = 0;
   for (int64_t r = 0; r < x.o.rows; ++r)
     for (int64_t c = 0; c < x.o.used; ++c)
-      sum += x.o.at(r, c) * x.d_o.at(r, c) / (x.gated ? 1 + std::exp(-x.gate.at(r, c / x.a.D)) : 1);
+      sum += x.o.at(r, c) * x.d_o.at(r, c) / (x.gated ? 1 + std::exp(-x.gate.at(r, c / x.a.v_dim())) : 1);
   return sum;
 }
 
@@ -249,10 +255,10 @@ Errors errors(const Tensors<T>& x, const Tensors<double>& ref) {
     const double d = std::abs(double(x.lse.p()[i]) - ref.lse.p()[i]);
     worst = worse(worst, d);
   }
-  const int64_t q = x.a.H * x.a.D, k = x.a.HKV * x.a.D;
-  return {error(x.o, ref.o, 0, q),         worst,
-          error(x.dq, ref.dq, 0, q),       error(x.dkv, ref.dkv, 0, k),
-          error(x.dkv, ref.dkv, k, 2 * k), x.gated ? error(x.dgate, ref.dgate, 0, x.a.H) : 0};
+  const int64_t k = x.a.HKV * x.a.D;
+  return {error(x.o, ref.o, 0, ref.o.used),       worst,
+          error(x.dq, ref.dq, 0, ref.dq.used),    error(x.dkv, ref.dkv, 0, k),
+          error(x.dkv, ref.dkv, k, ref.dkv.used), x.gated ? error(x.dgate, ref.dgate, 0, x.a.H) : 0};
 }
 
 std::string text(const AttentionShape& a) {
@@ -260,8 +266,8 @@ std::string text(const AttentionShape& a) {
   if (a.sees == Sees::window) rule = strf(" window %lld", (long long)a.window);
   if (a.sees == Sees::compressed)
     rule = strf(" block %lld stride %lld keys %lld", (long long)a.block, (long long)a.stride, (long long)a.keys);
-  return strf("B %lld T %lld H %lld HKV %lld D %lld%s", (long long)a.B, (long long)a.T, (long long)a.H,
-              (long long)a.HKV, (long long)a.D, rule.c_str());
+  return strf("B %lld T %lld H %lld HKV %lld D %lld DV %lld%s", (long long)a.B, (long long)a.T, (long long)a.H,
+              (long long)a.HKV, (long long)a.D, (long long)a.v_dim(), rule.c_str());
 }
 
 const std::vector<AttentionShape>& cpu_shapes() {  // odd ones, and such that cross the twin's tiles of 64 and 256
@@ -278,7 +284,11 @@ const std::vector<AttentionShape>& cpu_shapes() {  // odd ones, and such that cr
                                                    windowed(shape(2, 300, 4, 2, 9), 70),
                                                    compressed(shape(2, 9, 4, 2, 3), 3, 2),
                                                    compressed(shape(1, 40, 2, 1, 4), 16, 8),
-                                                   compressed(shape(2, 300, 4, 2, 9), 32, 16)};
+                                                   compressed(shape(2, 300, 4, 2, 9), 32, 16),
+                                                   with_values(shape(2, 7, 4, 2, 5), 3),
+                                                   with_values(shape(1, 70, 2, 1, 6), 9),
+                                                   with_values(windowed(shape(1, 300, 3, 1, 12), 70), 8),
+                                                   with_values(compressed(shape(2, 90, 4, 2, 9), 16, 8), 4)};
   return list;
 }
 
@@ -558,6 +568,7 @@ TEST_CASE("attention refuses bad shapes and is off when it should be", "[attenti
                                                                    {change(&AttentionShape::B, 0), "B 0"},
                                                                    {change(&AttentionShape::T, -1), "T -1"},
                                                                    {change(&AttentionShape::D, 0), "D 0"},
+                                                                   {change(&AttentionShape::DV, -1), "DV -1"},
                                                                    {no_scale, "scale 0"}};
   for (const auto& [a, part] : bad) {
     INFO(part);
@@ -631,7 +642,7 @@ template <class T>
 void check_kernel(const Tensors<double>& ref, const Errors& twin, const AttentionShape& a, int arch,
                   BackwardKernels kernels = BackwardKernels::pair) {
   constexpr bool narrow = std::is_same_v<T, bf16>;
-  if (narrow && arch == 90 && a.sees == Sees::causal && kernels == BackwardKernels::pair)
+  if (narrow && arch == 90 && a.sees == Sees::causal && !a.DV && kernels == BackwardKernels::pair)
     check_kernel<T>(ref, twin, a, arch, BackwardKernels::one);
   INFO(text(a) << " " << name_of(dtype_of<T>) << " kernels of sm_" << arch
                << (kernels == BackwardKernels::one ? ", backward in one" : ""));
@@ -657,12 +668,12 @@ void check_kernels(const std::vector<AttentionShape>& shapes, bool gated = false
   for (const AttentionShape& a : shapes) {
     Tensors<double> ref(a, 1, gated);
     twin(ref);
-    if (a.D == 64 || a.D == 128) {
+    if (a.D == 64 || a.D == 128 || a.D == 192) {
       Tensors<bf16> narrow(a, 1, gated);
       twin(narrow);
       for (int arch : archs()) check_kernel<bf16>(ref, errors(narrow, ref), a, arch);
     }
-    if (a.T >= 300) continue;
+    if (a.T >= 300 || a.DV) continue;
     check_kernel<float>(ref, {}, a, test_device(Backend::gpu).compute_capability);
     if (a.D > 64) check_kernel<float>(ref, {}, a, 86);  // those of chips with less shared memory
   }
@@ -677,8 +688,26 @@ TEST_CASE("GPU: attention, a few small shapes", "[attention][gpu][small]") {
   check_kernels({shape(1, 130, 2, 1, 128), shape(2, 65, 2, 2, 64), shape(1, 33, 3, 1, 40)});
   check_kernels({windowed(shape(1, 200, 2, 1, 128), 50), windowed(shape(2, 65, 4, 2, 64), 16),
                  compressed(shape(1, 600, 2, 1, 128), 4, 2), compressed(shape(2, 300, 4, 2, 64), 150, 16),
-                 compressed(shape(1, 33, 3, 1, 40), 16, 16)},
+                 compressed(shape(1, 33, 3, 1, 40), 16, 16), with_values(shape(1, 150, 2, 1, 192), 128)},
                 true);
+#endif
+}
+
+TEST_CASE("GPU: attention to keys wider than values", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const auto wide = [](int64_t B, int64_t T, int64_t H, int64_t HKV) {
+    return with_values(shape(B, T, H, HKV, 192), 128);
+  };
+  std::vector<AttentionShape> list;
+  for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 257}) list.push_back(wide(2, T, 4, 2));
+  for (int64_t group : {1, 3, 16}) list.push_back(wide(1, 200, group, 1));
+  list.push_back(wide(1, 2049, 4, 1));
+  list.push_back(wide(1, 129, 2, 1)), list.back().scale = 10;  // scores of hundreds
+  check_kernels(list);
+  list = {windowed(wide(2, 200, 4, 2), 50), windowed(wide(1, 2049, 2, 1), 600), compressed(wide(1, 600, 2, 1), 4, 2),
+          compressed(wide(1, 2049, 4, 1), 4, 2), compressed(wide(2, 300, 4, 2), 150, 16)};
+  check_kernels(list, true);
 #endif
 }
 
@@ -841,10 +870,21 @@ TEST_CASE("GPU: attention refuses what has no kernel", "[attention][gpu]") {
   };
   AttentionShape a = shape(1, 4, 2, 1, 96);
   a.ld_q = a.ld_kv = a.ld_o = 192;
-  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dim 96"));
+  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dims 96 and 96"));
   a.D = 136;
-  CHECK(has(forward(static_cast<float*>(nullptr), a), "head dim 136"));
-  a.D = 64;
+  CHECK(has(forward(static_cast<float*>(nullptr), a), "head dims 136 and 136"));
+  a.D = 128, a.DV = 64;
+  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dims 128 and 64"));
+  CHECK(has(forward(static_cast<float*>(nullptr), a), "head dims 128 and 64"));
+  a.D = 192, a.DV = 128;
+  CHECK(has(error_of([&] {
+              bf16* p = nullptr;
+              gpu::attention_forward<bf16>(s.cuda(), 86, p, nullptr, p, p, p, a);
+            }),
+            "99 KiB"));
+  a.D = 64, a.DV = 0, a.ld_v = 200;
+  CHECK(has(forward(static_cast<float*>(nullptr), a), "equally far apart"));
+  a.ld_v = 0;
   alignas(16) bf16 narrow[16];
   alignas(16) float wide[16];
   CHECK(has(forward(narrow, a, 1), "16 bytes"));

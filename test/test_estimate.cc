@@ -442,13 +442,14 @@ TEST_CASE("estimated attention and the measured one of results/", "[estimate][me
       if (j.at("kernel") == "sm_80 (mma.sync)") continue;
       const json& at = j.at("attention");
       const int64_t B = at.at("B"), T = at.at("T"), H = at.at("H"), HKV = at.at("HKV"), D = at.at("D");
+      const int64_t DV = at.value("DV", D);
       Dry dry(*chip_named("h200"));
       double forward = 0;
       bf16* none = nullptr;
       if (j.at("kernel") == "nsa") {
         NsaShape a{};
         a.block = 32, a.stride = 16, a.select_block = 64, a.selected = 16, a.window = 512;
-        a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.ld = a.columns(), a.scale = 1;
+        a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.DV = DV, a.ld = a.columns(), a.scale = 1;
         dry.dev.mem.begin("layer");
         NsaSaved<bf16> saved;
         nsa_forward<bf16>(dry.dev, none, &saved, none, {}, a, Purpose::activations);
@@ -457,7 +458,8 @@ TEST_CASE("estimated attention and the measured one of results/", "[estimate][me
         dry.dev.mem.end();
       } else {
         const int64_t q = H * D, kv = HKV * D;
-        AttentionShape a{B, T, H, HKV, D, q, kv, q, q, kv, 1};
+        AttentionShape a{B, T, H, HKV, D, q, kv, H * DV, q, kv, 1};
+        a.DV = DV, a.ld_v = a.ld_dv = HKV * DV;
         if (at.contains("window")) a.sees = Sees::window, a.window = at.at("window");
         if (at.contains("compressed")) {
           const json& c = at.at("compressed");

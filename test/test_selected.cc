@@ -60,9 +60,16 @@ NsaShape shape(int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) {
   return a;
 }
 
+NsaShape wide_keys(int64_t B, int64_t T, int64_t H, int64_t HKV) {
+  NsaShape a = shape(B, T, H, HKV, 192);
+  a.DV = 128, a.ld = (a.columns() + 7) / 8 * 8 + 8;
+  return a;
+}
+
 std::string text(const NsaShape& a) {
-  return strf("B %lld T %lld H %lld HKV %lld D %lld, %lld of blocks of %lld", (long long)a.B, (long long)a.T,
-              (long long)a.H, (long long)a.HKV, (long long)a.D, (long long)a.selected, (long long)a.select_block);
+  return strf("B %lld T %lld H %lld HKV %lld D %lld DV %lld, %lld of blocks of %lld", (long long)a.B, (long long)a.T,
+              (long long)a.H, (long long)a.HKV, (long long)a.D, (long long)a.v_dim(), (long long)a.selected,
+              (long long)a.select_block);
 }
 
 std::vector<int32_t> choose(const NsaShape& a, Choice choice) {
@@ -111,13 +118,13 @@ struct Call {
         indices(std::move(chosen)),
         x(s.B * s.T, s.ld),
         dx(s.B * s.T, s.ld),
-        d_o(s.B * s.T, s.H * s.D),
-        o(s.B * s.T, s.H * s.D),
+        d_o(s.B * s.T, s.H * s.v_dim()),
+        o(s.B * s.T, s.H * s.v_dim()),
         dq_compressed(s.B * s.T, s.H * s.D),
         lse(1, s.B * s.H * s.T) {
-    const int64_t q = a.H * a.D, kv = a.HKV * a.D;
-    fill(x, 0, q, seed, 1), fill(x, a.k(1), kv, seed, 2), fill(x, a.v(1), kv, seed, 3);
-    fill(x, a.gate(1), a.H, seed, 4), fill(d_o, 0, q, seed, 5), fill(dq_compressed, 0, q, seed, 6);
+    const int64_t q = a.H * a.D;
+    fill(x, 0, q, seed, 1), fill(x, a.k(1), a.HKV * a.D, seed, 2), fill(x, a.v(1), a.HKV * a.v_dim(), seed, 3);
+    fill(x, a.gate(1), a.H, seed, 4), fill(d_o, 0, a.H * a.v_dim(), seed, 5), fill(dq_compressed, 0, q, seed, 6);
     fill(dx, 0, q, seed, 7);
   }
   static void fill(Rows<T>& to, int64_t column, int64_t columns, uint64_t seed, uint32_t tensor) {
@@ -153,8 +160,8 @@ bool untouched_outside(const Call<T>& x) {
   for (int64_t r = -1; r <= a.B * a.T; ++r)
     for (int64_t c = 0; c < a.ld; ++c) {
       const auto in = [&](int64_t from, int64_t n) { return c >= from && c < from + n; };
-      const bool ours =
-          in(0, a.H * a.D) || in(a.k(1), a.HKV * a.D) || in(a.v(1), a.HKV * a.D) || (x.gated && in(a.gate(1), a.H));
+      const bool ours = in(0, a.H * a.D) || in(a.k(1), a.HKV * a.D) || in(a.v(1), a.HKV * a.v_dim()) ||
+                        (x.gated && in(a.gate(1), a.H));
       if (!ours || r < 0 || r == a.B * a.T) clean = clean && kept(&x.dx.at(r, c));
     }
   for (int64_t c = 0; c < x.o.ld; ++c) clean = clean && kept(&x.o.at(-1, c)) && kept(&x.o.at(a.B * a.T, c));
@@ -165,7 +172,7 @@ bool untouched_outside(const Call<T>& x) {
 // The definition. rounded: what goes through memory in bf16 is rounded to it.
 void define(Call<double>& x, bool rounded) {
   const NsaShape& a = x.a;
-  const int64_t D = a.D, group = a.H / a.HKV;
+  const int64_t D = a.D, DV = a.v_dim(), group = a.H / a.HKV;
   const auto round = [&](double& y) {
     if (rounded) y = double(float(bf16(float(y))));
   };
@@ -173,19 +180,19 @@ void define(Call<double>& x, bool rounded) {
   std::vector<std::vector<double>> dks(a.B * a.HKV * parts), dvs(a.B * a.HKV * parts);
   const auto work = [&](int64_t b, int64_t head, int64_t part) {
     std::vector<double>&dk = dks[(b * a.HKV + head) * parts + part], &dv = dvs[(b * a.HKV + head) * parts + part];
-    dk.assign(a.T * D, 0), dv.assign(a.T * D, 0);
-    std::vector<double> p, dq(D), o(D);
+    dk.assign(a.T * D, 0), dv.assign(a.T * DV, 0);
+    std::vector<double> p, dq(D), o(DV);
     std::vector<int64_t> keys;
     const auto k = [&](int64_t j) { return &x.x.at(b * a.T + j, a.k(1) + head * D); };
-    const auto v = [&](int64_t j) { return &x.x.at(b * a.T + j, a.v(1) + head * D); };
-    const auto dot = [&](const double* y, const double* z) {
+    const auto v = [&](int64_t j) { return &x.x.at(b * a.T + j, a.v(1) + head * DV); };
+    const auto dot = [](const double* y, const double* z, int64_t n) {
       double sum[8] = {};
-      for (int64_t d = 0; d < D; d += 8)
+      for (int64_t d = 0; d < n; d += 8)
         for (int e = 0; e < 8; ++e) sum[e] += y[d + e] * z[d + e];
       return (sum[0] + sum[1]) + (sum[2] + sum[3]) + (sum[4] + sum[5]) + (sum[6] + sum[7]);
     };
-    const auto add = [&](double* to, double f, const double* y) {
-      for (int64_t d = 0; d < D; ++d) to[d] += f * y[d];
+    const auto add = [](double* to, double f, const double* y, int64_t n) {
+      for (int64_t d = 0; d < n; ++d) to[d] += f * y[d];
     };
     for (int64_t t = part * a.T / parts; t < (part + 1) * a.T / parts; ++t) {
       keys.clear();
@@ -194,17 +201,17 @@ void define(Call<double>& x, bool rounded) {
           for (int64_t i = j * a.select_block; i < (j + 1) * a.select_block && i <= t; ++i) keys.push_back(i);
       for (int64_t h = head * group; h < (head + 1) * group; ++h) {
         const int64_t row = b * a.T + t;
-        const double *q = &x.x.at(row, h * D), *d_o = &x.d_o.at(row, h * D);
+        const double *q = &x.x.at(row, h * D), *d_o = &x.d_o.at(row, h * DV);
         p.clear();
-        for (int64_t j : keys) p.push_back(a.scale * dot(q, k(j)));
+        for (int64_t j : keys) p.push_back(a.scale * dot(q, k(j), D));
         const double top = keys.empty() ? 0 : *std::max_element(p.begin(), p.end());
         double sum = 0, delta = 0;
         for (double& y : p) sum += y = std::exp(y - top);
         std::fill(o.begin(), o.end(), 0.0), std::fill(dq.begin(), dq.end(), 0.0);
-        for (size_t i = 0; i < keys.size(); ++i) add(o.data(), p[i] /= sum, v(keys[i]));
-        for (int64_t d = 0; d < D; ++d) {
+        for (size_t i = 0; i < keys.size(); ++i) add(o.data(), p[i] /= sum, v(keys[i]), DV);
+        for (int64_t d = 0; d < DV; ++d) {
           round(o[d]);
-          x.o.at(row, h * D + d) = o[d], delta += o[d] * d_o[d];
+          x.o.at(row, h * DV + d) = o[d], delta += o[d] * d_o[d];
         }
         x.lse.at(0, (b * a.H + h) * a.T + t) = keys.empty() ? -INFINITY : top + std::log(sum);
         double gate = 1;
@@ -215,10 +222,10 @@ void define(Call<double>& x, bool rounded) {
           round(dgate);
         }
         for (size_t i = 0; i < keys.size(); ++i) {
-          const double ds = p[i] * gate * (dot(d_o, v(keys[i])) - delta) * a.scale;
-          add(dq.data(), ds, k(keys[i]));
-          add(&dk[keys[i] * D], ds, q);
-          add(&dv[keys[i] * D], p[i] * gate, d_o);
+          const double ds = p[i] * gate * (dot(d_o, v(keys[i]), DV) - delta) * a.scale;
+          add(dq.data(), ds, k(keys[i]), D);
+          add(&dk[keys[i] * D], ds, q, D);
+          add(&dv[keys[i] * DV], p[i] * gate, d_o, DV);
         }
         for (int64_t d = 0; d < D; ++d) {
           double& y = x.dx.at(row, h * D + d);
@@ -233,14 +240,16 @@ void define(Call<double>& x, bool rounded) {
     for (int64_t head = 0; head < a.HKV; ++head)
       for (int64_t part = 0; part < parts; ++part) threads.emplace_back(work, b, head, part);
   for (std::thread& t : threads) t.join();
-  for (int64_t i = 0; i < a.B * a.HKV * a.T * D; ++i) {
-    const int64_t pair = i / (a.T * D), b = pair / a.HKV, head = pair % a.HKV, at = i % (a.T * D);
-    double dk = 0, dv = 0;
-    for (int64_t part = 0; part < parts; ++part) dk += dks[pair * parts + part][at], dv += dvs[pair * parts + part][at];
-    round(dk), round(dv);
-    x.dx.at(b * a.T + at / D, a.k(1) + head * D + at % D) = dk;
-    x.dx.at(b * a.T + at / D, a.v(1) + head * D + at % D) = dv;
-  }
+  const auto join = [&](const std::vector<std::vector<double>>& sums, int64_t column, int64_t width) {
+    for (int64_t i = 0; i < a.B * a.HKV * a.T * width; ++i) {
+      const int64_t pair = i / (a.T * width), b = pair / a.HKV, head = pair % a.HKV, at = i % (a.T * width);
+      double sum = 0;
+      for (int64_t part = 0; part < parts; ++part) sum += sums[pair * parts + part][at];
+      round(sum);
+      x.dx.at(b * a.T + at / width, column + head * width + at % width) = sum;
+    }
+  };
+  join(dks, a.k(1), D), join(dvs, a.v(1), DV);
 }
 
 // Forward and backward on the GPU: arch's kernels, or for arch 0 those that the stream's device gets.
@@ -273,7 +282,7 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
     const Kernel b = gpu::nsa_selected_backward<T>(s.cuda(), arch, dx, dx + a.k(1), dx + a.v(1), dqc, d_o, x, k, v, o,
                                                    lse, indices, at[1], a, gate, segment);
     if (arch == 90 || arch == 80 || arch == 86) {
-      const std::string code = !narrow ? "fp32" : arch == 90 ? "sm90" : "sm80";
+      const std::string code = !narrow ? "fp32" : arch == 90 && !a.DV ? "sm90" : "sm80";
       CHECK(f.code == code);
       CHECK(b.code == (narrow && arch == 86 && a.D == 128 ? "sm80 in 99 KiB" : code));
     }
@@ -312,10 +321,10 @@ Errors errors(const Call<T>& x, const Call<double>& ref) {
     const double got = x.lse.at(0, i), want = ref.lse.at(0, i), d = got == want ? 0 : std::abs(got - want);
     worst = worse(worst, d);
   }
-  const int64_t q = a.H * a.D, k = a.HKV * a.D;
-  return {error(x.o, ref.o, 0, q),        worst,
-          error(x.dx, ref.dx, 0, q),      error(x.dx, ref.dx, a.k(1), k),
-          error(x.dx, ref.dx, a.v(1), k), x.gated ? error(x.dx, ref.dx, a.gate(1), a.H) : 0};
+  const int64_t k = a.HKV * a.D, v = a.HKV * a.v_dim();
+  return {error(x.o, ref.o, 0, ref.o.ld),    worst,
+          error(x.dx, ref.dx, 0, a.H * a.D), error(x.dx, ref.dx, a.k(1), k),
+          error(x.dx, ref.dx, a.v(1), v),    x.gated ? error(x.dx, ref.dx, a.gate(1), a.H) : 0};
 }
 
 template <class T>
@@ -349,15 +358,15 @@ void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t se
   const std::vector<int32_t> indices = choose(a, choice);
   Call<double> exact(a, indices, gated, compressed), rounded(a, indices, gated, compressed);
   define(exact, false);
-  if (a.D == 64 || a.D == 128) {
+  if (a.D == 64 || a.D == 128 || a.DV) {
     define(rounded, true);
     const Errors twin = errors(rounded, exact);
     for (int arch : archs())
-      if (arch != 86 || a.D == 128) check_kernel<bf16>(exact, twin, arch, segment);
+      if (arch != 86 || a.D == 128 || a.DV) check_kernel<bf16>(exact, twin, arch, segment);
     if (archs().front() == 90 && is_masked(a, segment ? segment : masked_tiles))
       check_kernel<bf16>(exact, twin, 90, masked_tiles);
   }
-  if (a.T <= 1000 && !segment) check_kernel<float>(exact, {}, test_device(Backend::gpu).compute_capability, 0);
+  if (a.T <= 1000 && !segment && !a.DV) check_kernel<float>(exact, {}, test_device(Backend::gpu).compute_capability, 0);
 }
 
 }  // namespace
@@ -412,6 +421,7 @@ TEST_CASE("GPU: selected attention, a few small shapes", "[selected][gpu][small]
   check_kernels(shape(2, 65, 3, 1, 64));
   check_kernels(shape(1, 33, 3, 3, 40));
   check_kernels(shape(1, 600, 4, 2, 64), Choice::hot, 256);
+  check_kernels(wide_keys(1, 130, 3, 1));
 #endif
 }
 
@@ -420,6 +430,21 @@ TEST_CASE("GPU: selected attention around the edges of blocks", "[selected][gpu]
 #if FSDP_CUDA
   for (int64_t D : {64, 128})
     for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127}) check_kernels(shape(2, T, 4, 2, D));
+#endif
+}
+
+TEST_CASE("GPU: selected attention to keys wider than values", "[selected][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (int64_t T : {1, 31, 33, 63, 64, 65, 127}) check_kernels(wide_keys(2, T, 4, 2));
+  check_kernels(wide_keys(2, 333, 32, 2));
+  check_kernels(wide_keys(1, 2049, 4, 1), Choice::first);  // lists that several blocks (CTAs) share
+  for (int64_t block : {16, 96}) {
+    NsaShape a = wide_keys(2, 777, 6, 2);
+    a.select_block = block, a.selected = 7;
+    check_kernels(a), check_kernels(a, Choice::some, 256);
+  }
+  check_kernels(wide_keys(1, 400, 4, 2), Choice::random, 0, false, false);
 #endif
 }
 
@@ -557,10 +582,12 @@ TEST_CASE("GPU: selected attention refuses what has no kernel", "[selected][gpu]
   };
   const auto has = [](const std::string& text, const std::string& part) { return text.find(part) != text.npos; };
   NsaShape a = shape(1, 4, 2, 1, 96);
-  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dim 96"));
+  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dims 96 and 96"));
+  a.D = 192;
+  CHECK(has(forward(static_cast<bf16*>(nullptr), a), "head dims 192 and 192"));
   CHECK(has(forward(static_cast<double*>(nullptr), a), "fp64"));
   a.D = 136;
-  CHECK(has(forward(static_cast<float*>(nullptr), a), "head dim 136"));
+  CHECK(has(forward(static_cast<float*>(nullptr), a), "head dims 136 and 136"));
   a = shape(1, 4, 2, 1, 64);
   alignas(16) bf16 narrow[16];
   CHECK(has(forward(narrow, a, 1), "16 bytes"));

@@ -194,6 +194,9 @@ TEST_CASE("rows that are not of training have the columns of their kind", "[tabl
         "| dense: forward + backward ms | dense: planned MiB |\n"
         "| -: | -: | -: | -: | -: | -: | -: | -: |\n"
         "| 8,192 | 32/8 | 1.32 | 3.95 | 100 | 0.784 | 2.35 | 100 |\n");
+  json wide = layer("nsa", 2);
+  wide["attention"].update({{"D", 192}, {"DV", 128}});
+  CHECK(has(squeezed(sweep_table({layer("nsa", 1), wide})), "| 8,192 | 32/8, D 192/128 | 2.00 |"));
   // A kernel's row names the rule by which a query sees keys, where there is another than the causal one.
   const auto kernel = [](const json& rule) {
     json row = {{"attention", {{"B", 1}, {"T", 4096}, {"H", 32}, {"HKV", 8}, {"D", 128}}},

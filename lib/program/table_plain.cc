@@ -28,6 +28,10 @@ std::string shape(const json& row) {
   return s;
 }
 std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? strf("%.2f", v) : tenths(v); }
+std::string layer_heads(const json& row) {
+  const std::string DV = at(row, "/attention/DV", whole);
+  return heads(row) + (DV == "-" ? "" : ", D " + at(row, "/attention/D", whole) + "/" + DV);
+}
 bool is_layer(const json& row) {
   const std::string kernel = string_of(row, "kernel");
   return row.contains("attention") && (kernel == "nsa" || kernel == "dense");
@@ -50,7 +54,7 @@ const std::vector<PlainForm>& plain_forms() {
   static const std::vector<PlainForm> forms = {
       {is_layer,  // --sweep attention
        {{"tokens", [](const json& r) { return at(r, "/attention/T", whole); }},
-        {"heads",  heads}},
+        {"heads",  layer_heads}},
        {{"forward ms",            [](const json& r) { return at(r, "/result/forward_ms", three_digits); }},
         {"forward + backward ms", [](const json& r) { return at(r, "/result/forward_backward_ms", three_digits); }},
         {"planned MiB",           [](const json& r) { return at(r, "/result/planned_peak_mib", whole); }}},

@@ -14,22 +14,26 @@ namespace {
 
 using nlohmann::json;
 
-// The bits of a row that say which attention was timed.
-json heads_json(int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) {
-  return {{"B", B}, {"T", T}, {"H", H}, {"HKV", HKV}, {"D", D}};
+// The bits of a row that say which attention was timed. a: AttentionShape or NsaShape.
+template <class Shape>
+json heads_json(const Shape& a) {
+  json j = {{"B", a.B}, {"T", a.T}, {"H", a.H}, {"HKV", a.HKV}, {"D", a.D}};
+  if (a.v_dim() != a.D) j["DV"] = a.v_dim();
+  return j;
 }
 
 // ---------------------------------------------------------------------------------------- one layer, NSA beside dense
 
 // One layer's attention of one kind, forward and backward. q, k and v are columns of one matrix x (B*T, row), as the
-// model's projections leave them; o and its gradient are (B*T, H*D). T: bf16 on a GPU, fp32 on a CPU.
+// model's projections leave them; o and its gradient are (B*T, H*DV). T: bf16 on a GPU, fp32 on a CPU.
 template <class T>
 class Layer {
  public:
   Layer(Backend backend, bool sparse, const NsaShape& n) : dev_(backend, 0), sparse_(sparse), nsa_(n) {
     dense_.B = n.B, dense_.T = n.T, dense_.H = n.H, dense_.HKV = n.HKV, dense_.D = n.D, dense_.scale = n.scale;
-    dense_.ld_q = dense_.ld_kv = dense_.ld_dq = dense_.ld_dkv = (n.H + 2 * n.HKV) * n.D, dense_.ld_o = n.H * n.D;
-    tokens_ = n.B * n.T, row_ = sparse ? n.ld : dense_.ld_q, width_ = n.H * n.D;
+    dense_.DV = n.DV, dense_.ld_o = n.H * n.v_dim();
+    dense_.ld_q = dense_.ld_kv = dense_.ld_dq = dense_.ld_dkv = (n.H + n.HKV) * n.D + n.HKV * n.v_dim();
+    tokens_ = n.B * n.T, row_ = sparse ? n.ld : dense_.ld_q, width_ = dense_.ld_o;
     // Plan the memory with one pass that computes nothing; then take it.
     keep();
     Event unused(dev_);
@@ -92,8 +96,8 @@ class Layer {
   }
 
   void dense_pass(Stream& s, Event& start, Event& middle, Event& end) {
-    const T *k = x_ + width_, *v = k + nsa_.HKV * nsa_.D;
-    T *dk = dx_ + width_, *dv = dk + nsa_.HKV * nsa_.D;
+    const T *k = x_ + nsa_.H * nsa_.D, *v = k + nsa_.HKV * nsa_.D;
+    T *dk = dx_ + nsa_.H * nsa_.D, *dv = dk + nsa_.HKV * nsa_.D;
     Buffer<T> o = dev_.mem.take<T>(tokens_ * width_, "o");
     s.record(start);
     Buffer<acc_t<T>> lse = dev_.mem.take<acc_t<T>>(tokens_ * nsa_.H, "lse");
@@ -138,18 +142,22 @@ bool time_attention_layers(const RowFile& rows, const std::vector<int64_t>& leng
               rows.path.c_str());
   std::vector<Words> table = {{"T", "heads", "D", "NSA forward ms", "forward + backward ms", "MiB", "dense forward ms",
                                "forward + backward ms", "MiB", "note"}};
-  std::vector<std::pair<int64_t, int64_t>> heads = {{4, 1}};
-  if (gpu) heads = {{32, 8}, {64, 4}};
+  struct Heads {
+    int64_t H, HKV, D, DV;
+  };
+  std::vector<Heads> all_heads = {{4, 1, 64, 64}, {4, 1, 96, 64}};
+  if (gpu) all_heads = {{32, 8, 128, 128}, {64, 4, 128, 128}, {64, 4, 192, 128}};  // the last: the NSA paper's
   bool any = false;
-  for (const auto& [H, HKV] : heads)
+  for (const Heads& heads : all_heads)
     for (int64_t T : lengths) {
       NsaShape n = {};
-      n.B = 1, n.T = T, n.H = H, n.HKV = HKV, n.D = gpu ? 128 : 64;
+      n.B = 1, n.T = T, n.H = heads.H, n.HKV = heads.HKV, n.D = heads.D, n.DV = heads.DV == heads.D ? 0 : heads.DV;
       n.scale = 1 / std::sqrt(double(n.D)), n.ld = (n.columns() + 7) / 8 * 8;
-      Words cells = {std::to_string(T), std::to_string(H) + "/" + std::to_string(HKV), std::to_string(n.D)};
+      Words cells = {std::to_string(T), std::to_string(n.H) + "/" + std::to_string(n.HKV),
+                     std::to_string(n.D) + (n.DV ? "/" + std::to_string(n.DV) : "")};
       std::string note;
       for (bool sparse : {true, false}) {
-        json row = {{"attention", heads_json(1, T, H, HKV, n.D)},
+        json row = {{"attention", heads_json(n)},
                     {"kernel", sparse ? "nsa" : "dense"},
                     {"hardware", {{"gpus", gpu_count()}, {"name", name}}}};
         try {
@@ -278,7 +286,7 @@ std::string shape_text(const AttentionShape& a) {
 }
 
 json shape_json(const AttentionShape& a) {
-  json j = heads_json(a.B, a.T, a.H, a.HKV, a.D);
+  json j = heads_json(a);
   if (a.sees == Sees::window) j["window"] = a.window;
   if (a.sees == Sees::compressed) j["compressed"] = {{"block", a.block}, {"stride", a.stride}, {"keys", a.keys}};
   return j;
