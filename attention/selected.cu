@@ -253,8 +253,9 @@ INSTANTIATE(bf16)
 #endif
 
 // For the estimate. A query's rows visit the pieces that it selected. The forward is bound by what a visit moves: it
-// reads a row of q, writes a partial output and its lse, and the merge reads those again. The backward is bound by its
-// products. In float a warp goes query by query, and its keys come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
+// reads a row of q, writes a partial output and its lse, and the merge reads those again; masked tiles are dense
+// attention, a little slower. The backward is bound by its products. In float a warp goes query by query, and its keys
+// come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
 template <class T>
 static Cost cost(const NsaShape& a, bool backward) {
   using attention::selected::piece_keys;
@@ -269,8 +270,12 @@ static Cost cost(const NsaShape& a, bool backward) {
       int(3 + (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * (backward ? 2 + 3 * p.segments : 2 * p.segments));
   const double both = double(a.D + a.v_dim()), products = 2 * (backward ? 2 * both + double(a.D) : both) * piece_keys;
   if (c.dtype == Dtype::f32) c.flops = visits * products, c.share = 0.035;
-  else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
-  else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
+  else if (!backward && attention::selected::is_masked(a, 0)) {
+    const double rows = double((a.T + 127) / 128);
+    c.flops = 2 * double(a.B * a.H) * both * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
+    c.share = a.D > 64 ? 0.6 : 0.45, c.launches = 2;
+  } else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
+  else c.flops = visits * products, c.share = a.D != a.v_dim() ? 0.093 : a.D > 64 ? 0.23 : 0.20;
   return c;
 }
 

@@ -57,7 +57,7 @@ int64_t nsa_topk_scratch(const NsaShape& a) {
 
 // For the estimate. Per tile of 128 queries and 128 compressed keys: products for every head, and for each KV head the
 // choosing, which is worth 2700 FLOPs a score; and what stands around the walk. By the stage times in
-// results/nsa-2026-11-21.jsonl.
+// results/attention-1gpu.jsonl.
 template <class T>
 static Cost cost(const NsaShape& a) {
   const int64_t rows = (a.T + 127) / 128;
@@ -65,7 +65,7 @@ static Cost cost(const NsaShape& a) {
   for (int64_t r = 1; r <= rows; r++) tiles += (compressed_keys(std::min(r * 128, a.T), a.block, a.stride) + 127) / 128;
   Cost c{Work::attention};
   c.flops = double(tiles * 128 * 128) * double(2 * a.H * a.D + 2700 * a.HKV) + 30e6 * double(rows * a.H);
-  c.flops *= double(a.B), c.share = 0.77, c.dtype = dtype_of<T>;
+  c.flops *= double(a.B), c.share = a.D == 192 ? 0.36 : 0.77, c.dtype = dtype_of<T>;
   return c;
 }
 

@@ -266,7 +266,7 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
                                                 : nsa_selected_forward_scratch<T>(a));
   const T* x = gpu.up(c.x.v) + a.ld;
   T* dx = gpu.up(c.dx.v) + a.ld;
-  const T *d_o = gpu.up(c.d_o.v) + c.d_o.ld, *dqc = gpu.up(c.dq_compressed.v) + c.d_o.ld;
+  const T *d_o = gpu.up(c.d_o.v) + c.d_o.ld, *dqc = gpu.up(c.dq_compressed.v) + c.dq_compressed.ld;
   T* o = gpu.up(c.o.v) + c.o.ld;
   float* lse = gpu.up(c.lse.v) + c.lse.ld;
   const int32_t* indices = gpu.up(c.indices);
