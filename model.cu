@@ -112,8 +112,11 @@ void Model<T, G>::init_weights() {
 // q, k and v are columns of one buffer: one product makes them, and nothing is split or transposed.
 template <class T, class G>
 AttentionShape Model<T, G>::attention_shape() const {
-  const int64_t D = c_.head_dim(), row = (c_.heads + 2 * c_.kv_heads) * D;
-  return {M_ / c_.seq, c_.seq, c_.heads, c_.kv_heads, D, row, row, c_.heads * D, row, row, 1 / std::sqrt(double(D))};
+  const int64_t D = c_.head_dim(), DV = c_.v_head_dim(), row = c_.row();
+  const double scale = 1 / std::sqrt(double(D));
+  AttentionShape a = {M_ / c_.seq, c_.seq, c_.heads, c_.kv_heads, D, row, row, c_.heads * DV, row, row, scale};
+  a.DV = DV == D ? 0 : DV;
+  return a;
 }
 
 template <class T, class G>
@@ -485,7 +488,7 @@ void Model<T, G>::gates_backward(int64_t block, const Saved& v, T* dqkv) {
 template <class T, class G>
 Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels* ran) {
   const int64_t M = M_, D = c_.head_dim(), H = c_.heads;
-  Buffer<T> o = dev_.mem.take<T>(M * H * D, "attention", c_.sparse ? Purpose::temporaries : life);
+  Buffer<T> o = dev_.mem.take<T>(M * H * c_.v_head_dim(), "attention", c_.sparse ? Purpose::temporaries : life);
   Buffer<float> largest;
   if (c_.fp8 && !linear_.scales_rows() && !v->largest_o)
     largest = dev_.mem.take<float>(M * H, "largest numbers of attention");
@@ -495,7 +498,7 @@ Buffer<T> Model<T, G>::attend(int64_t block, Saved* v, Purpose life, NsaKernels*
   } else {
     dev_.mark("attention");
     v->lse = dev_.mem.take<A>(M * H, "log-sum-exp", life);
-    attention_forward<T>(dev_.compute(), o, v->lse, v->qkv, v->qkv + H * D, v->qkv + (H + c_.kv_heads) * D,
+    attention_forward<T>(dev_.compute(), o, v->lse, v->qkv, v->qkv + H * D, v->qkv + c_.queries_and_keys(),
                          attention_shape(), largest);
   }
   if (largest) {
@@ -511,7 +514,7 @@ void Model<T, G>::project(int64_t block, Saved* v, const T* o, Purpose life) {
   v->x2 = dev_.mem.take<T>(M_ * c_.dim, "middle of the block", life);
   dev_.mark("projections");
   const ParamRef& w = params_[size_t(block)].o;
-  const int64_t C = c_.dim, K = c_.heads * c_.head_dim();
+  const int64_t C = c_.dim, K = c_.heads * c_.v_head_dim();
   linear_.forward(v->x2, o, block_weight(w), cast_weight(w, C, K, Sides::rows), nullptr, nullptr, M_, C, K,
                   maxima(v->largest_o, 0, 1));
 }
@@ -608,7 +611,7 @@ void Model<T, G>::recompute_attention(int64_t block, Saved* v) {
 template <class T, class G>
 void Model<T, G>::recompute_gated_sum(int64_t block, Saved* v) {
   MarkedRecomputation marked(dev_);
-  v->o = dev_.mem.take<T>(M_ * c_.heads * c_.head_dim(), "attention");
+  v->o = dev_.mem.take<T>(M_ * c_.heads * c_.v_head_dim(), "attention");
   dev_.mark("gates");
   const Kernel k = nsa_combine<T>(dev_.compute(), v->o, v->nsa.o_compressed, v->nsa.o_selected, v->nsa.o_window, v->qkv,
                                   c_.nsa_shape(M_ / c_.seq));
@@ -644,7 +647,7 @@ template <class T, class G>
 void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
-  const int64_t M = M_, C = c_.dim, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
+  const int64_t M = M_, C = c_.dim, H = c_.heads, K = H * c_.v_head_dim(), QKV = c_.row();
   const BlockParams& at = params_[size_t(block)];
   const Turn& t = take_turn(Turn::gradient, c_.attention_module(block));
   gather(t), use(t);
@@ -653,13 +656,13 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   if (c_.keeps_middle() && !c_.keeps_attention()) recompute_attention(block, v);
   Buffer<T> dqkv;
   {
-    Buffer<T> d_o = mem.take<T>(M * H * D, "gradient of attention");
+    Buffer<T> d_o = mem.take<T>(M * K, "gradient of attention");
     dev_.mark("projections, backward");
     Fp8Copy dx8 = linear_.cast_gradient(dx, M, C);
-    linear_.dgrad(d_o, dx, dx8, block_weight(at.o), cast_weight(at.o, C, H * D, Sides::columns), M, C, H * D, false);
+    linear_.dgrad(d_o, dx, dx8, block_weight(at.o), cast_weight(at.o, C, K, Sides::columns), M, C, K, false);
     if (!v->o) recompute_gated_sum(block, v);
     dev_.mark("projections, backward");
-    linear_wgrad(at.o, dx, dx8, v->o, M, C, H * D, false, maxima(v->largest_o, 0, 1));
+    linear_wgrad(at.o, dx, dx8, v->o, M, C, K, false, maxima(v->largest_o, 0, 1));
     dx8 = Fp8Copy();
     if (c_.sparse) v->o.reset();
     dqkv = queries_backward(block, v, d_o);
@@ -667,7 +670,7 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   }
   if (rope_table_) {
     dev_.mark("positions, backward");
-    ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), D, QKV, true);
+    ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), c_.head_dim(), QKV, true);
   }
   dev_.mark("norms, backward");
   Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
@@ -686,7 +689,7 @@ void Model<T, G>::attention_backward_turn(int64_t block, Saved* v, T* dx) {
   reduce(t);
 }
 
-// d_o (M, H*D) -> the gradient of q, k, v and the gates (M, row), before the rotation is undone. Frees what NSA saved.
+// d_o (M, H*DV) -> the gradient of q, k, v and the gates (M, row), before the rotation is undone. Frees what NSA saved.
 template <class T, class G>
 Buffer<T> Model<T, G>::queries_backward(int64_t block, Saved* v, const T* d_o) {
   Stream& s = dev_.compute();
@@ -702,7 +705,7 @@ Buffer<T> Model<T, G>::queries_backward(int64_t block, Saved* v, const T* d_o) {
   } else {
     const AttentionShape a = attention_shape();
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
-    const int64_t k = H * D, val = (H + c_.kv_heads) * D;
+    const int64_t k = H * D, val = c_.queries_and_keys();
     dev_.mark("attention, backward");
     attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v->qkv, v->qkv + k, v->qkv + val, v->o, v->lse, workspace,
                           a);

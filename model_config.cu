@@ -6,6 +6,7 @@
 NsaShape ModelConfig::nsa_shape(int64_t batch) const {
   NsaShape n = nsa;
   n.B = batch, n.T = seq, n.H = heads, n.HKV = kv_heads, n.D = head_dim();
+  n.DV = v_head_dim() == n.D ? 0 : v_head_dim();
   n.ld = row(), n.scale = 1 / std::sqrt(double(n.D));
   return n;
 }
@@ -57,36 +58,38 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
     prefix = strf("block.%lld", static_cast<long long>(i));
     if (c.attends()) {
       module = c.attention_module(i);
-      const int64_t D = c.head_dim();
+      const int64_t D = c.head_dim(), DV = c.v_head_dim();
       // Neighbours, so that one product makes them all.
       add("attention.q", {c.heads * D, C}, 0, small);
       const std::vector<const char*> branches =
           c.sparse ? std::vector<const char*>{"_compressed", "_selected", "_window"} : std::vector<const char*>{""};
-      for (const char* kind : {"attention.k", "attention.v"})
-        for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * D, C}, 0, small, true);
+      const std::pair<const char*, int64_t> kinds[] = {{"attention.k", D}, {"attention.v", DV}};
+      const std::pair<const char*, int64_t> phis[] = {{"attention.phi_k", D}, {"attention.phi_v", DV}};
+      for (const auto& [kind, width] : kinds)
+        for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * width, C}, 0, small, true);
       if (c.sparse) {
         const int64_t hidden = c.gate_hidden();
         if (hidden > 0) add("attention.gate.w1", {hidden, C}, 0, small, true);
         else add("attention.gate", {c.gates(), C}, 0, small, true);
         if (hidden > 0) add("attention.gate.w2", {c.gates(), hidden}, 0, small);
         // phi, for keys and for values.
-        const int64_t wide = c.nsa.block * D;
-        for (const char* of : {"attention.phi_k", "attention.phi_v"}) {
-          if (c.nsa.phi == Phi::linear) add(std::string(of) + ".w1", {c.kv_heads * D, wide}, 0, 1 / std::sqrt(wide));
+        for (const auto& [of, width] : phis) {
+          const int64_t in = c.nsa.block * width;
+          if (c.nsa.phi == Phi::linear) add(std::string(of) + ".w1", {c.kv_heads * width, in}, 0, 1 / std::sqrt(in));
           if (c.nsa.phi != Phi::mlp) continue;
-          add(std::string(of) + ".w1", {c.kv_heads * 2 * D, wide}, 0, 1 / std::sqrt(wide));
-          add(std::string(of) + ".w2", {c.kv_heads * D, 2 * D}, 0, 1 / std::sqrt(2 * D));
+          add(std::string(of) + ".w1", {c.kv_heads * 2 * width, in}, 0, 1 / std::sqrt(in));
+          add(std::string(of) + ".w2", {c.kv_heads * width, 2 * width}, 0, 1 / std::sqrt(2 * width));
         }
       }
-      add("attention.o", {C, c.heads * D}, 0, into_stream);
+      add("attention.o", {C, c.heads * DV}, 0, into_stream);
       norm("norm1");
       if (c.sparse) {
         // Gates start at one half.
         if (c.nsa_gate == NsaGate::linear) add("attention.gate.bias", {c.gates()}, 0, 0);
         else add("attention.gate.w1.bias", {c.gate_hidden()}, 0, 0), add("attention.gate.w2.bias", {c.gates()}, 0, 0);
         if (c.nsa.phi != Phi::mean)
-          for (const char* of : {"attention.phi_k", "attention.phi_v"})
-            add(std::string(of) + ".position", {c.kv_heads * c.nsa.block * D}, 0, 0.02);
+          for (const auto& [of, width] : phis)
+            add(std::string(of) + ".position", {c.kv_heads * c.nsa.block * width}, 0, 0.02);
       }
     }
     module = c.mlp_module(i);
@@ -239,7 +242,8 @@ double flops_per_token(const ModelConfig& c) {
     }
     keys = sum / double(c.seq);
   }
-  for (int64_t i = 0; i < c.depth; i++) flops += (c.attention_module(i) >= last ? 12 : 4) * double(c.dim) * keys;
+  const double widths = double(c.heads * (c.head_dim() + c.v_head_dim()));
+  for (int64_t i = 0; i < c.depth; i++) flops += (c.attention_module(i) >= last ? 6 : 2) * widths * keys;
   return flops;
 }
 

@@ -58,6 +58,7 @@ enum class BackwardPrefetch { pre, post, none };
 struct ModelConfig {
   Arch arch = Arch::rope;
   int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
+  int64_t own_head_dim = 0, own_v_head_dim = 0;  // 0: dim / heads; as keys
   Rope rope = {};
   double norm_eps = 1e-5;
   bool sparse = false;  // Native Sparse Attention; false: dense causal attention
@@ -79,7 +80,8 @@ struct ModelConfig {
   std::vector<std::string> frozen = {};            // parameters whose names begin so are not trained
   int forward_prefetch = 1;                        // units gathered ahead
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  int64_t head_dim() const { return dim / heads; }
+  int64_t head_dim() const { return own_head_dim ? own_head_dim : dim / heads; }  // of queries and keys
+  int64_t v_head_dim() const { return own_v_head_dim ? own_v_head_dim : head_dim(); }
   bool attends() const { return arch != Arch::mlp; }
   // What the forward pass leaves for the backward: q, k, v; attention's output; the MLP's input; its hidden layer.
   bool keeps_queries() const { return recompute == Recompute::none || recompute == Recompute::mlp; }
@@ -95,7 +97,8 @@ struct ModelConfig {
     return sparse && nsa_gate == NsaGate::mlp ? std::max(gates(), (kv_heads * head_dim() / 2 + 7) / 8 * 8) : 0;
   }
   int64_t hidden_row() const { return arch == Arch::llama ? 2 * hidden : hidden; }  // of the MLP's hidden layer
-  int64_t row() const { return (heads + 2 * key_heads()) * head_dim() + std::max(gates(), gate_hidden()); }
+  int64_t queries_and_keys() const { return (heads + key_heads()) * head_dim(); }   // columns; values follow them
+  int64_t row() const { return queries_and_keys() + key_heads() * v_head_dim() + std::max(gates(), gate_hidden()); }
   NsaShape nsa_shape(int64_t batch) const;
   // Modules in the order of the forward pass: 0 is the embedding, the last the head.
   int modules() const { return int(depth) * (attends() ? 2 : 1) + 2; }
@@ -120,10 +123,10 @@ ParameterTable make_table(const ModelConfig& c);
 // Compression's own weights multiply once for each compressed key, not once for each token.
 bool of_phi(const Param& p);
 int64_t parameter_count(const ModelConfig& c);
-// Forward and backward, of a token: 6 for each weight that multiplies (all matrices but the embedding), and 12 L d for
-// each key that a query sees: on average T/2 in dense causal attention, hence 6 L d T; in sparse attention those of the
-// three branches. Recomputation is not counted (PaLM: Chowdhery et al. 2022, appendix B), nor is what the backward pass
-// leaves out because weights are frozen.
+// Forward and backward, of a token: 6 for each weight that multiplies (all matrices but the embedding), and 6 L H times
+// both head dims for each key that a query sees, 12 L d if H heads of one dim make d: on average T/2 in dense causal
+// attention, hence 6 L d T; in sparse attention those of the three branches. Recomputation is not counted (PaLM:
+// Chowdhery et al. 2022, appendix B), nor is what the backward pass leaves out because weights are frozen.
 double flops_per_token(const ModelConfig& c);
 
 // The module that the backward pass ends with, the first of a block: nothing before it is trained.

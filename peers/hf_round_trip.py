@@ -23,7 +23,7 @@ SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_
 SIZES = {
     "tiny": dict(
         vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, original=32, rope_theta=10000.0, tie=False,
+        num_key_value_heads=2, head_dim=24, max_position_embeddings=512, original=32, rope_theta=10000.0, tie=False,
     ),
     "1b": dict(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,

@@ -53,11 +53,10 @@ def parameter_table(a):
         block = f"block.{i}."
         if a.arch != "mlp":
             module += 1
-            kv = a.kv_heads * (a.dim // a.heads)
-            add(block + "attention.q", (a.dim, a.dim), 0.0, small)
-            add(block + "attention.k", (kv, a.dim), 0.0, small, joined=True)
-            add(block + "attention.v", (kv, a.dim), 0.0, small, joined=True)
-            add(block + "attention.o", (a.dim, a.dim), 0.0, into_stream)
+            add(block + "attention.q", (a.heads * a.head_dim, a.dim), 0.0, small)
+            add(block + "attention.k", (a.kv_heads * a.head_dim, a.dim), 0.0, small, joined=True)
+            add(block + "attention.v", (a.kv_heads * a.v_head_dim, a.dim), 0.0, small, joined=True)
+            add(block + "attention.o", (a.dim, a.heads * a.v_head_dim), 0.0, into_stream)
             norm(block + "norm1")
         module += 1
         if a.arch == "llama":
@@ -209,11 +208,11 @@ class Attention(nn.Module):
 
     def __init__(self, a):
         super().__init__()
-        self.a, self.head_dim = a, a.dim // a.heads
-        kv = a.kv_heads * self.head_dim
+        self.a = a
+        widths = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.v_head_dim
         self.norm = make_norm(a)
-        self.q, self.k, self.v = (Linear(a.dim, n, bias=False) for n in (a.dim, kv, kv))
-        self.o = Linear(a.dim, a.dim, bias=False)
+        self.q, self.k, self.v = (Linear(a.dim, n, bias=False) for n in widths)
+        self.o = Linear(a.heads * a.v_head_dim, a.dim, bias=False)
 
     def attend(self, q, k, v, mask):
         a, grouped = self.a, self.a.heads != self.a.kv_heads
@@ -228,11 +227,11 @@ class Attention(nn.Module):
 
     def run(self, x, cos, sin, mask):
         a, n = self.a, self.norm(x)
-        q = self.q(n).unflatten(-1, (a.heads, self.head_dim))
-        k, v = (f(n).unflatten(-1, (a.kv_heads, self.head_dim)) for f in (self.k, self.v))
+        q = self.q(n).unflatten(-1, (a.heads, a.head_dim))
+        k, v = (f(n).unflatten(-1, (a.kv_heads, -1)) for f in (self.k, self.v))
         if a.arch != "simple":
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return x + self.o(self.attend(q, k, v, mask).transpose(1, 2).reshape(x.shape))
+        return x + self.o(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
 
     def forward(self, x, cos, sin, mask):
         if self.a.recompute in ("attn", "both"):
@@ -326,7 +325,7 @@ def position_inputs(a, device):
         dtype = torch.bfloat16 if a.param_dtype == "bf16" else torch.float32
         positions = torch.stack((angle.sin(), angle.cos()), dim=-1).reshape(a.seq, a.dim).to(dtype)
     elif a.arch != "mlp":
-        size = a.dim // a.heads
+        size = a.head_dim
         angle = t * a.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
         cos, sin = angle.cos().float(), angle.sin().float()
     if a.arch != "mlp" and a.attn == "flex":
@@ -340,7 +339,7 @@ def position_inputs(a, device):
 def flops_per_token(a):
     """(causal attention counted as half, as a whole), forward and backward: flops_per_token() in model.cu.
 
-    6 for each weight that multiplies, and 6 L d T for causal attention; recomputation is not counted, nor what the
+    6 for each weight that multiplies, and 6 L d T for causal attention, d being half of all heads' widths; recomputation is not counted, nor what the
     backward pass leaves out because weights are frozen.
     """
     table, head = parameter_table(a), head_module(a)
@@ -354,7 +353,8 @@ def flops_per_token(a):
             flops += 2 * (1 + (module >= last) + (not is_frozen(a, p.name))) * p.numel
     if a.arch == "mlp":
         return flops, flops
-    keys = sum((12 if 1 + 2 * i >= last else 4) * a.dim * a.seq / 2 for i in range(a.depth))
+    widths = a.heads * (a.head_dim + a.v_head_dim)
+    keys = sum((6 if 1 + 2 * i >= last else 2) * widths * a.seq / 2 for i in range(a.depth))
     return flops + keys, flops + 2 * keys
 
 

@@ -85,7 +85,7 @@ def added_positions(c):
 def attend(q, k, v):
     """One query of a group of heads, q (heads, D), to keys and values (n, D); zeros where there are none."""
     if len(k) == 0:
-        return torch.zeros_like(q)
+        return q.new_zeros(len(q), v.shape[-1])
     return (q @ k.T / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
@@ -132,12 +132,12 @@ def selected_blocks(c, q, k, t):
 
 
 def sparse(c, q, k, v, gates, w):
-    """Native Sparse Attention. q (T, H, D), k and v of each branch (T, HKV, D), gates (T, 3, H) -> (T, H, D)"""
+    """Native Sparse Attention. q (T, H, D), k and v of each branch (T, HKV, D), gates (T, 3, H) -> as v, of H heads"""
     T, heads, _ = q.shape
     groups = c["kv_heads"]
     each = heads // groups
     keys, values = compress(c, k["compressed"], w, "phi_k"), compress(c, v["compressed"], w, "phi_v")
-    out = torch.zeros_like(q)
+    out = q.new_zeros(T, heads, values.shape[-1])
     for t in range(T):
         seen = max(0, (t + 1 - c["nsa_block"]) // c["nsa_stride"] + 1)
         first = max(0, t + 1 - c["nsa_window"])
@@ -172,10 +172,8 @@ def norm(c, w, name, x):
 
 
 def attention(c, w, n, angles):
-    size = c["dim"] // c["heads"]
-
     def project(name, positions):
-        x = (n @ w[name].T).unflatten(-1, (-1, size))
+        x = (n @ w[name].T).unflatten(-1, (-1, c["v_head_dim" if name[0] == "v" else "head_dim"]))
         return rotate(x, angles) if positions and angles is not None else x
 
     q = project("q", True)
@@ -197,7 +195,7 @@ def mlp(c, w, n):
 def forward(c, weights, tokens):
     """tokens (T) -> logits (T, V)"""
     x = weights["embedding.weight"][tokens]
-    angles = rotary_angles(c, c["dim"] // c["heads"]) if c["arch"] in ("rope", "llama") else None
+    angles = rotary_angles(c, c["head_dim"]) if c["arch"] in ("rope", "llama") else None
     if c["arch"] == "simple":
         x = x + added_positions(c)
     for i in range(c["depth"]):

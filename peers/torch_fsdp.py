@@ -109,6 +109,8 @@ def make_parser():
     add("--arch", choices=["simple", "rope", "llama", "mlp"])
     for name in ("dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "batch"):
         add(f"--{name}", type=int, help="default: the preset's")
+    add("--head-dim", type=int, default=0, help="default: dim / heads")
+    add("--v-head-dim", type=int, default=0, help="default: --head-dim")
     add("--grad-accum", type=int, default=1)
     add("--rope-base", type=float, default=500000.0)
     add("--tie-embeddings", action="store_true")
@@ -201,7 +203,13 @@ def resolve_model(a, gpu):
         if getattr(a, name) is None:
             setattr(a, name, preset[name])
         refuse_if(name != "arch" and getattr(a, name) < 1, f"--{name.replace('_', '-')}: must be at least 1")
-    refuse_if(a.arch != "mlp" and a.dim % a.heads, f"--dim {a.dim} is not divisible by --heads {a.heads}")
+    refuse_if(
+        a.arch != "mlp" and not a.head_dim and a.dim % a.heads, f"--dim {a.dim} is not divisible by --heads {a.heads}"
+    )
+    refuse_if(a.arch == "mlp" and (a.head_dim or a.v_head_dim), "--head-dim: architecture mlp has no attention")
+    if a.arch != "mlp":
+        a.head_dim = a.head_dim or a.dim // a.heads
+        a.v_head_dim = a.v_head_dim or a.head_dim
     refuse_if(
         a.arch != "mlp" and a.heads % a.kv_heads, f"--heads {a.heads} is not divisible by --kv-heads {a.kv_heads}"
     )

@@ -389,7 +389,10 @@ TEST_CASE("a folder that is not whole is refused", "[init]") {
               "\"weight_map.lm_head.weight\" is \"" + std::string(one) + "\", not a file that holds this tensor"));
     CHECK(has(refusal(index_name, replace(two, "../../secret")), "not a file in the same folder"));
     CHECK(has(refusal(index_name, replace("weight_map", "weights")), "there is no \"weight_map\""));
-    CHECK(has(refusal("config.json", replace("\"hidden_size\": 64", "\"hidden_size\": 128")), "\"head_dim\" is 16"));
+    CHECK(has(refusal("config.json", replace("\"hidden_size\": 64", "\"hidden_size\": 128")),
+              "and config.json makes it [96,128]"));
+    CHECK(has(refusal("config.json", replace("\"head_dim\": 16", "\"head_dim\": 24")),
+              "and config.json makes it [96,64]"));
     CHECK(has(refusal("config.json", replace("\"intermediate_size\": 96", "\"intermediate_size\": 104")),
               "and config.json makes it [104,64]"));
     CHECK(has(refusal("config.json", replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3")),

@@ -146,6 +146,7 @@ TEST_CASE("a Llama's config.json is read, of any version", "[safetensors]") {
   CHECK(settings_in(old)["rope_base"] == 500000);
   CHECK((settings_in(old)["kv_heads"] == 8 && settings_in(old)["tie_embeddings"] == true));
   CHECK(settings_in(changed(old, "model_type", "mistral")) == settings_in(old));
+  CHECK(settings_in(changed(old, "head_dim", 128))["head_dim"] == 128);  // heads wider than dim / heads
 }
 
 TEST_CASE("a config.json of a model that is not here is refused by name", "[safetensors]") {
@@ -159,11 +160,18 @@ TEST_CASE("a config.json of a model that is not here is refused by name", "[safe
     CHECK(has(refused(changed(llama(), key, -1)), strf("C: \"%s\" is -1, not ", key)));
     CHECK(has(refused(changed(llama(), key, "x")), strf("C: \"%s\" is \"x\", not ", key)));
   }
-  const std::pair<const char*, json> others[] = {
-      {"attention_bias", true},   {"mlp_bias", true},         {"hidden_act", "gelu"},
-      {"sliding_window", 4096},   {"head_dim", 128},          {"attention_dropout", 0.1},
-      {"model_type", "qwen2"},    {"rms_norm_eps", 0},        {"rope_theta", "x"},
-      {"num_key_value_heads", 0}, {"tie_word_embeddings", 1}, {"quantization_config", {{"bits", 4}}}};
+  const std::pair<const char*, json> others[] = {{"attention_bias", true},
+                                                 {"mlp_bias", true},
+                                                 {"hidden_act", "gelu"},
+                                                 {"sliding_window", 4096},
+                                                 {"head_dim", 0},
+                                                 {"attention_dropout", 0.1},
+                                                 {"model_type", "qwen2"},
+                                                 {"rms_norm_eps", 0},
+                                                 {"rope_theta", "x"},
+                                                 {"num_key_value_heads", 0},
+                                                 {"tie_word_embeddings", 1},
+                                                 {"quantization_config", {{"bits", 4}}}};
   for (const auto& [key, value] : others) {
     INFO(key);
     CHECK(has(refused(changed(llama(), key, value)), strf("C: \"%s\" is ", key)));
@@ -206,6 +214,11 @@ TEST_CASE("our own config.json is refused without a field", "[safetensors]") {
     CHECK(has(error_of<UsageError>([&] { settings_in(changed(own, key.c_str(), json::array())); }),
               "C: \"" + key + "\" is a list"));
   }
+  // Files of before heads had widths of their own do not say them.
+  json wide = changed(own, "head_dim", 24);
+  CHECK(has(error_of<UsageError>([&] { settings_in(wide); }), "C: there is no \"v_head_dim\""));
+  wide["v_head_dim"] = 16;
+  CHECK((settings_in(wide)["head_dim"] == 24 && settings_in(wide)["v_head_dim"] == 16));
   json dense = changed(own, "attn", "dense");
   for (const char* key : {"nsa_block", "nsa_phi"}) dense.erase(key);
   CHECK(error_of<UsageError>([&] { settings_in(dense); }).empty());

@@ -76,13 +76,11 @@ json settings_of_llama(const CheckedJson& config) {
   take_or("max-positions", config, "max_position_embeddings", 2048, &settings);
   if (says(config, "tie_word_embeddings")) take("tie-embeddings", config.at("tie_word_embeddings"), &settings);
   take_positions(config, &settings);
-  const int64_t dim = settings["dim"], heads = settings["heads"];
-  if (says(config, "head_dim") && config.at("head_dim").value() != dim / heads)
-    config.at("head_dim").refuse("hidden_size / num_attention_heads, and this program has no other");
+  if (says(config, "head_dim")) take("head-dim", config.at("head_dim"), &settings);
   return settings;
 }
 
-bool is_llama(const ModelConfig& c) { return c.arch == Arch::llama && !c.sparse; }
+bool is_llama(const ModelConfig& c) { return c.arch == Arch::llama && !c.sparse && c.v_head_dim() == c.head_dim(); }
 
 // As versions 4 and 5 of transformers both read it. Whoever knows the tokenizer may add its ids.
 json llama_config(const Run& r) {

@@ -20,6 +20,7 @@ const char* const remedy_index = "the folder is not whole; get it again";
 const std::vector<std::string> sizes = {"arch",  "dim",           "depth",    "hidden",
                                         "vocab", "max-positions", "norm-eps", "tie-embeddings"};
 const std::vector<std::string> sizes_of_attention = {"attn", "heads", "kv-heads", "rope-base", "rope-scaling"};
+const std::vector<std::string> sizes_of_heads = {"head-dim", "v-head-dim"};  // which older files do not say
 const std::vector<std::string> sizes_of_nsa = {"nsa-block",  "nsa-stride", "nsa-select-block", "nsa-selected",
                                                "nsa-window", "nsa-phi",    "nsa-gate"};
 
@@ -35,6 +36,7 @@ json read_own(const CheckedJson& config) {
   };
   take(sizes);
   if (settings["arch"] != "mlp") take(sizes_of_attention);
+  if (settings["arch"] != "mlp" && config.has(key_of(sizes_of_heads[0]).c_str())) take(sizes_of_heads);
   if (settings.value("attn", "") == "nsa") take(sizes_of_nsa);
   return settings;
 }
@@ -159,7 +161,7 @@ json model_config_json(const Run& r) {
   };
   put(sizes);
   config["max_positions"] = r.max_positions();
-  if (r.model.attends()) put(sizes_of_attention);
+  if (r.model.attends()) put(sizes_of_attention), put(sizes_of_heads);
   if (r.model.sparse) put(sizes_of_nsa);
   return config;
 }

@@ -15,7 +15,7 @@ struct Options {
   // Model. The preset fills what the command line leaves at 0 or empty.
   std::string preset;  // empty: chosen by the machine
   std::string arch;    // simple, rope, llama, mlp
-  int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, hidden = 0, vocab = 0, seq = 0;
+  int64_t dim = 0, depth = 0, heads = 0, kv_heads = 0, head_dim = 0, v_head_dim = 0, hidden = 0, vocab = 0, seq = 0;
   double rope_base = 500000, norm_eps = 1e-5;
   std::string rope_scaling = "none";  // or llama3:FACTOR:LOW:HIGH:ORIGINAL_SEQ
   bool tie_embeddings = false;

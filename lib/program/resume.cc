@@ -82,7 +82,8 @@ void take_up(const json& state, Options* o) {
   auto also = [&](std::initializer_list<const char*> more) { names.insert(names.end(), more.begin(), more.end()); };
   also({"preset", "init", "nsa-phi", "nsa-gate", "seed", "val-batches"});
   if (!o->gives("preset") || o->preset == was.at("preset"))
-    also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "hidden", "vocab", "seq", "tie-embeddings"});
+    also({"arch", "attn", "dim", "depth", "heads", "kv-heads", "head-dim", "v-head-dim", "hidden", "vocab", "seq",
+          "tie-embeddings"});
   // The same command on other ranks goes on with the same global batch.
   if (!o->gives("global-batch")) also({"global-batch"}), o->keeps_global_batch = o->gives("batch");
   if (!o->gives("batch") && !o->gives("grad-accum")) also({"grad-accum"});

@@ -19,7 +19,8 @@ int64_t pieces_of_a_micro_batch(const ModelConfig& c, int64_t batch, Dtype dtype
 
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype) {
   if (c.attends()) {
-    REQUIRE_USER(c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld", ll(c.dim), ll(c.heads));
+    REQUIRE_USER(c.own_head_dim || c.dim % c.heads == 0, "--dim %lld is not divisible by --heads %lld; give --head-dim",
+                 ll(c.dim), ll(c.heads));
     REQUIRE_USER(c.heads % c.kv_heads == 0, "--heads %lld is not divisible by --kv-heads %lld", ll(c.heads),
                  ll(c.kv_heads));
   }
@@ -47,15 +48,21 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
                "--save-dtype fp8 is about the MLP's hidden layer, which --recompute none and attn keep; drop one");
   REQUIRE_USER(!c.keep_attention || !c.keeps_queries(), "--keep-attention 1 needs --recompute attn, both or block");
   if (!c.attends()) return;
-  const int64_t D = c.head_dim();
-  REQUIRE_USER(D % 8 == 0, "head dim %lld (--dim %lld / --heads %lld) is not a multiple of 8", ll(D), ll(c.dim),
-               ll(c.heads));
-  REQUIRE_USER(!narrow_gpu || D == 64 || D == 128,
-               "head dim %lld (--dim %lld / --heads %lld): bf16 attention on a GPU supports 64 and 128", ll(D),
-               ll(c.dim), ll(c.heads));
-  REQUIRE_USER(backend == Backend::cpu || D <= 128,
-               "head dim %lld (--dim %lld / --heads %lld): attention on a GPU supports at most 128", ll(D), ll(c.dim),
-               ll(c.heads));
+  const int64_t D = c.head_dim(), DV = c.v_head_dim();
+  const std::string head = c.own_head_dim
+                               ? strf("--head-dim %lld", ll(D))
+                               : strf("head dim %lld (--dim %lld / --heads %lld)", ll(D), ll(c.dim), ll(c.heads));
+  REQUIRE_USER(D % 8 == 0, "%s is not a multiple of 8", head.c_str());
+  REQUIRE_USER(DV % 8 == 0, "--v-head-dim %lld is not a multiple of 8", ll(DV));
+  if (D != DV) {
+    REQUIRE_USER(backend == Backend::cpu || (narrow_gpu && D == 192 && DV == 128),
+                 "%s with --v-head-dim %lld: on a GPU values are as wide as keys, or 128 with keys of 192 in bf16",
+                 head.c_str(), ll(DV));
+  } else {
+    REQUIRE_USER(!narrow_gpu || D == 64 || D == 128,
+                 "%s: bf16 attention on a GPU supports 64 and 128, and 192 with --v-head-dim 128", head.c_str());
+    REQUIRE_USER(backend == Backend::cpu || D <= 128, "%s: attention on a GPU supports at most 128", head.c_str());
+  }
   if (c.sparse) check_nsa(c.nsa_shape(batch));
 }
 
@@ -97,7 +104,7 @@ void check_fp8_sizes(const ModelConfig& c, int64_t batch, Dtype dtype) {
   if (!c.fp8) return;
   check(c.dim, "--dim");
   if (!c.attends()) return;
-  check(c.heads * c.head_dim(), "the width of all heads");
+  check(c.heads * c.v_head_dim(), "the width of all heads");
   check(c.row(), c.sparse ? "the width of q, k, v and NSA's gates (another --nsa-gate or --heads makes another)"
                           : "the width of q, k and v");
 }
@@ -247,6 +254,7 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
   if (!o.arch.empty()) m.arch = value_of(arch_names, o.arch);
   m.dim = or_else(o.dim, m.dim), m.depth = or_else(o.depth, m.depth), m.vocab = or_else(o.vocab, m.vocab);
   m.heads = or_else(o.heads, m.heads), m.kv_heads = or_else(o.kv_heads, m.kv_heads);
+  m.own_head_dim = o.head_dim, m.own_v_head_dim = o.v_head_dim;
   m.seq = or_else(o.seq, m.seq);
   m.rope = {o.rope_base, rope_scaling(o.rope_scaling)}, m.norm_eps = o.norm_eps;
   // A width given alone keeps the preset's proportion of the MLP.
@@ -254,6 +262,8 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
 
   REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
                name_of(m.arch));
+  for (const char* name : {"head-dim", "v-head-dim"})
+    REQUIRE_USER(m.attends() || !o.gives(name), "--%s: architecture %s has no attention", name, name_of(m.arch));
   m.sparse = m.attends() && o.attn != "dense";
   for (const char* name : {"nsa-block", "nsa-stride", "nsa-select-block", "nsa-selected", "nsa-window", "nsa-phi",
                            "nsa-gate", "nsa-stats"})
@@ -433,6 +443,8 @@ nlohmann::json settings(const Run& r) {
             {"depth", m.depth},
             {"heads", m.heads},
             {"kv_heads", m.kv_heads},
+            {"head_dim", m.attends() ? m.head_dim() : 0},
+            {"v_head_dim", m.attends() ? m.v_head_dim() : 0},
             {"hidden", m.hidden},
             {"vocab", m.vocab},
             {"seq", m.seq},

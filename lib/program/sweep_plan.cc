@@ -58,10 +58,10 @@ FlopsAs flops_as_others_count(const json& c) {
   const double d = number("dim"), f = number("hidden"), L = number("depth"), T = number("seq"), V = number("vocab");
   const std::string arch = c.value("arch", "");
   const bool attends = arch != "mlp";
-  const double kv = attends ? number("kv_heads") * d / number("heads") : 0;
+  const double H = number("heads"), D = c.value("head_dim", d / H), both = D + c.value("v_head_dim", D);
   const double products =
-      6 * (L * ((attends ? 2 * d * d + 2 * d * kv : 0) + (arch == "llama" ? 3 : 2) * d * f) + d * V);
-  const double half = attends ? 6 * L * d * T : 0, ours = products + half;
+      6 * (L * ((attends ? d * (H + number("kv_heads")) * both : 0) + (arch == "llama" ? 3 : 2) * d * f) + d * V);
+  const double half = attends ? 3 * L * H * both * T : 0, ours = products + half;
   const double theirs = L * (24 * d * d + 6 * d * T + 12 * d * (f / d)) + 6 * d * V;
   return {(products + 2 * half) / ours, theirs / ours};
 }

@@ -46,7 +46,8 @@ namespace {
 // PyTorch is told. DDP has no units, and only --wrap auto has sizes; how many steps there are a corpus may have to
 // tell.
 const char told[] =
-    "arch dim depth heads kv_heads hidden vocab seq rope_base batch grad_accum accum_sync shard param_dtype "
+    "arch dim depth heads kv_heads head_dim v_head_dim hidden vocab seq rope_base batch grad_accum accum_sync shard "
+    "param_dtype "
     "reduce_dtype autocast tf32 recompute keep_attention moments clip lr min_lr_ratio beta1 beta2 eps weight_decay "
     "seed optimizer_in_backward tie_embeddings freeze data";
 const char told_of_units[] = "wrap reshard_after_forward forward_prefetch backward_prefetch replicate_below";

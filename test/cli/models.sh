@@ -40,6 +40,24 @@ mpi -np 2 ./train --init test/hf-llama --attn nsa --nsa-block 8 --nsa-stride 4 -
   --seq 48 --batch 1 --data random --steps 2
 verdict "sparse attention begins with dense weights, and that is said in a line" \
   "$([ "$status" = 0 ] && grep -q "the three branches begin with its keys and values" "$dir/out" || echo "it does not")"
+# Heads of another width than dim / heads: in our format, and in transformers' where values are as wide as keys.
+wrong=""
+i=0
+for with in "--arch rope --nsa-phi mlp --head-dim 48 --v-head-dim 32" "--arch llama --attn dense --head-dim 48"; do
+  i=$((i + 1))
+  # shellcheck disable=SC2206
+  heads=(--device cpu --preset tiny --dim 64 --seq 64 --global-batch 6 --data random --steps 4 $with)
+  mpi -np 2 ./train "${heads[@]}" --log "$dir/heads-whole.jsonl" --export "$dir/heads-$i" --export-dtype fp32
+  mpi -np 2 ./train "${heads[@]}" --save "$dir/heads-saved-$i" --stop-after 2 --log "$dir/heads-parts.jsonl"
+  mpi -np 3 ./train --device cpu --resume "$dir/heads-saved-$i" --log "$dir/heads-parts.jsonl" --export "$dir/heads-parts-$i" --export-dtype fp32
+  [ "$status" = 0 ] || wrong="$wrong; $with: resumed, exit status $status"
+  cmp -s "$dir/heads-$i/config.json" "$dir/heads-parts-$i/config.json" || wrong="$wrong; $with: resumed as another model"
+  mpi -np 3 ./train --device cpu --init "$dir/heads-$i" --seq 64 --batch 1 --data random --stop-after 0 --export "$dir/heads-again-$i" --export-dtype fp32
+  diff -r "$dir/heads-$i" "$dir/heads-again-$i" >/dev/null || wrong="$wrong; $with: another model comes out than went in"
+  grep -q '"head_dim": 48' "$dir/heads-again-$i/config.json" || wrong="$wrong; $with: its config.json does not say how wide heads are"
+done
+grep -q '"model_type": "fsdp.cu"' "$dir/heads-1/config.json" && grep -q '"model_type": "llama"' "$dir/heads-2/config.json" || wrong="$wrong; the formats are not those"
+verdict "models with wider heads are saved, resumed, exported and taken in again" "$wrong"
 bad "a folder that is not there" "--init $dir/none|not a directory" --init "$dir/none"
 bad "a preset beside a folder" "--preset tiny|test/hf-llama/config.json" --init test/hf-llama
 cp -r test/hf-llama "$dir/damaged"
@@ -66,7 +84,7 @@ if needs "exported models in PyTorch" torch,numpy; then
   nsa="--nsa-block 8 --nsa-stride 4 --nsa-select-block 16 --nsa-selected 3 --nsa-window 12"
   i=0
   for with in "--arch rope $nsa" "--arch llama --nsa-phi mlp --nsa-gate mlp --rope-scaling llama3:8:1:4:16 $nsa" \
-    "--arch simple --nsa-phi linear $nsa" "--arch rope --attn dense" "--arch simple --attn dense --tie-embeddings" "--arch mlp"; do
+    "--arch simple --nsa-phi linear $nsa" "--arch rope --nsa-phi mlp --head-dim 48 --v-head-dim 32 $nsa" "--arch rope --attn dense" "--arch simple --attn dense --tie-embeddings" "--arch mlp"; do
     i=$((i + 1))
     # shellcheck disable=SC2086
     mpi -np 2 ./train --device cpu --preset tiny --dim 64 --seq 64 --batch 1 --steps 2 --lr 0.01 --data README.md --val-data README.md \
@@ -80,8 +98,8 @@ fi
 if needs "PyTorch on our rows" torch,torchao,numpy; then
   wrong=""
   # Not scaled by row: torchao rounds those scales to powers of two.
-  for in_fp8 in "" "--matmul-dtype fp8" "--matmul-dtype fp8 --gather-dtype fp8"; do
-    row="--preset tiny --dim 64 --seq 64 --device cpu --steps 2 $in_fp8"
+  for more in "" "--head-dim 48 --v-head-dim 32" "--matmul-dtype fp8" "--matmul-dtype fp8 --gather-dtype fp8"; do
+    row="--preset tiny --dim 64 --seq 64 --device cpu --steps 2 $more"
     # shellcheck disable=SC2086
     mpi -np 2 ./train $row --attn dense --log "$dir/row.jsonl"
     ours=$(grep -o '"loss":[0-9.]*' "$dir/row.jsonl" | head -n 1 | cut -d: -f2)
@@ -89,9 +107,9 @@ if needs "PyTorch on our rows" torch,torchao,numpy; then
     theirs=$(timeout 100 python3 -m torch.distributed.run --standalone --nproc_per_node=2 peers/torch_fsdp.py $row --compile none \
       --first 1 --last 2 2>"$dir/out" | sed -n 's/.*"losses": \[\([0-9.]*\).*/\1/p')
     awk -v a="${ours:-nan}" -v b="${theirs:-nan}" 'BEGIN { exit !(a - b < 1e-6 * b && b - a < 1e-6 * b && a > 1) }' ||
-      wrong="$wrong; ${in_fp8:-in fp32}: $ours here, $theirs in PyTorch"
+      wrong="$wrong; ${more:-as it is}: $ours here, $theirs in PyTorch"
   done
-  verdict "PyTorch's first loss is ours, in fp8 too" "$wrong"
+  verdict "PyTorch's first loss is ours, in fp8 and with wide keys too" "$wrong"
 fi
 
 done_testing
