@@ -11,10 +11,6 @@ namespace attention {
 
 inline HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Chips of compute capability 8.6, 8.9 and 12 have 99 KiB of shared memory for a block, others 163 and more.
-constexpr int small_memory = 99 << 10;
-constexpr bool has_small_memory(int arch) { return arch == 86 || arch == 89 || arch >= 120; }
-
 // The masks: which keys a query sees, in rows and keys rather than in tiles, so that they serve every tile shape.
 // A kernel walks the tiles that overlap [first_key, last_key) of its queries (or [first_query, last_query) of its
 // keys; either may be empty), and tests single elements only in tiles that are not whole(). They are called

@@ -21,7 +21,7 @@ namespace {
 using nlohmann::json;
 
 // Round figures: 1 TFLOP/s at share 1; 1 TB/s of memory and 1 GB/s of links and network at an H200's parts of them.
-Chip toy() { return {"toy", 10, 1e12, 1e11, 1e12 / 0.75, 1e9, 1e9 / 0.7, 1e9 / 0.85, false, fp8::Support::none}; }
+Chip toy() { return {"toy", 10, 1e12, 1e11, 1e12 / 0.75, 1e9, 1e9 / 0.7, 1e9 / 0.85, false, 80}; }
 
 struct Dry {
   Device dev{Backend::gpu, Device::plan_only};

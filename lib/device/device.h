@@ -32,6 +32,13 @@
 #include "lib/device/timeline.h"
 
 enum class Backend { cpu, gpu };
+
+// GPUs of compute capability 8.6, 8.9 and 12 have 99 KiB of shared memory for a block, others from 8.0 on at least 163.
+constexpr int small_memory = 99 << 10;
+constexpr bool has_small_memory(int compute_capability) {
+  return compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
+}
+
 enum class CommStreams { two, one };  // for gathers and reductions
 
 enum class Mode {

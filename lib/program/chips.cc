@@ -7,23 +7,22 @@ namespace {
 
 // Figures without sparsity. Names without "PCIe" or "NVL" are SXM modules; GeForce and RTX peaks are for fp32
 // accumulation, which is what matmuls here use.
-constexpr auto none = fp8::Support::none, tensor = fp8::Support::by_tensor, row = fp8::Support::by_row;
 // clang-format off
 constexpr Chip chips[] = {
-    // name            SMs  bf16       fp32     bandwidth memory  link    network  copy engines, fp8, --gpu
-    {"H200",           132, 989.5e12,  66.9e12, 4.8e12,   141e9,  450e9,  50e9,    true,  row,    "h200"},
-    {"H200 NVL",       132, 835.5e12,  60e12,   4.8e12,   141e9,  64e9,   25e9,    true,  row,    "h200-nvl"},
-    {"GH200",          132, 989.5e12,  66.9e12, 4.0e12,   96e9,   450e9,  25e9,    true,  row,    "gh200"},
-    {"GH200 144G",     132, 989.5e12,  66.9e12, 4.9e12,   144e9,  450e9,  25e9,    true,  row,    "gh200-144g"},
-    {"H100",           132, 989.5e12,  66.9e12, 3.35e12,  80e9,   450e9,  50e9,    true,  row,    "h100"},
-    {"H100 NVL",       132, 835.5e12,  60e12,   3.9e12,   94e9,   64e9,   25e9,    true,  row,    "h100-nvl"},
-    {"H100 PCIe",      114, 756.5e12,  51.2e12, 2.0e12,   80e9,   64e9,   25e9,    true,  row,    "h100-pcie"},
-    {"A100",           108, 312e12,    19.5e12, 2.039e12, 80e9,   300e9,  25e9,    false, none,   "a100"},
-    {"A100 40GB",      108, 312e12,    19.5e12, 1.555e12, 40e9,   300e9,  25e9,    false, none,   "a100-40gb"},
-    {"A100 PCIe",      108, 312e12,    19.5e12, 1.935e12, 80e9,   32e9,   12.5e9,  false, none,   "a100-pcie"},
-    {"A100 PCIe 40GB", 108, 312e12,    19.5e12, 1.555e12, 40e9,   32e9,   12.5e9,  false, none,   "a100-pcie-40gb"},
-    {"L40S",           142, 362.05e12, 91.6e12, 0.864e12, 48e9,   32e9,   12.5e9,  false, tensor, "l40s"},
-    {"RTX 4090",       128, 165.2e12,  82.6e12, 1.008e12, 24e9,   32e9,   12.5e9,  false, tensor, "rtx4090"},
+    // name            SMs  bf16       fp32     bandwidth memory  link    network  copy engines, cc, --gpu
+    {"H200",           132, 989.5e12,  66.9e12, 4.8e12,   141e9,  450e9,  50e9,    true,  90, "h200"},
+    {"H200 NVL",       132, 835.5e12,  60e12,   4.8e12,   141e9,  64e9,   25e9,    true,  90, "h200-nvl"},
+    {"GH200",          132, 989.5e12,  66.9e12, 4.0e12,   96e9,   450e9,  25e9,    true,  90, "gh200"},
+    {"GH200 144G",     132, 989.5e12,  66.9e12, 4.9e12,   144e9,  450e9,  25e9,    true,  90, "gh200-144g"},
+    {"H100",           132, 989.5e12,  66.9e12, 3.35e12,  80e9,   450e9,  50e9,    true,  90, "h100"},
+    {"H100 NVL",       132, 835.5e12,  60e12,   3.9e12,   94e9,   64e9,   25e9,    true,  90, "h100-nvl"},
+    {"H100 PCIe",      114, 756.5e12,  51.2e12, 2.0e12,   80e9,   64e9,   25e9,    true,  90, "h100-pcie"},
+    {"A100",           108, 312e12,    19.5e12, 2.039e12, 80e9,   300e9,  25e9,    false, 80, "a100"},
+    {"A100 40GB",      108, 312e12,    19.5e12, 1.555e12, 40e9,   300e9,  25e9,    false, 80, "a100-40gb"},
+    {"A100 PCIe",      108, 312e12,    19.5e12, 1.935e12, 80e9,   32e9,   12.5e9,  false, 80, "a100-pcie"},
+    {"A100 PCIe 40GB", 108, 312e12,    19.5e12, 1.555e12, 40e9,   32e9,   12.5e9,  false, 80, "a100-pcie-40gb"},
+    {"L40S",           142, 362.05e12, 91.6e12, 0.864e12, 48e9,   32e9,   12.5e9,  false, 89, "l40s"},
+    {"RTX 4090",       128, 165.2e12,  82.6e12, 1.008e12, 24e9,   32e9,   12.5e9,  false, 89, "rtx4090"},
 };
 // clang-format on
 

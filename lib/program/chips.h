@@ -14,8 +14,6 @@
 #include <string>
 #include <vector>
 
-#include "lib/device/fp8.h"
-
 struct Chip {  // bytes, bytes/s and FLOP/s
   const char* name;
   int multiprocessors;
@@ -25,7 +23,7 @@ struct Chip {  // bytes, bytes/s and FLOP/s
   double link;        // to the other GPUs of its node, one direction: NVLink, or PCIe where it has none or only bridges
   double network;     // a GPU's part of its node's network: an assumption, 400 Gbit/s and less
   bool copy_engines;  // whether gathers within a node go by them; see copy_engines_pay
-  fp8::Support fp8;   // whether its tensor cores multiply it, which they do at twice bf16's rate
+  int compute_capability;
   const char* word = nullptr;  // of --gpu
 };
 

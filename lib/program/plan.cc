@@ -93,7 +93,7 @@ struct DryStep {
         tokens(double(run.tokens_per_step()) / world.size),
         communicators(run.fsdp.communicators(world.size)),
         estimate(chip, run.o.graph == 1, run.o.tf32 && run.dtype == Dtype::f32) {
-    check_fp8(r.model, chip.fp8, chip.name);
+    check_gpu(r.model, chip.compute_capability, chip.name);
     plan_step(r, world, &dev, &estimate);
   }
   DryStep(Run run, int ranks, const Chip& chip) : DryStep(run, elsewhere(&run, ranks, chip.copy_engines).world, chip) {}
@@ -131,7 +131,7 @@ Trace planned_trace(Run r, int ranks, const Chip& chip) {
                "--trace: a step of %lld micro-batches is too long to look at; use --grad-accum %lld or less",
                ll(r.grad_accum), ll(most));
   const World world = elsewhere(&r, ranks, chip.copy_engines).world;
-  check_fp8(r.model, chip.fp8, chip.name);
+  check_gpu(r.model, chip.compute_capability, chip.name);
   Estimate estimate(chip, r.o.graph == 1);
   estimate.keep_spans();
   Device dev(Backend::gpu, Device::plan_only);

@@ -77,7 +77,8 @@ std::string fp8_text(const ModelConfig& c) {
   for (size_t i = 0; i < what.size(); i++) text += (i == 0 ? "" : i + 1 < what.size() ? ", " : " and ") + what[i];
   return text.empty() ? "" : ", " + text + " in fp8";
 }
-void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu) {
+void check_gpu(const ModelConfig& c, int compute_capability, const std::string& gpu) {
+  const fp8::Support has = fp8::support(compute_capability);
   REQUIRE_USER(!(c.fp8 || c.save_fp8) || has != fp8::Support::none,
                "%s fp8: %s has no fp8, which came with compute capability 8.9; use %s off", fp8_option(c), gpu.c_str(),
                fp8_option(c));
@@ -85,6 +86,10 @@ void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu) {
                "--fp8-scaling row: cuBLASLt supports it on compute capability 9.0 only (H100, H200), not on %s; use "
                "--fp8-scaling tensor",
                gpu.c_str());
+  REQUIRE_USER(!c.attends() || c.head_dim() <= 128 || !has_small_memory(compute_capability),
+               "--head-dim %lld: its kernels need more than the 99 KiB of shared memory that a block has on %s; use "
+               "--head-dim 128 or 64",
+               ll(c.head_dim()), gpu.c_str());
 }
 
 namespace {

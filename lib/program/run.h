@@ -45,8 +45,8 @@ int64_t pieces_of_a_micro_batch(const ModelConfig& c, int64_t batch, Dtype dtype
 void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dtype);
 // ", matmuls in fp8": what of a run is, for a line about its types; empty: nothing.
 std::string fp8_text(const ModelConfig& c);
-// Refuses fp8 on a GPU, here or planned for, that has none, or not as it is asked for.
-void check_fp8(const ModelConfig& c, fp8::Support has, const std::string& gpu);
+// Refuses what a GPU, here or planned for, has no kernels for: fp8 as it is asked for, wide keys.
+void check_gpu(const ModelConfig& c, int compute_capability, const std::string& gpu);
 
 // Who moves what is gathered and reduced. check_collectives refuses what the options ask for and the ranks cannot do;
 // choose_gathers takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a

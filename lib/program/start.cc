@@ -159,7 +159,7 @@ void open_device(Job* job) {
         std::make_unique<Device>(r.backend, taken.ordinal, taken.sharers, comm_streams(r.backend, job->transport));
     engines_pay = copy_engines_pay(*job->dev, world);
     try {
-      check_fp8(r.model, gpu ? fp8::support(job->dev->compute_capability) : fp8::Support::by_row, job->dev->name);
+      if (gpu) check_gpu(r.model, job->dev->compute_capability, job->dev->name);
     } catch (const UsageError& e) { throw of_checkpoint(e, job->saved.step_dir); }
     plan(*job->dev, world, job->transport, r);
   });

@@ -47,9 +47,8 @@ namespace {
 // tell.
 const char told[] =
     "arch dim depth heads kv_heads head_dim v_head_dim hidden vocab seq rope_base batch grad_accum accum_sync shard "
-    "param_dtype "
-    "reduce_dtype autocast tf32 recompute keep_attention moments clip lr min_lr_ratio beta1 beta2 eps weight_decay "
-    "seed optimizer_in_backward tie_embeddings freeze data";
+    "param_dtype reduce_dtype autocast tf32 recompute keep_attention moments clip lr min_lr_ratio beta1 beta2 eps "
+    "weight_decay seed optimizer_in_backward tie_embeddings freeze data";
 const char told_of_units[] = "wrap reshard_after_forward forward_prefetch backward_prefetch replicate_below";
 const char told_of_sizes[] = "wrap_min_params bucket_mb";
 const char told_of_fp8[] = "matmul_dtype fp8_scaling gather_dtype";

@@ -54,6 +54,9 @@ bad "steps kept of none that are saved" "--keep needs --save DIR" --keep 3
 bad "a type of no export" "--export-dtype needs --export PATH" --export-dtype fp32
 bad "positions of no config.json" "--max-positions needs --export DIR" --max-positions 64 --export "$dir/model.safetensors"
 bad "sparse attention's sizes for dense" "--nsa-window needs --attn nsa; this run has dense attention" --attn dense --nsa-window 8
+bad "heads where there are none" "--head-dim: architecture mlp has no attention" --arch mlp --head-dim 64
+bad "heads that make no width" "--dim 128 is not divisible by --heads 3; give --head-dim" --heads 3 --kv-heads 1
+bad "values in odd widths" "--v-head-dim 60 is not a multiple of 8" --v-head-dim 60
 bad "RoPE where there is none" "--rope-base: architecture simple has no RoPE" --arch simple --rope-base 10000
 bad "no name of what is frozen" "--freeze ,|no parameter" --freeze ,
 bad "no step to save" "--stop-after 0|--save|--export" --stop-after 0 --save "$dir/nothing"

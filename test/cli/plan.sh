@@ -37,6 +37,10 @@ judge_plan "fp8 of an odd width" "the width of q, k, v and NSA's gates" --preset
 judge_plan "fp8 of an odd number of tokens" "--batch x --seq = 1000 is not a multiple of 16" --preset rope --batch 1 --seq 1000 --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 of fp32 on a GPU" "drop --param-dtype fp32" --preset rope --gpu h200 --matmul-dtype fp8 --param-dtype fp32
 good "a hidden layer saved in fp8" "bf16, matmuls and saved hidden layers in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8 --save-dtype fp8
+wide=(--preset rope --heads 64 --kv-heads 4 --head-dim 192)
+judge_plan "keys of 192 with values as wide" "--head-dim 192: bf16 attention on a GPU supports 64 and 128, and 192 with --v-head-dim 128" "${wide[@]}" --gpu h200
+judge_plan "keys and values of widths without a kernel" "--head-dim 192 with --v-head-dim 64: on a GPU" "${wide[@]}" --v-head-dim 64 --gpu h200
+judge_plan "wide keys where blocks have little shared memory" "--head-dim 192: its kernels need more than the 99 KiB of shared memory that a block has on L40S" "${wide[@]}" --v-head-dim 128 --gpu l40s
 judge_plan "fp8 saved on a GPU without it" "--save-dtype fp8: A100 has no fp8" --preset rope --gpu a100 --save-dtype fp8
 judge_plan "nothing there to save" "--recompute none and attn keep; drop one" --preset rope --gpu h200 --save-dtype fp8 --recompute both
 good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
