@@ -7,7 +7,7 @@
 //     model.forward_backward(batch + m * batch_ints(config, B), scale, m == 0, m + 1 == micro_batches, copied);
 //   model.end_step();  // model.fsdp.scalars() then has the norm and the loss
 //
-// Shapes: B sequences of T tokens are M = B*T rows; C dim, H and HKV heads of D, F hidden, V vocab.
+// Shapes: B sequences of T tokens are M = B*T rows; C dim, H and HKV heads of D, of DV in values, F hidden, V vocab.
 #pragma once
 
 #include <vector>
@@ -61,9 +61,9 @@ class Model {
     // In fp8: the largest numbers that the products of this block read, for the backward to cast alike.
     Buffer<float> largest1, largest2;  // (M) of the norms' rows
     Buffer<float> largest_o;           // (1) of attention's output
-    Buffer<T> qkv;                     // (M, row) q (H*D), k and v (key_heads*D each), with NSA gates
+    Buffer<T> qkv;                     // (M, row) q (H*D), k (key_heads*D), v (key_heads*DV), NSA's gates
     Buffer<T> gate_h;                  // (M, gate_hidden) the gates' hidden layer before its activation
-    Buffer<T> o;                       // (M, H*D) attention's output; dense
+    Buffer<T> o;                       // (M, H*DV) attention's output; dense
     Buffer<A> lse;                     // (B, H, T) log-sum-exp; dense
     NsaSaved<T> nsa;                   // in place of o and lse
     Buffer<T> x2;                      // (M, C) the MLP's input, x + Wo o
@@ -83,7 +83,7 @@ class Model {
   };
   struct BlockParams {
     ParamRef qkv;                                  // (row, C)
-    ParamRef o;                                    // (C, H*D)
+    ParamRef o;                                    // (C, H*DV)
     ParamRef up;                                   // (F, C), SwiGLU gate and up (2F, C)
     ParamRef down;                                 // (C, F)
     ParamRef up_bias, down_bias;                   // (F), (C)

@@ -13,7 +13,7 @@
 // gradient without atomics: each sum has one order, so two runs agree bit for bit.
 //
 // bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer), or D 192 with DV 128
-// (mma.sync, on GPUs with 124 KiB of shared memory); float on a GPU: any D <= 128 that 8 divides, simple kernels; both:
+// (mma.sync, on GPUs with 128 KiB of shared memory); float on a GPU: any D <= 128 that 8 divides, simple kernels; both:
 // addresses (but lse's) and row strides are multiples of 16 bytes. CPU: any D and DV, float, bf16 and double. Anything
 // else throws Error.
 #pragma once

@@ -40,8 +40,8 @@ namespace attention::selected {
 //   backward  B*T*H * 8 for lse and delta, P * T * (D + DV) * 4 for dK and dV, P * max_splits * 256 (D + DV) for parts
 //             of theirs
 // So it grows with T as the tensors do, but for the slots, which are at most 512 MiB or one pair's in one segment. The
-// latter has the rows that fit in an H200's L2 (16 MiB of q); in the backward, which adds to dK and dV once a segment,
-// twice as many. These and a unit's length are what was fastest there.
+// latter has the rows that fit in an H200's L2 (16 MiB at a slot a query); in the backward, which adds to dK and dV
+// once a segment, twice as many. These and a unit's length are what was fastest there.
 Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   Plan p{};
   const auto up = [](int64_t x, int64_t to) { return (x + to - 1) / to * to; };
@@ -253,9 +253,9 @@ INSTANTIATE(bf16)
 #endif
 
 // For the estimate. A query's rows visit the pieces that it selected. The forward is bound by what a visit moves: it
-// reads a row of q, writes a partial output and its lse, and the merge reads those again; masked tiles are dense
-// attention, a little slower. The backward is bound by its products. In float a warp goes query by query, and its keys
-// come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
+// reads a row of q, writes a partial output and its lse, and the merge reads those again; masked tiles, which
+// Hopper alone has, are dense attention, a little slower. The backward is bound by its products. In float a warp goes
+// query by query, and its keys come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
 template <class T>
 static Cost cost(const NsaShape& a, bool backward) {
   using attention::selected::piece_keys;

@@ -276,6 +276,7 @@ constexpr int sm80_tiles = std::max((TopK::columns + 2 * 128) * D * 2, 8 * room_
 template <int D>
 constexpr int sm80_bytes = sm80_tiles<D> + 8 * list_bytes;
 static_assert(sm80_bytes<64> <= small_memory && sm80_bytes<128> <= small_memory, "what every chip of the family has");
+static_assert(sm80_bytes<192> <= 163 << 10, "and others");
 
 template <int D, bool pooled>
 __global__ void __launch_bounds__(sm80::threads, 1)

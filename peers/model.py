@@ -339,8 +339,8 @@ def position_inputs(a, device):
 def flops_per_token(a):
     """(causal attention counted as half, as a whole), forward and backward: flops_per_token() in model.cu.
 
-    6 for each weight that multiplies, and 6 L d T for causal attention, d being half of all heads' widths; recomputation is not counted, nor what the
-    backward pass leaves out because weights are frozen.
+    6 for each weight that multiplies, and 6 L d T for causal attention, d being half of all heads' widths; recomputation
+    is not counted, nor what the backward pass leaves out because weights are frozen.
     """
     table, head = parameter_table(a), head_module(a)
     last = min(p.module for p in table if not is_frozen(a, p.name))

@@ -45,6 +45,9 @@ def read_folder(path):
         config = json.load(f)
     if config["model_type"] != "fsdp.cu":
         raise SystemExit(f"{path}: model type {config['model_type']} is for transformers, not for this reader")
+    if config["arch"] != "mlp":  # older exports do not say how wide heads are
+        config.setdefault("head_dim", config["dim"] // config["heads"])
+        config.setdefault("v_head_dim", config["head_dim"])
     index = os.path.join(path, "model.safetensors.index.json")
     files = ["model.safetensors"]
     if os.path.exists(index):

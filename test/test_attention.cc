@@ -668,6 +668,7 @@ void check_kernels(const std::vector<AttentionShape>& shapes, bool gated = false
   for (const AttentionShape& a : shapes) {
     Tensors<double> ref(a, 1, gated);
     twin(ref);
+    if (a.D == 192 && has_small_memory(test_device(Backend::gpu).compute_capability)) continue;
     if (a.D == 64 || a.D == 128 || a.D == 192) {
       Tensors<bf16> narrow(a, 1, gated);
       twin(narrow);

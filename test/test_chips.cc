@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "lib/device/device.h"
 #include "lib/device/fp8.h"
 #include "lib/program/chips.h"
 #include "test/catch.h"
@@ -90,13 +91,21 @@ TEST_CASE("MFU is a step's part of the dense bf16 peak of all its chips", "[chip
 }
 
 TEST_CASE("fp8 came with Ada and Hopper", "[chips]") {
-  for (const char* chip : {"h200", "gh200", "h100-pcie"}) CHECK(chip_named(chip)->compute_capability == 90);
-  for (const char* chip : {"l40s", "rtx4090"}) CHECK(chip_named(chip)->compute_capability == 89);
-  for (const char* chip : {"a100", "a100-40gb", "a100-pcie"}) CHECK(chip_named(chip)->compute_capability == 80);
+  for (const char* chip : {"h200", "gh200", "h100-pcie"})
+    CHECK(fp8::support(chip_named(chip)->compute_capability) == fp8::Support::by_row);
+  for (const char* chip : {"l40s", "rtx4090"})
+    CHECK(fp8::support(chip_named(chip)->compute_capability) == fp8::Support::by_tensor);
+  for (const char* chip : {"a100", "a100-40gb", "a100-pcie"})
+    CHECK(fp8::support(chip_named(chip)->compute_capability) == fp8::Support::none);
   CHECK(fp8::support(80) == fp8::Support::none);
   CHECK(fp8::support(89) == fp8::Support::by_tensor);
   CHECK(fp8::support(90) == fp8::Support::by_row);
   CHECK(fp8::support(100) == fp8::Support::by_tensor);
+}
+
+TEST_CASE("consumer chips have little shared memory", "[chips]") {
+  for (int cc : {86, 89, 120}) CHECK(has_small_memory(cc));
+  for (int cc : {80, 87, 90, 100}) CHECK_FALSE(has_small_memory(cc));
 }
 
 TEST_CASE("every word of --gpu names one chip, whose figures are all there", "[chips]") {

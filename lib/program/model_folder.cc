@@ -36,9 +36,18 @@ json read_own(const CheckedJson& config) {
   };
   take(sizes);
   if (settings["arch"] != "mlp") take(sizes_of_attention);
-  if (settings["arch"] != "mlp" && config.has(key_of(sizes_of_heads[0]).c_str())) take(sizes_of_heads);
+  if (settings["arch"] != "mlp" && config.has("head_dim")) take(sizes_of_heads);
   if (settings.value("attn", "") == "nsa") take(sizes_of_nsa);
   return settings;
+}
+
+// How wide heads are where a file does not say it, so that options on the command line cannot say otherwise.
+void fill_head_dims(json* settings) {
+  if (settings->at("arch") == "mlp") return;
+  const int64_t dim = settings->at("dim"), heads = settings->at("heads");
+  if (!settings->contains("head_dim") && dim % heads == 0) (*settings)["head_dim"] = dim / heads;
+  if (!settings->contains("v_head_dim") && settings->contains("head_dim"))
+    (*settings)["v_head_dim"] = settings->at("head_dim");
 }
 
 // A file beside the index, and nowhere else.
@@ -149,7 +158,9 @@ json parse_model_config(const std::string& text, const std::string& path, std::s
   const json j = parse_json(text, path, remedy);
   const CheckedJson config(j, path, remedy);
   *model_type = config.at("model_type").text();
-  return *model_type == "fsdp.cu" ? read_own(config) : settings_of_llama(config);
+  json settings = *model_type == "fsdp.cu" ? read_own(config) : settings_of_llama(config);
+  fill_head_dims(&settings);
+  return settings;
 }
 
 json model_config_json(const Run& r) {

@@ -124,7 +124,7 @@ void compare(const json& state, Run* r) {
   };
   auto here = [&](const std::string& name) { return "--" + name + " " + now.at(key_of(name)).dump(); };
   auto there = [&](const std::string& name) { return was.at(key_of(name)).dump(); };
-  for (const char* name : {"seed", "heads", "kv-heads"})
+  for (const char* name : {"seed", "heads", "kv-heads", "head-dim", "v-head-dim"})
     REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", here(name).c_str(), there(name).c_str());
   REQUIRE_USER(
       !differs("global-batch"),

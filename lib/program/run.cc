@@ -88,7 +88,7 @@ void check_gpu(const ModelConfig& c, int compute_capability, const std::string& 
                gpu.c_str());
   REQUIRE_USER(!c.attends() || c.head_dim() <= 128 || !has_small_memory(compute_capability),
                "--head-dim %lld: its kernels need more than the 99 KiB of shared memory that a block has on %s; use "
-               "--head-dim 128 or 64",
+               "--head-dim 128",
                ll(c.head_dim()), gpu.c_str());
 }
 

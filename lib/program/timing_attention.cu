@@ -215,6 +215,7 @@ double seen_pairs(const AttentionShape& a) {
 // One shape by the kernels of `arch`: q, k and v are columns of one buffer, as in a model. Compressed keys have a
 // buffer of their own.
 json time_kernels(Device& dev, int arch, AttentionShape a) {
+  ASSERT(a.v_dim() == a.D);  // of all kernel_shapes
   const int64_t tokens = a.B * a.T, k_at = a.H * a.D, v_at = k_at + a.HKV * a.D, ld = v_at + a.HKV * a.D;
   a.ld_q = a.ld_kv = a.ld_dq = a.ld_dkv = ld, a.ld_o = a.H * a.D;
   Stream& s = dev.compute();

@@ -51,6 +51,9 @@ for with in "--arch rope --nsa-phi mlp --head-dim 48 --v-head-dim 32" "--arch ll
   mpi -np 2 ./train "${heads[@]}" --save "$dir/heads-saved-$i" --stop-after 2 --log "$dir/heads-parts.jsonl"
   mpi -np 3 ./train --device cpu --resume "$dir/heads-saved-$i" --log "$dir/heads-parts.jsonl" --export "$dir/heads-parts-$i" --export-dtype fp32
   [ "$status" = 0 ] || wrong="$wrong; $with: resumed, exit status $status"
+  whole=$(grep -o '"loss":[0-9.]*' "$dir/heads-whole.jsonl" | tail -n 1 | cut -d: -f2)
+  parts=$(grep -o '"loss":[0-9.]*' "$dir/heads-parts.jsonl" | tail -n 1 | cut -d: -f2)
+  awk -v a="${whole:-nan}" -v b="${parts:-nan}" 'BEGIN { exit !(a - b < 1e-5 && b - a < 1e-5 && a > 1) }' || wrong="$wrong; $with: loss $whole in one piece, $parts resumed"
   cmp -s "$dir/heads-$i/config.json" "$dir/heads-parts-$i/config.json" || wrong="$wrong; $with: resumed as another model"
   mpi -np 3 ./train --device cpu --init "$dir/heads-$i" --seq 64 --batch 1 --data random --stop-after 0 --export "$dir/heads-again-$i" --export-dtype fp32
   diff -r "$dir/heads-$i" "$dir/heads-again-$i" >/dev/null || wrong="$wrong; $with: another model comes out than went in"
@@ -66,6 +69,12 @@ mpi -np 2 ./train --init "$dir/damaged" --device cpu
 judge "an index that names a file that is not there" "$dir/damaged/model.safetensors.index.json" "model-00002-of-00002.safetensors, which is not there"
 mpi -np 2 ./train --plan --init test/hf-llama --dim 32 --device cpu
 judge "a plan of a folder's model with another size" "--dim 32" "says 64"
+mpi -np 2 ./train --plan --init test/hf-llama --v-head-dim 32 --device cpu
+judge "a folder's model with other values than it has" "--v-head-dim 32" "says 16"
+cp -r test/hf-llama "$dir/older"
+sed -i '/"head_dim"/d' "$dir/older/config.json"
+mpi -np 2 ./train --plan --init "$dir/older" --head-dim 24 --device cpu
+judge "a folder that does not say how wide its heads are, with others" "--head-dim 24" "says 16"
 # needs NAME MODULE...: python3 has them, or a test of this name is skipped.
 needs() {
   local name=$1
