@@ -43,7 +43,7 @@ verdict "sparse attention begins with dense weights, and that is said in a line"
 # Heads of another width than dim / heads: in our format, and in transformers' where values are as wide as keys.
 wrong=""
 i=0
-for with in "--arch rope --nsa-phi mlp --head-dim 48 --v-head-dim 32" "--arch llama --attn dense --head-dim 48"; do
+for with in "--arch rope --nsa-phi mlp --head-dim 48 --v-head-dim 32" "--arch llama --attn dense --head-dim 48" "--arch llama --attn dense --head-dim 48 --v-head-dim 32"; do
   i=$((i + 1))
   # shellcheck disable=SC2206
   heads=(--device cpu --preset tiny --dim 64 --seq 64 --global-batch 6 --data random --steps 4 $with)
@@ -59,7 +59,7 @@ for with in "--arch rope --nsa-phi mlp --head-dim 48 --v-head-dim 32" "--arch ll
   diff -r "$dir/heads-$i" "$dir/heads-again-$i" >/dev/null || wrong="$wrong; $with: another model comes out than went in"
   grep -q '"head_dim": 48' "$dir/heads-again-$i/config.json" || wrong="$wrong; $with: its config.json does not say how wide heads are"
 done
-grep -q '"model_type": "fsdp.cu"' "$dir/heads-1/config.json" && grep -q '"model_type": "llama"' "$dir/heads-2/config.json" || wrong="$wrong; the formats are not those"
+[ "$(cat "$dir"/heads-[123]/config.json | grep -o '"model_type": "[a-z.]*"' | cut -d'"' -f4 | xargs)" = "fsdp.cu llama fsdp.cu" ] || wrong="$wrong; the formats are not those"
 verdict "models with wider heads are saved, resumed, exported and taken in again" "$wrong"
 bad "a folder that is not there" "--init $dir/none|not a directory" --init "$dir/none"
 bad "a preset beside a folder" "--preset tiny|test/hf-llama/config.json" --init test/hf-llama
