@@ -115,7 +115,7 @@ AttentionShape Model<T, G>::attention_shape() const {
   const int64_t D = c_.head_dim(), DV = c_.v_head_dim(), row = c_.row();
   const double scale = 1 / std::sqrt(double(D));
   AttentionShape a = {M_ / c_.seq, c_.seq, c_.heads, c_.kv_heads, D, row, row, c_.heads * DV, row, row, scale};
-  a.DV = DV == D ? 0 : DV;
+  a.DV = DV;
   return a;
 }
 

@@ -5,8 +5,7 @@
 
 NsaShape ModelConfig::nsa_shape(int64_t batch) const {
   NsaShape n = nsa;
-  n.B = batch, n.T = seq, n.H = heads, n.HKV = kv_heads, n.D = head_dim();
-  n.DV = v_head_dim() == n.D ? 0 : v_head_dim();
+  n.B = batch, n.T = seq, n.H = heads, n.HKV = kv_heads, n.D = head_dim(), n.DV = v_head_dim();
   n.ld = row(), n.scale = 1 / std::sqrt(double(n.D));
   return n;
 }

@@ -96,12 +96,11 @@ __global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float
 template <class E>
 static void check(int arch, const Problem& a, const AttentionShape& s, std::initializer_list<const void*> addresses) {
   constexpr bool narrow = std::is_same_v<E, bf16>;
-  const bool wide = a.D == 192 && a.DV == 128;  // keys
-  if (narrow ? !wide && (a.DV != a.D || (a.D != 64 && a.D != 128)) : a.DV != a.D || a.D > 128 || a.D % 8)
+  if (!has_gpu_kernels(dtype_of<E>, a.D, a.DV))
     throw Error(strf("attention: no %s kernel for head dims %d and %d of keys and values on a GPU: %s",
                      name_of(dtype_of<E>), a.D, a.DV,
                      narrow ? "64, 128, and 192 with 128 have one" : "equal multiples of 8 up to 128 have one"));
-  if (wide && has_small_memory(arch))
+  if (a.D == 192 && has_small_memory(arch))
     throw Error("attention: keys of 192 need a GPU with more than 99 KiB of shared memory for a block");
   if (!narrow && (a.ld_v != a.ld_kv || a.ld_dv != a.ld_dkv))
     throw Error("attention: float kernels want rows of keys and of values equally far apart");

@@ -50,6 +50,12 @@ struct AttentionShape {
   int64_t v_dim() const { return DV ? DV : D; }
 };
 
+// Whether a GPU has kernels for these head dims of keys and values, dense and NSA's.
+constexpr bool has_gpu_kernels(Dtype t, int64_t D, int64_t DV) {
+  if (t != Dtype::bf16) return D == DV && D <= 128 && D % 8 == 0;
+  return (D == DV && (D == 64 || D == 128)) || (D == 192 && DV == 128);
+}
+
 // Which kernel a call launched, for logs and tests.
 struct Kernel {
   const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: no tensor cores), plain loops; null: none ran

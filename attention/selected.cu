@@ -96,8 +96,7 @@ template <class E>
 static void check(const NsaShape& a, const Plan& p, std::initializer_list<const void*> addresses) {
   constexpr bool narrow = std::is_same_v<E, bf16>;
   const int64_t DV = a.v_dim();
-  const bool wide = a.D == 192 && DV == 128;  // keys
-  if (narrow ? !wide && (DV != a.D || (a.D != 64 && a.D != 128)) : DV != a.D || a.D > 128 || a.D % 8)
+  if (!has_gpu_kernels(dtype_of<E>, a.D, DV))
     throw Error(strf("selected attention: no %s kernel for head dims %lld and %lld of keys and values on a GPU: %s",
                      name_of(dtype_of<E>), (long long)a.D, (long long)DV,
                      narrow ? "64, 128, and 192 with 128 have one" : "equal multiples of 8 up to 128 have one"));

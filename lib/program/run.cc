@@ -54,15 +54,13 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
                                : strf("head dim %lld (--dim %lld / --heads %lld)", ll(D), ll(c.dim), ll(c.heads));
   REQUIRE_USER(D % 8 == 0, "%s is not a multiple of 8", head.c_str());
   REQUIRE_USER(DV % 8 == 0, "--v-head-dim %lld is not a multiple of 8", ll(DV));
-  if (D != DV) {
-    REQUIRE_USER(backend == Backend::cpu || (narrow_gpu && D == 192 && DV == 128),
-                 "%s with --v-head-dim %lld: on a GPU values are as wide as keys, or 128 with keys of 192 in bf16",
-                 head.c_str(), ll(DV));
-  } else {
-    REQUIRE_USER(!narrow_gpu || D == 64 || D == 128,
-                 "%s: bf16 attention on a GPU supports 64 and 128, and 192 with --v-head-dim 128", head.c_str());
-    REQUIRE_USER(backend == Backend::cpu || D <= 128, "%s: attention on a GPU supports at most 128", head.c_str());
-  }
+  const bool fits = backend == Backend::cpu || has_gpu_kernels(dtype, D, DV);
+  REQUIRE_USER(fits || D == DV,
+               "%s with --v-head-dim %lld: on a GPU values are as wide as keys, or 128 with keys of 192 in bf16",
+               head.c_str(), ll(DV));
+  REQUIRE_USER(fits || !narrow_gpu, "%s: bf16 attention on a GPU supports 64 and 128, and 192 with --v-head-dim 128",
+               head.c_str());
+  REQUIRE_USER(fits, "%s: attention on a GPU supports at most 128", head.c_str());
   if (c.sparse) check_nsa(c.nsa_shape(batch));
 }
 

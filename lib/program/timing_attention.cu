@@ -151,10 +151,10 @@ bool time_attention_layers(const RowFile& rows, const std::vector<int64_t>& leng
   for (const Heads& heads : all_heads)
     for (int64_t T : lengths) {
       NsaShape n = {};
-      n.B = 1, n.T = T, n.H = heads.H, n.HKV = heads.HKV, n.D = heads.D, n.DV = heads.DV == heads.D ? 0 : heads.DV;
+      n.B = 1, n.T = T, n.H = heads.H, n.HKV = heads.HKV, n.D = heads.D, n.DV = heads.DV;
       n.scale = 1 / std::sqrt(double(n.D)), n.ld = (n.columns() + 7) / 8 * 8;
       Words cells = {std::to_string(T), std::to_string(n.H) + "/" + std::to_string(n.HKV),
-                     std::to_string(n.D) + (n.DV ? "/" + std::to_string(n.DV) : "")};
+                     std::to_string(n.D) + (n.DV == n.D ? "" : "/" + std::to_string(n.DV))};
       std::string note;
       for (bool sparse : {true, false}) {
         json row = {{"attention", heads_json(n)},
