@@ -205,10 +205,12 @@ TEST_CASE("rows that are not of training have the columns of their kind", "[tabl
     row["attention"].update(rule);
     return row;
   };
-  const std::string kernels = sweep_table(
-      {kernel(json::object()), kernel({{"window", 512}}), kernel({{"compressed", {{"block", 32}, {"stride", 16}}}})});
+  const std::string kernels =
+      sweep_table({kernel(json::object()), kernel({{"window", 512}}), kernel({{"D", 192}, {"DV", 128}}),
+                   kernel({{"compressed", {{"block", 32}, {"stride", 16}}}})});
   CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 128 | sm_90a (wgmma) | 0.078 | 441 |"));
   CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 128, window 512 |"));
+  CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 192/128 |"));
   CHECK(has(squeezed(kernels), "| B 1, T 4,096, 32/8 heads, D 128, keys compressed 32/16 |"));
   const json collective = {
       {"collective", "all_gather"},

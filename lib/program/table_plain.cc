@@ -18,9 +18,14 @@ std::string at(const json& row, const char* pointer, std::string (*text)(double)
   return v.is_number() ? text(v.get<double>()) : v.is_string() ? v.get<std::string>() : "-";
 }
 std::string heads(const json& row) { return at(row, "/attention/H", whole) + "/" + at(row, "/attention/HKV", whole); }
+// The head dim, or those of keys and values where they differ.
+std::string head_dim(const json& row) {
+  const std::string DV = at(row, "/attention/DV", whole);
+  return "D " + at(row, "/attention/D", whole) + (DV == "-" ? "" : "/" + DV);
+}
 std::string shape(const json& row) {
   std::string s = "B " + at(row, "/attention/B", whole) + ", T " + at(row, "/attention/T", whole) + ", " + heads(row) +
-                  " heads, D " + at(row, "/attention/D", whole);
+                  " heads, " + head_dim(row);
   if (row.contains("/attention/window"_json_pointer)) s += ", window " + at(row, "/attention/window", whole);
   if (row.contains("/attention/compressed"_json_pointer))
     s += ", keys compressed " + at(row, "/attention/compressed/block", whole) + "/" +
@@ -29,8 +34,7 @@ std::string shape(const json& row) {
 }
 std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? strf("%.2f", v) : tenths(v); }
 std::string layer_heads(const json& row) {
-  const std::string DV = at(row, "/attention/DV", whole);
-  return heads(row) + (DV == "-" ? "" : ", D " + at(row, "/attention/D", whole) + "/" + DV);
+  return heads(row) + (row.contains("/attention/DV"_json_pointer) ? ", " + head_dim(row) : "");
 }
 bool is_layer(const json& row) {
   const std::string kernel = string_of(row, "kernel");

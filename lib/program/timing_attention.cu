@@ -215,9 +215,8 @@ double seen_pairs(const AttentionShape& a) {
 // One shape by the kernels of `arch`: q, k and v are columns of one buffer, as in a model. Compressed keys have a
 // buffer of their own.
 json time_kernels(Device& dev, int arch, AttentionShape a) {
-  ASSERT(a.v_dim() == a.D);  // of all kernel_shapes
-  const int64_t tokens = a.B * a.T, k_at = a.H * a.D, v_at = k_at + a.HKV * a.D, ld = v_at + a.HKV * a.D;
-  a.ld_q = a.ld_kv = a.ld_dq = a.ld_dkv = ld, a.ld_o = a.H * a.D;
+  const int64_t tokens = a.B * a.T, DV = a.v_dim(), k_at = a.H * a.D, v_at = k_at + a.HKV * a.D, ld = v_at + a.HKV * DV;
+  a.ld_q = a.ld_kv = a.ld_dq = a.ld_dkv = ld, a.ld_o = a.H * DV;
   Stream& s = dev.compute();
   GpuArrays arrays;
   auto *qkv = arrays.make<bf16>(tokens * ld), *dqkv = arrays.make<bf16>(tokens * ld);
@@ -234,7 +233,7 @@ json time_kernels(Device& dev, int arch, AttentionShape a) {
   }
   bf16 *k = qkv + k_at, *v = qkv + v_at, *dk = dqkv + k_at, *dv = dqkv + v_at;
   if (a.sees == Sees::compressed) {
-    a.ld_kv = a.ld_dkv = 2 * a.HKV * a.D;
+    a.ld_kv = a.ld_dkv = a.HKV * (a.D + DV);
     const int64_t n = a.B * a.keys * a.ld_kv;
     k = arrays.make<bf16>(n), v = k + a.HKV * a.D, dk = arrays.make<bf16>(n), dv = dk + a.HKV * a.D;
     s.copy(k, qkv, n * int64_t(sizeof(bf16)));
@@ -244,12 +243,15 @@ json time_kernels(Device& dev, int arch, AttentionShape a) {
     forward();
     gpu::attention_backward<bf16>(s.cuda(), arch, dqkv, dk, dv, d_o, qkv, k, v, o, lse, work, a);
   };
-  // Two matmuls forward and five backward; only pairs that are seen count.
-  const double flops = 4.0 * double(a.B * a.H) * seen_pairs(a) * double(a.D);
+  // Two matmuls forward and five backward, of which one and three contract over keys' head dim or make it; only pairs
+  // that are seen count.
+  const double pairs = double(a.B * a.H) * seen_pairs(a);
+  const double forward_flops = 2 * pairs * double(a.D + DV), backward_flops = 2 * pairs * double(3 * a.D + 2 * DV);
   json result = spread("forward_ms", time_calls(dev, s, forward));
   result.update(spread("forward_backward_ms", time_calls(dev, s, both)));
-  result["forward_tflops"] = flops / result["forward_ms"].get<double>() / 1e9;
-  result["forward_backward_tflops"] = 3.5 * flops / result["forward_backward_ms"].get<double>() / 1e9;
+  result["forward_tflops"] = forward_flops / result["forward_ms"].get<double>() / 1e9;
+  result["forward_backward_tflops"] =
+      (forward_flops + backward_flops) / result["forward_backward_ms"].get<double>() / 1e9;
   return result;
 }
 
@@ -257,9 +259,9 @@ json time_kernels(Device& dev, int arch, AttentionShape a) {
 // compressed keys.
 std::vector<AttentionShape> kernel_shapes() {
   std::vector<AttentionShape> shapes;
-  auto add = [&](int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D) -> AttentionShape& {
+  auto add = [&](int64_t B, int64_t T, int64_t H, int64_t HKV, int64_t D, int64_t DV = 0) -> AttentionShape& {
     AttentionShape a = {};
-    a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.scale = 1 / std::sqrt(double(D));
+    a.B = B, a.T = T, a.H = H, a.HKV = HKV, a.D = D, a.DV = DV, a.scale = 1 / std::sqrt(double(D));
     shapes.push_back(a);
     return shapes.back();
   };
@@ -275,6 +277,12 @@ std::vector<AttentionShape> kernel_shapes() {
       a.sees = Sees::compressed, a.block = 32, a.stride = 16, a.keys = (T - a.block) / a.stride + 1;
     }
   }
+  // The NSA paper's heads.
+  for (int64_t T : {4096, 16384}) add(1, T, 64, 4, 192, 128);
+  AttentionShape& near = add(1, 16384, 64, 4, 192, 128);
+  near.sees = Sees::window, near.window = 512;
+  AttentionShape& far = add(1, 65536, 64, 4, 192, 128);
+  far.sees = Sees::compressed, far.block = 32, far.stride = 16, far.keys = (far.T - far.block) / far.stride + 1;
   return shapes;
 }
 
@@ -283,7 +291,8 @@ std::string shape_text(const AttentionShape& a) {
   std::string seen;
   if (a.sees == Sees::window) seen = " window " + text(a.window);
   if (a.sees == Sees::compressed) seen = " compressed " + text(a.block) + "/" + text(a.stride);
-  return "B" + text(a.B) + " T" + text(a.T) + " " + text(a.H) + "/" + text(a.HKV) + " D" + text(a.D) + seen;
+  return "B" + text(a.B) + " T" + text(a.T) + " " + text(a.H) + "/" + text(a.HKV) + " D" + text(a.D) +
+         (a.DV ? "/" + text(a.DV) : "") + seen;
 }
 
 json shape_json(const AttentionShape& a) {
