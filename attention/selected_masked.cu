@@ -36,7 +36,7 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
   uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
   const Chosen mask(p, words);
   launch(stream, word_kernel, {unsigned(a.B * a.HKV * mask.n), 64}, words, indices, p.T, int(a.selected), mask.n);
-  const auto run = a.D == 128 ? sm90::forward<128, Chosen> : sm90::forward<64, Chosen>;
+  const auto run = a.D == 128 ? sm90::forward<128, 128, Chosen> : sm90::forward<64, 64, Chosen>;
   run(stream, o, lse, nullptr, q, k, v, p, mask);
 }
 

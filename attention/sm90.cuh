@@ -254,24 +254,26 @@ struct Items {
 // busy at 1.7 GHz). T 65536: a window of 512 1.15 ms (480 TFLOP/s of what is seen, 600 of the five tiles walked for
 // four), keys compressed 32/16 3.4 to 3.8 ms (580 to 650).
 
-template <int D>
+template <int D, int DV>
 struct Forward {
   static constexpr int BM = 128, BN = 128, stages = 2;
-  static constexpr int q = 0, o = q + BM * D * 2, k = o + BM * D * 2, v = k + stages * BN * D * 2;
-  static constexpr int words = v + stages * BN * D * 2, bars = words + stages * 32;
+  // o on its way out has memory of its own, or, where keys are too wide for that, the item's q's, which is over.
+  static constexpr bool o_in_q = D > 128;
+  static constexpr int q = 0, o = o_in_q ? q : q + BM * D * 2, k = o_in_q ? q + BM * D * 2 : o + BM * DV * 2;
+  static constexpr int v = k + stages * BN * D * 2, words = v + stages * BN * DV * 2, bars = words + stages * 32;
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
-// Maps of q, o (B,T,H,D), k, v (B,keys,HKV,D); lse (B,H,T), amax (B,H,T) or null.
-template <int D, class Mask>
+// Maps of q (B,T,H,D), o (B,T,H,DV), k (B,keys,HKV,D), v (B,keys,HKV,DV); lse (B,H,T), amax (B,H,T) or null.
+template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map, float* lse,
                    float* amax, Problem a, Mask mask, int list) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using L = Forward<D>;
-  constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
+  using L = Forward<D, DV>;
+  constexpr int BM = L::BM, BN = L::BN, k_tile = BN * D * 2, v_tile = BN * DV * 2;
   uint32_t base = shared_base();
   Ring<L::stages> k_ring(base + L::bars), v_ring(k_ring.full + k_ring.bytes);
   Ring<1> q_ring(v_ring.full + v_ring.bytes);
@@ -296,20 +298,20 @@ __global__ void __launch_bounds__(384, 1)
         load_tile<BM, D>(base + L::q, q_map, q_ring.acquire(round, BM * D * 2), q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
-          uint32_t bar = k_ring.acquire(n, tile + (Mask::chooses ? 32 : 0));
-          load_tile<BN, D>(base + L::k + slot * tile, k_map, bar, j * BN, h / a.group, b);
+          uint32_t bar = k_ring.acquire(n, k_tile + (Mask::chooses ? 32 : 0));
+          load_tile<BN, D>(base + L::k + slot * k_tile, k_map, bar, j * BN, h / a.group, b);
           if constexpr (Mask::chooses)
             for (int i = 0; i < 2; ++i)
               bulk_load(base + L::words + slot * 32 + i * 16, mask.words_at(b, h / a.group, q0 / 64 + i, j * 2), 16,
                         bar);
-          load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
+          load_tile<BN, DV>(base + L::v + slot * v_tile, v_map, v_ring.acquire(n, v_tile), j * BN, h / a.group, b);
         }
       }
     }
   } else {
     more_registers<240>();
     int wg = warpgroup - 1, lane = threadIdx.x % 32;
-    uint32_t q_rows = base + L::q + wg * 64 * 128, o_rows = base + L::o + wg * 64 * D * 2;
+    uint32_t q_rows = base + L::q + wg * 64 * 128, o_rows = base + L::o + wg * 64 * DV * 2;
     int n = 0;
     for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
@@ -318,10 +320,10 @@ __global__ void __launch_bounds__(384, 1)
       if (last == first) ++last;
       int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
 
-      float s[BN / 2], o[D / 2], row[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, factor[2];
+      float s[BN / 2], o[DV / 2], row[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, factor[2];
       uint32_t p[BN / 4];
 #pragma unroll
-      for (int i = 0; i < D / 2; ++i) o[i] = 0;
+      for (int i = 0; i < DV / 2; ++i) o[i] = 0;
 
       auto rule = [&](int n) {  // who sees what, in tile n
         return rule_of(mask, base + L::words + k_ring.slot(n) * 32 + wg * 16, 8);
@@ -358,7 +360,7 @@ __global__ void __launch_bounds__(384, 1)
       q_ring.wait(round);
       k_ring.wait(n);
       wgmma_begin();
-      multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n) * tile);
+      multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n) * k_tile);
       wgmma_commit();
       wgmma_wait<0>();
       pin(s);
@@ -371,12 +373,12 @@ __global__ void __launch_bounds__(384, 1)
       for (int j = last - 2; j >= first; --j, ++n) {
         k_ring.wait(n + 1);
         wgmma_begin();
-        multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n + 1) * tile);
+        multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n + 1) * k_tile);
         wgmma_commit();
         v_ring.wait(n);
         pin(o), pin(p);
         wgmma_begin();
-        multiply_nn<D, BN>(o, p, base + L::v + v_ring.slot(n) * tile);
+        multiply_nn<DV, BN>(o, p, base + L::v + v_ring.slot(n) * v_tile);
         wgmma_commit();
         const auto next_rule = rule(n + 1);
         wgmma_wait<1>();
@@ -387,14 +389,14 @@ __global__ void __launch_bounds__(384, 1)
         pin(o), pin(p);
         v_ring.release(n);
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) o[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < DV / 2; ++i) o[i] *= factor[i / 2 % 2];
         pack_rows(p, s);
       }
-      q_ring.release(round);
+      if constexpr (!L::o_in_q) q_ring.release(round);
       v_ring.wait(n);
       pin(o), pin(p);
       wgmma_begin();
-      multiply_nn<D, BN>(o, p, base + L::v + v_ring.slot(n) * tile);
+      multiply_nn<DV, BN>(o, p, base + L::v + v_ring.slot(n) * v_tile);
       wgmma_commit();
       wgmma_wait<0>();
       pin(o);
@@ -410,9 +412,17 @@ __global__ void __launch_bounds__(384, 1)
         if (lane % 4 == 0 && t + 8 * r < a.T) lse[at + 8 * r] = total > 0 ? row[r] * a.scale + logf(total) : -INFINITY;
       }
       if (amax) store_row_amax(amax + at, o, inverse[0], inverse[1], t, a.T);
-      if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
-      named_barrier(1 + wg, 128);
-      store_rows<D, 64>(o, inverse[0], inverse[1], o_rows, 1 + wg, o_map, t0, h, b);
+      if constexpr (L::o_in_q) {
+        named_barrier(1 + wg, 128);  // all four warps have done with this warpgroup's rows of q
+        store_rows<DV, BM>(o, inverse[0], inverse[1], q_rows, 1 + wg, o_map, t0, h, b);
+        if (threadIdx.x % 128 == 0) store_wait();
+        named_barrier(1 + wg, 128);
+        q_ring.release(round);
+      } else {
+        if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
+        named_barrier(1 + wg, 128);
+        store_rows<DV, 64>(o, inverse[0], inverse[1], o_rows, 1 + wg, o_map, t0, h, b);
+      }
     }
     if (threadIdx.x % 128 == 0) store_wait();
   }
@@ -430,16 +440,17 @@ __global__ void __launch_bounds__(384, 1)
 // GHz): a 64-wide product with both operands in shared memory reads it as fast as it can be read; registers allow no
 // wider one. T 65536: a window of 512 2.3 ms, keys compressed 32/16 7.5 to 7.8 ms.
 
-template <int D>
+template <int D, int DV>
 struct BackwardKV {
-  static constexpr int BM = 64, BN = 128, stages = D == 128 ? 3 : 4;
-  static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
-  static constexpr int stats = d_o + stages * BM * D * 2, bars = stats + stages * BM * 8;
+  static constexpr int BM = 64, BN = 128, stages = D == 64 ? 4 : 3;
+  static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * DV * 2, d_o = q + stages * BM * D * 2;
+  static constexpr int stats = d_o + stages * BM * DV * 2, bars = stats + stages * BM * 8;
   static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
 };
 
-// Maps of q, do (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2, delta (B,H,Tp); part_sums: as part_at.
-template <int D, class Mask>
+// Maps of q (B,T,H,D), do (B,T,H,DV), k, dk (B,keys,HKV,D), v, dv (B,keys,HKV,DV); lse2, delta (B,H,Tp); part_sums: as
+// part_at.
+template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kv(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                 const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
@@ -447,8 +458,8 @@ __global__ void __launch_bounds__(384, 1)
                 const float* lse2, const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using L = BackwardKV<D>;
-  constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2;
+  using L = BackwardKV<D, DV>;
+  constexpr int BM = L::BM, BN = L::BN, q_tile = BM * D * 2, do_tile = BM * DV * 2;
   uint32_t base = shared_base();
   Ring<L::stages> ring(base + L::bars);
   Ring<1> kv_ring(ring.full + ring.bytes);
@@ -470,17 +481,17 @@ __global__ void __launch_bounds__(384, 1)
   if (warpgroup == 0) {
     fewer_registers<24>();
     if (threadIdx.x == 0) {
-      uint32_t bar = kv_ring.acquire(0, 2 * BN * D * 2);
+      uint32_t bar = kv_ring.acquire(0, BN * (D + DV) * 2);
       load_tile<BN, D>(base + L::k, k_map, bar, k0, head, b);
-      load_tile<BN, D>(base + L::v, v_map, bar, k0, head, b);
+      load_tile<BN, DV>(base + L::v, v_map, bar, k0, head, b);
       int h = head * a.group + (steps ? loop.begin / loop.tiles : 0);
       for (int n = 0; n < steps; ++n) {
         int slot = ring.slot(n);
         int64_t stats = int64_t(b * a.H + h) * a.Tp + m * BM;
-        bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
-        load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, m * BM, h, b);
+        bar = ring.acquire(n, q_tile + do_tile + 2 * BM * 4);
+        load_tile<BM, D>(base + L::q + slot * q_tile, q_map, bar, m * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
-        load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, m * BM, h, b);
+        load_tile<BM, DV>(base + L::d_o + slot * do_tile, do_map, bar, m * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
         if (++m == last) m = loop.first, ++h;
       }
@@ -491,22 +502,27 @@ __global__ void __launch_bounds__(384, 1)
     uint32_t k_rows = base + L::k + wg * 64 * 128, v_rows = base + L::v + wg * 64 * 128;
     int j0 = k0 + wg * 64, j = j0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's keys: j and j + 8
 
-    float s[BM / 2], dp[BM / 2], dk[D / 2], dv[D / 2];
+    float s[BM / 2], dp[BM / 2], dk[D / 2], dv[DV / 2];
     uint32_t p[BM / 4], ds[BM / 4];
 #pragma unroll
-    for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+    for (int i = 0; i < D / 2; ++i) dk[i] = 0;
+#pragma unroll
+    for (int i = 0; i < DV / 2; ++i) dv[i] = 0;
     pin(dk), pin(dv);
 
     auto start_scores = [&](int n) {
       ring.wait(n);
       wgmma_begin();
-      multiply_nt<D, BN, BM>(s, k_rows, base + L::q + ring.slot(n) * tile);
+      multiply_nt<D, BN, BM>(s, k_rows, base + L::q + ring.slot(n) * q_tile);
       wgmma_commit();
-      multiply_nt<D, BN, BM>(dp, v_rows, base + L::d_o + ring.slot(n) * tile);
+    };
+    auto start_dp = [&](int n) {
+      wgmma_begin();
+      multiply_nt<DV, BN, BM>(dp, v_rows, base + L::d_o + ring.slot(n) * do_tile);
       wgmma_commit();
     };
     auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
-    auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores and packed
+    auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores
 #pragma unroll
       for (int i = 0; i < BM / 8; ++i) {
         float2 l = load_shared2(stats(n) + i * 32);
@@ -518,16 +534,8 @@ __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < BM / 2; ++i)
           if (!mask.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
       }
-      pack_rows(p, s);
     };
-    // The second half of a step: it finds P and dP finished and nothing in flight.
-    auto accumulate_v = [&](int n) {
-      pin(p);
-      wgmma_begin();
-      multiply_nn<D, BM>(dv, p, base + L::d_o + ring.slot(n) * tile);
-      wgmma_commit();
-    };
-    auto accumulate_k = [&](int n) {
+    auto pack_ds = [&](int n) {
 #pragma unroll
       for (int i = 0; i < BM / 8; ++i) {
         float2 r = load_shared2(stats(n) + BM * 4 + i * 32);
@@ -536,47 +544,85 @@ __global__ void __launch_bounds__(384, 1)
       }
       pack_rows(ds, s);
       pin(ds);
+    };
+    auto accumulate_v = [&](int n) {
+      pin(p);
       wgmma_begin();
-      multiply_nn<D, BM>(dk, ds, base + L::q + ring.slot(n) * tile);
+      multiply_nn<DV, BM>(dv, p, base + L::d_o + ring.slot(n) * do_tile);
+      wgmma_commit();
+    };
+    auto accumulate_k = [&](int n) {
+      wgmma_begin();
+      multiply_nn<D, BM>(dk, ds, base + L::q + ring.slot(n) * q_tile);
       wgmma_commit();
     };
     kv_ring.wait(0);
-    if (steps > 0) {
+    if constexpr (D > 128) {
+      // dK and dV leave no room for two products' results and an operand: one product after another. The other
+      // warpgroup's fill the gaps.
+#pragma unroll 1
+      for (int n = 0; n < steps; ++n) {
+        start_scores(n);
+        wgmma_wait<0>();
+        pin(s);
+        probabilities(n, m);
+        pack_rows(p, s);
+        accumulate_v(n);
+        wgmma_wait<0>();
+        pin(dv);
+        start_dp(n);
+        wgmma_wait<0>();
+        pin(dp);
+        pack_ds(n);
+        accumulate_k(n);
+        wgmma_wait<0>();
+        pin(dk);
+        ring.release(n);
+        if (++m == last) m = loop.first;
+      }
+    } else if (steps > 0) {
       start_scores(0);
+      start_dp(0);
       wgmma_wait<1>();
       pin(s);
       probabilities(0, m);
+      pack_rows(p, s);
       wgmma_wait<0>();
       pin(dp);
 #pragma unroll 1
-      for (int n = 0; n + 1 < steps; ++n) {
-        if (++m == last) m = loop.first;  // of the next step, whose scores queue up behind this step's sums
+      for (int n = 0; n + 1 < steps; ++n) {  // finds P and dP of step n finished and nothing in flight
+        if (++m == last) m = loop.first;     // of the next step, whose scores queue up behind this step's sums
         accumulate_v(n);
+        pack_ds(n);
         accumulate_k(n);
         wgmma_wait<1>();  // dV's product, most likely over by now: its P makes room for scores
         pin(dv);
         start_scores(n + 1);
+        start_dp(n + 1);
         wgmma_wait<1>();  // all but dP
         pin(s), pin(dk);
         ring.release(n);
         probabilities(n + 1, m);
+        pack_rows(p, s);
         wgmma_wait<0>();
         pin(dp);
       }
       accumulate_v(steps - 1);
+      pack_ds(steps - 1);
       accumulate_k(steps - 1);
       wgmma_wait<0>();
       pin(dk), pin(dv);
     }
     if (parts > 1) {
-      float* to = part_sums + int64_t(j0) * D;
-      store_rows_fp32<D>(dk, a.scale, to + part_at(a, parts, 0, part, b, head), a.keys - j0);
-      store_rows_fp32<D>(dv, 1, to + part_at(a, parts, 1, part, b, head), a.keys - j0);
+      float *to_k = part_sums + part_at(a, parts, 0, part, b, head),
+            *to_v = part_sums + part_at(a, parts, 1, part, b, head);
+      store_rows_fp32<D>(dk, a.scale, to_k + int64_t(j0) * D, a.keys - j0);
+      store_rows_fp32<DV>(dv, 1, to_v + int64_t(j0) * DV, a.keys - j0);
       return;
     }
     // K's and V's rows of this warpgroup have been read for the last time: they make room for the results.
     store_rows<D, BN>(dk, a.scale, a.scale, k_rows, 1 + wg, dk_map, j0, head, b);
-    store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
+    store_rows<DV, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
     if (threadIdx.x % 128 == 0) store_wait();
   }
 #else
@@ -591,16 +637,16 @@ __global__ void __launch_bounds__(384, 1)
 // H200, T 8192, 32/8 heads, D 128: 1.02 to 1.1 ms, three products at 750 to 810 TFLOP/s (tensor pipes 91 % busy).
 // T 65536: a window of 512 1.6 ms, keys compressed 32/16 4.8 ms.
 
-template <int D>
+template <int D, int DV>
 struct BackwardQ {
-  static constexpr int BM = 128, BN = 128, stages = 2;
-  static constexpr int q = 0, d_o = q + BM * D * 2, dq = d_o + BM * D * 2, k = dq + BM * D * 2;
-  static constexpr int v = k + stages * BN * D * 2, bars = v + stages * BN * D * 2;
+  static constexpr int BM = 128, BN = D > 128 ? 64 : 128, stages = 2;
+  static constexpr int q = 0, d_o = q + BM * D * 2, dq = d_o + BM * DV * 2, k = dq + BM * D * 2;
+  static constexpr int v = k + stages * BN * D * 2, bars = v + stages * BN * DV * 2;
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
-// Maps of q, do, dq (B,T,H,D), k, v (B,keys,HKV,D); lse2, delta (B,H,Tp).
-template <int D, class Mask>
+// Maps of q, dq (B,T,H,D), do (B,T,H,DV), k (B,keys,HKV,D), v (B,keys,HKV,DV); lse2, delta (B,H,Tp).
+template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
@@ -608,8 +654,8 @@ __global__ void __launch_bounds__(384, 1)
                int list) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using L = BackwardQ<D>;
-  constexpr int BM = L::BM, BN = L::BN, tile = BN * D * 2;
+  using L = BackwardQ<D, DV>;
+  constexpr int BM = L::BM, BN = L::BN, k_tile = BN * D * 2, v_tile = BN * DV * 2;
   uint32_t base = shared_base();
   Ring<L::stages> k_ring(base + L::bars), v_ring(k_ring.full + k_ring.bytes);
   Ring<1> q_ring(v_ring.full + v_ring.bytes);
@@ -630,13 +676,13 @@ __global__ void __launch_bounds__(384, 1)
         items.locate(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
-        uint32_t bar = q_ring.acquire(round, 2 * BM * D * 2);
+        uint32_t bar = q_ring.acquire(round, BM * (D + DV) * 2);
         load_tile<BM, D>(base + L::q, q_map, bar, q0, h, b);
-        load_tile<BM, D>(base + L::d_o, do_map, bar, q0, h, b);
+        load_tile<BM, DV>(base + L::d_o, do_map, bar, q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
-          load_tile<BN, D>(base + L::k + slot * tile, k_map, k_ring.acquire(n, tile), j * BN, h / a.group, b);
-          load_tile<BN, D>(base + L::v + slot * tile, v_map, v_ring.acquire(n, tile), j * BN, h / a.group, b);
+          load_tile<BN, D>(base + L::k + slot * k_tile, k_map, k_ring.acquire(n, k_tile), j * BN, h / a.group, b);
+          load_tile<BN, DV>(base + L::v + slot * v_tile, v_map, v_ring.acquire(n, v_tile), j * BN, h / a.group, b);
         }
       }
     }
@@ -663,13 +709,13 @@ __global__ void __launch_bounds__(384, 1)
       auto start_scores = [&](int n) {
         k_ring.wait(n);
         wgmma_begin();
-        multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n) * tile);
+        multiply_nt<D, BM, BN>(s, q_rows, base + L::k + k_ring.slot(n) * k_tile);
         wgmma_commit();
       };
       auto start_dp = [&](int n) {
         v_ring.wait(n);
         wgmma_begin();
-        multiply_nt<D, BM, BN>(dp, do_rows, base + L::v + v_ring.slot(n) * tile);
+        multiply_nt<DV, BM, BN>(dp, do_rows, base + L::v + v_ring.slot(n) * v_tile);
         wgmma_commit();
       };
       auto probabilities = [&](int j) {  // of key tile j, in place of the scores
@@ -689,7 +735,7 @@ __global__ void __launch_bounds__(384, 1)
       };
       auto accumulate = [&](int n) {
         wgmma_begin();
-        multiply_nn<D, BN>(dq, ds, base + L::k + k_ring.slot(n) * tile);
+        multiply_nn<D, BN>(dq, ds, base + L::k + k_ring.slot(n) * k_tile);
         wgmma_commit();
       };
       const int steps = last - first;
@@ -741,7 +787,7 @@ __global__ void __launch_bounds__(384, 1)
 // ---------------------------------------------------------------------------------------------------------- launches
 
 // Every copy is a box of 64 rows x 64 columns of one head; the map knows the strides and where the sequence ends.
-inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int rows, const Problem& a) {
+inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int dim, int rows, const Problem& a) {
   static const auto encode = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -755,8 +801,8 @@ inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int rows, c
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
   }();
   CUtensorMap map;
-  cuuint64_t dims[4] = {cuuint64_t(a.D), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(a.B)};
-  cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(a.D * 2), cuuint64_t(rows * ld * 2)};
+  cuuint64_t dims[4] = {cuuint64_t(dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(a.B)};
+  cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(dim * 2), cuuint64_t(rows * ld * 2)};
   cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
   CUresult r = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(p), dims, strides, box, steps,
                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -765,17 +811,17 @@ inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int rows, c
     throw CudaError(
         strf("attention: no tensor map for address %p, row stride %lld, B %d rows %d heads %d D %d "
              "(error %d): addresses and row strides must be multiples of 16 bytes",
-             static_cast<const void*>(p), (long long)ld, a.B, rows, heads, a.D, int(r)));
+             static_cast<const void*>(p), (long long)ld, a.B, rows, heads, dim, int(r)));
   return map;
 }
 // The driver encodes a map once: it holds an address and sizes, and every step brings the same.
-inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int rows, const Problem& a) {
+inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int dim, int rows, const Problem& a) {
   constexpr size_t most = 4096;  // far more than a model's
   static thread_local std::map<std::tuple<const bf16*, int64_t, int, int, int, int>, CUtensorMap> known;
-  const auto key = std::make_tuple(p, ld, heads, rows, a.B, a.D);
+  const auto key = std::make_tuple(p, ld, heads, rows, a.B, dim);
   if (const auto found = known.find(key); found != known.end()) return found->second;
   if (known.size() == most) known.clear();
-  return known.emplace(key, encoded_map(p, ld, heads, rows, a)).first->second;
+  return known.emplace(key, encoded_map(p, ld, heads, dim, rows, a)).first->second;
 }
 
 // Persistent blocks: one an SM. Launches take the lists of items in turn: two that are 256 launches apart share one and
@@ -791,28 +837,30 @@ inline int next_list() {
   return int(launches++ % 256);
 }
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* q, const bf16* k, const bf16* v,
              const Problem& a, const Mask& mask) {
-  const int items = a.B * a.H * ceil_div(a.T, Forward<D>::BM);
-  launch(stream, forward_kernel<D, Mask>, {persistent_blocks(items), 384, Forward<D>::bytes},
-         tensor_map(q, a.ld_q, a.H, a.T, a), tensor_map(k, a.ld_kv, a.HKV, a.keys, a),
-         tensor_map(v, a.ld_v, a.HKV, a.keys, a), tensor_map(o, a.ld_o, a.H, a.T, a), lse, amax, a, mask, next_list());
+  using L = Forward<D, DV>;
+  const int items = a.B * a.H * ceil_div(a.T, L::BM);
+  launch(stream, forward_kernel<D, DV, Mask>, {persistent_blocks(items), 384, L::bytes},
+         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
+         tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(o, a.ld_o, a.H, DV, a.T, a), lse, amax, a, mask,
+         next_list());
 }
 
-template <int D, class Mask>
+template <int D, int DV, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
-  CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, a.T, a);
-  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, a.keys, a), v_map = tensor_map(v, a.ld_v, a.HKV, a.keys, a);
-  launch(stream, backward_kv<D, Mask>,
-         {a.B * a.HKV * parts * ceil_div(a.keys, BackwardKV<D>::BN), 384, BackwardKV<D>::bytes}, q_map, k_map, v_map,
-         do_map, tensor_map(dk, a.ld_dkv, a.HKV, a.keys, a), tensor_map(dv, a.ld_dv, a.HKV, a.keys, a), lse2, delta, a,
-         mask, parts, part_sums);
-  launch(stream, backward_q<D, Mask>,
-         {persistent_blocks(a.B * a.H * ceil_div(a.T, BackwardQ<D>::BM)), 384, BackwardQ<D>::bytes}, q_map, k_map,
-         v_map, do_map, tensor_map(dq, a.ld_dq, a.H, a.T, a), lse2, delta, a, mask, next_list());
+  using KV = BackwardKV<D, DV>;
+  using Q = BackwardQ<D, DV>;
+  CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, D, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, DV, a.T, a);
+  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a), v_map = tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a);
+  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, KV::BN), 384, KV::bytes}, q_map,
+         k_map, v_map, do_map, tensor_map(dk, a.ld_dkv, a.HKV, D, a.keys, a),
+         tensor_map(dv, a.ld_dv, a.HKV, DV, a.keys, a), lse2, delta, a, mask, parts, part_sums);
+  launch(stream, backward_q<D, DV, Mask>, {persistent_blocks(a.B * a.H * ceil_div(a.T, Q::BM)), 384, Q::bytes}, q_map,
+         k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, D, a.T, a), lse2, delta, a, mask, next_list());
 }
 
 }  // namespace attention::sm90

@@ -298,11 +298,11 @@ template <int D>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Causal& mask,
                      const DqOrder& order, float* sums, unsigned* counts) {
-  launch(stream, backward_kernel<D>, {order.blocks(), 384, Backward<D>::bytes}, tensor_map(q, a.ld_q, a.H, a.T, a),
-         tensor_map(k, a.ld_kv, a.HKV, a.T, a), tensor_map(v, a.ld_v, a.HKV, a.T, a),
-         tensor_map(d_o, a.ld_o, a.H, a.T, a), tensor_map(dq, a.ld_dq, a.H, a.T, a),
-         tensor_map(dk, a.ld_dkv, a.HKV, a.T, a), tensor_map(dv, a.ld_dv, a.HKV, a.T, a), lse2, delta, a, mask, order,
-         sums, counts);
+  launch(stream, backward_kernel<D>, {order.blocks(), 384, Backward<D>::bytes}, tensor_map(q, a.ld_q, a.H, D, a.T, a),
+         tensor_map(k, a.ld_kv, a.HKV, D, a.T, a), tensor_map(v, a.ld_v, a.HKV, D, a.T, a),
+         tensor_map(d_o, a.ld_o, a.H, D, a.T, a), tensor_map(dq, a.ld_dq, a.H, D, a.T, a),
+         tensor_map(dk, a.ld_dkv, a.HKV, D, a.T, a), tensor_map(dv, a.ld_dv, a.HKV, D, a.T, a), lse2, delta, a, mask,
+         order, sums, counts);
 }
 
 }  // namespace attention::sm90

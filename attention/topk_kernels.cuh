@@ -223,7 +223,7 @@ Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, c
   AttentionShape shape = {a.B, a.tiles * 128, a.HKV, a.HKV, D, a.ld, int64_t(a.HKV) * D, 0, 0, 0, a.scale};
   shape.keys = std::max(a.keys, 1);
   const Problem work(shape);
-  const CUtensorMap k_map = sm90::tensor_map(a.keys ? k : q, work.ld_kv, a.HKV, work.keys, work);
+  const CUtensorMap k_map = sm90::tensor_map(a.keys ? k : q, work.ld_kv, a.HKV, D, work.keys, work);
   launch(stream, sm90_kernel<D, pooled, heads>,
          {std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes}, indices, q, k_map, lse,
          scratch, a, work, sm90::next_list());

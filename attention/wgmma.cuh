@@ -28,14 +28,14 @@ __device__ inline void pin(uint32_t (&d)[N]) {
 }
 
 // Matrix descriptor of the piece that starts `bytes` into a tile: address, the stride between panels (used only when
-// the operand's columns span two), 1024 bytes between groups of 8 rows, 128-byte swizzle. `tile` is the tile's low
+// the operand's columns span several), 1024 bytes between groups of 8 rows, 128-byte swizzle. `tile` is the tile's low
 // word, so that stepping through it costs one addition.
 __device__ inline uint32_t tile_word(uint32_t at, uint32_t panel_bytes = 0) { return at >> 4 | panel_bytes >> 4 << 16; }
 __device__ inline uint64_t descriptor(uint32_t tile, uint32_t bytes) {
   return uint64_t(tile + (bytes >> 4)) | uint64_t(1u << 30 | 1024 >> 4) << 32;
 }
 
-// An accumulator of 32 or 64 registers: its names in the text of an instruction, and its operands.
+// An accumulator of 32, 64 or 96 registers: its names in the text of an instruction, and its operands.
 #define D8(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define D32(c, d, i) D8(c, d, i), D8(c, d, i + 8), D8(c, d, i + 16), D8(c, d, i + 24)
 #define R32                                                                                                        \
@@ -44,8 +44,12 @@ __device__ inline uint64_t descriptor(uint32_t tile, uint32_t bytes) {
 #define R64                                                                                                         \
   R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
       "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define R96                                                                                                         \
+  R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+      "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define OUT32(c) D32(c, d, 0)
 #define OUT64(c) D32(c, d, 0), D32(c, d, 32)
+#define OUT96(c) OUT64(c), D32(c, d, 64)
 // ADD 0: a fresh product, which does not read d, and says so to the compiler, which would otherwise wait for the
 // products before it. Both operands in shared memory (SS; TRANSPOSED 1: contracted over their rows), or A in registers
 // and B in shared memory, contracted over its rows (RS).
@@ -93,12 +97,19 @@ __device__ inline void wgmma_nn(float (&d)[64], const uint32_t* a, uint64_t b) {
   if constexpr (fresh) WGMMA_RS(128, R64, 64, 65, 66, 67, 68, 0, OUT64("=f"));
   else WGMMA_RS(128, R64, 64, 65, 66, 67, 68, 1, OUT64("+f"));
 }
+template <bool fresh>
+__device__ inline void wgmma_nn(float (&d)[96], const uint32_t* a, uint64_t b) {
+  if constexpr (fresh) WGMMA_RS(192, R96, 96, 97, 98, 99, 100, 0, OUT96("=f"));
+  else WGMMA_RS(192, R96, 96, 97, 98, 99, 100, 1, OUT96("+f"));
+}
 #undef D8
 #undef D32
 #undef OUT32
 #undef OUT64
+#undef OUT96
 #undef R32
 #undef R64
+#undef R96
 #undef WGMMA_SS
 #undef WGMMA_RS
 
