@@ -230,15 +230,6 @@ static Cost cost(const AttentionShape& a, bool backward) {
   return c;
 }
 
-#if FSDP_CUDA
-// Whose kernels a shape gets: the GPU's own, but mma.sync's for keys wider than values. wgmma's for those stand beside
-// them in the tests and in the kernels' table, and take over once measured ahead.
-static int kernels_of(const Stream& s, const AttentionShape& a) {
-  const int own = s.device().compute_capability;
-  return own == 90 && a.D != a.v_dim() ? 80 : own;
-}
-#endif
-
 template <class T>
 Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
                          float* amax) {
@@ -247,7 +238,7 @@ Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k,
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
-    else return gpu::attention_forward(s.cuda(), kernels_of(s, a), o, lse, q, k, v, a, amax);
+    else return gpu::attention_forward(s.cuda(), kernels_for(s.device(), a), o, lse, q, k, v, a, amax);
   }
 #endif
   s.enqueue([=] { cpu::attention_forward(o, lse, q, k, v, a, amax); });
@@ -278,7 +269,8 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
     else
-      return gpu::attention_backward(s.cuda(), kernels_of(s, a), dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate);
+      return gpu::attention_backward(s.cuda(), kernels_for(s.device(), a), dq, dk, dv, d_o, q, k, v, o, lse, workspace,
+                                     a, gate);
   }
 #endif
   (void)workspace;

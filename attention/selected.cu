@@ -135,8 +135,7 @@ static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const 
   auto* kernel = sm80::forward_kernel<D, DV>;
   int bytes = sm80::forward_bytes<D, DV>;
   const char* code = "sm80";
-  if constexpr (D == DV)
-    if (arch == 90) kernel = sm90::forward_kernel<D>, bytes = sm90::Forward<D>::bytes, code = "sm90";
+  if (arch == 90) kernel = sm90::forward_kernel<D, DV>, bytes = sm90::Forward<D, DV>::bytes, code = "sm90";
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once))
     for (int s = 0; s < a.segments; ++s) {
       const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
@@ -166,8 +165,7 @@ static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* 
     if (has_small_memory(arch))
       kernel = sm80::backward_kernel<D, DV, small>, bytes = sm80::Backward<D, DV, small>::bytes,
       code = "sm80 in 99 KiB";
-  if constexpr (D == DV)
-    if (arch == 90) kernel = sm90::backward_kernel<D>, bytes = sm90::Backward<D>::bytes, code = "sm90";
+  if (arch == 90) kernel = sm90::backward_kernel<D, DV>, bytes = sm90::Backward<D, DV>::bytes, code = "sm90";
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once)) {
     const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
     const int64_t sums_bytes = int64_t(pairs) * a.T * (D + DV) * 4;
@@ -292,8 +290,7 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
-    else
-      return gpu::nsa_selected_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, indices, scratch, a);
+    else return gpu::nsa_selected_forward(s.cuda(), kernels_for(s.device(), a), o, lse, q, k, v, indices, scratch, a);
   }
 #endif
   s.enqueue([=] { cpu::nsa_selected_forward(o, lse, q, k, v, indices, scratch, a); });
@@ -317,8 +314,8 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
     else
-      return gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k,
-                                        v, o, lse, indices, scratch, a, gate);
+      return gpu::nsa_selected_backward(s.cuda(), kernels_for(s.device(), a), dq, dk, dv, dq_compressed, d_o, q, k, v,
+                                        o, lse, indices, scratch, a, gate);
   }
 #endif
   s.enqueue(

@@ -21,7 +21,6 @@ constexpr int block_threads = 128, M = 64, N = piece_keys;  // rows of a tile; k
 
 using namespace attention::sm90;
 
-template <int D>
 __device__ inline uint32_t piece_at(uint32_t tile, int row, int c) {  // address of 8 elements, columns 8c to 8c + 7
   return tile + c / 8 * 64 * 128 + row * 128 + ((c % 8) ^ (row % 8)) * 16;
 }
@@ -33,7 +32,7 @@ __device__ inline void load_piece(uint32_t to, const bf16* from, int64_t ld, int
 #pragma unroll
   for (int i = 0; i < N * D / 8 / block_threads; ++i) {
     const int x = i * block_threads + threadIdx.x, r = x / (D / 8), c = x % (D / 8);
-    copy16(piece_at<D>(to, r, c), r < valid ? from + r * ld + c * 8 : from, r < valid);
+    copy16(piece_at(to, r, c), r < valid ? from + r * ld + c * 8 : from, r < valid);
   }
 }
 // Four words of each lane to the rows of a warp's 16 x 16 elements, at columns 8c and on, of a panel.
@@ -45,11 +44,11 @@ __device__ inline void store_matrices(uint32_t panel, int warp, int c, const uin
                : "memory");
 }
 
-// A thread gathers piece threadIdx.x % (D/8) of every (128 / (D/8))-th row of a tile. The first of the D/8 threads that
-// share rows know one row each.
+// `pieces` threads share the rows of a tile from their own on, `stride` apart, and gather each piece by piece; the
+// first of them know one row each.
 template <int D>
 struct Rows {
-  static constexpr int pieces = D / 8, stride = block_threads / pieces, own = M / stride;
+  static constexpr int pieces = D % 128 ? 8 : 16, stride = block_threads / pieces, own = M / stride;
   const int* entries;
   int rows, group;
   __device__ static bool knows() { return int(threadIdx.x) % pieces < own; }
@@ -59,24 +58,27 @@ struct Rows {
     return knows() && r < rows ? entries[r / group] : -1;
   }
   __device__ int head(int n) const { return (n * M + row()) % group; }
-  // at: in units of 8 elements from `from`, or -1: zeros.
+  // Rows of W. at: in units of 8 elements from `from`, or -1: zeros.
+  template <int W>
   __device__ static void gather(uint32_t tile, const bf16* from, int at) {
     const int lane = threadIdx.x % 32, c = threadIdx.x % pieces;
 #pragma unroll
     for (int i = 0; i < own; ++i) {
       const int x = __shfl_sync(~0u, at, lane / pieces * pieces + i), r = i * stride + threadIdx.x / pieces;
-      copy16(piece_at<D>(tile, r, c), from + (x < 0 ? 0 : int64_t(x) * 8) + c * 8, x >= 0);
+#pragma unroll
+      for (int turn = 0; turn < W / 8; turn += pieces)
+        copy16(piece_at(tile, r, turn + c), from + (x < 0 ? 0 : int64_t(x) * 8) + (turn + c) * 8, x >= 0);
     }
   }
 };
 
-// Writes a warp's 16 rows as bf16 to the rows of D that `to` names (this lane's: lane/4 and 8 on; -1: none), by way of
-// 1 KiB of its own, 32 columns at a time: a lane writes 16 bytes.
-template <int D>
-__device__ inline void store_slots(bf16* slots, const float (&d)[D / 2], const int (&to)[2], uint32_t room) {
+// Writes W columns of a warp's 16 rows as bf16 to the rows of D that `to` names (this lane's: lane/4 and 8 on; -1:
+// none), by way of 1 KiB of its own, 32 columns at a time: a lane writes 16 bytes.
+template <int D, int W>
+__device__ inline void store_slots(bf16* slots, const float (&d)[W / 2], const int (&to)[2], uint32_t room) {
   const int lane = threadIdx.x % 32, in = lane % 16, out = lane / 4;
 #pragma unroll
-  for (int c = 0; c < D / 32; ++c) {
+  for (int c = 0; c < W / 32; ++c) {
     const float* x = d + 16 * c;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -105,19 +107,19 @@ __device__ inline void store_slots(bf16* slots, const float (&d)[D / 2], const i
 // from L2 mostly, and a tile's is fetched as soon as the one before has made its scores; slots are written once,
 // normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 blocks: 4.6 ms for 1.1 TFLOP, 8.6 GB of
 // Q and as much of slots: L2 71 % busy, DRAM 49 %.
-template <int D>
+template <int D, int DV>
 struct Forward {
-  static constexpr int tile = M * D * 2, k = 0, v = k + tile, q = v + tile, room = q + tile;
+  static constexpr int k = 0, v = k + N * D * 2, q = v + N * DV * 2, room = q + M * D * 2;
   static constexpr int info = room + 4096, bytes = info + 2 * 2 * M * 4 + 1024;  // [2][to, limit][M]
 };
 
-template <int D>
-__global__ void __launch_bounds__(block_threads, 4)
+template <int D, int DV>
+__global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
     forward_kernel(bf16* slot_rows, float* slot_lse, const bf16* q, const bf16* k, const bf16* v, Problem a, int pair0,
                    int segment) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using L = Forward<D>;
+  using L = Forward<D, DV>;
   Unit unit;
   int pair, list;
   if (!unit_of(a, pair0, segment, &unit, &pair, &list)) return;
@@ -125,15 +127,15 @@ __global__ void __launch_bounds__(block_threads, 4)
   const int s0 = a.first_query(segment), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, q_tile = base + L::q;
   const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group, a.group};
-  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld + head * D;
+  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld;
   q += (int64_t(b) * a.T + s0) * a.ld + head * a.group * D;
-  slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
+  slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * DV;
   slot_lse += int64_t(pair - pair0) * a.segment * a.slots * a.group;
 
   auto info = [&](int n, int field) { return base + L::info + ((n % 2 * 2 + field) * M) * 4; };
   auto gather = [&](int n, int entry) {
     const int g = rows.head(n), x = entry / a.slots, r = rows.row();
-    rows.gather(q_tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
+    rows.template gather<D>(q_tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
     copies_commit();
     if (rows.knows()) {
       store_shared(info(n, 0) + r * 4, entry < 0 ? -1 : entry * a.group + g);
@@ -141,8 +143,8 @@ __global__ void __launch_bounds__(block_threads, 4)
     }
   };
   int entry = rows.entry(0);
-  load_piece<D>(k_tile, k + kv_at, a.ld, keys);
-  load_piece<D>(v_tile, v + kv_at, a.ld, keys);
+  load_piece<D>(k_tile, k + kv_at + head * D, a.ld, keys);
+  load_piece<DV>(v_tile, v + kv_at + head * DV, a.ld, keys);
   gather(0, entry);
   entry = rows.entry(1);
 
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(block_threads, 4)
     copies_wait<0>();
     copies_visible();
     __syncthreads();  // the tile has come
-    float s[N / 2], o[D / 2];
+    float s[N / 2], o[DV / 2];
     wgmma_begin();
     multiply_nt<D, M, N>(s, q_tile, k_tile);
     wgmma_commit();
@@ -197,11 +199,11 @@ __global__ void __launch_bounds__(block_threads, 4)
     pack_rows(p, s);
     pin(p);
     wgmma_begin();
-    multiply_nn_fresh<D>(o, p, v_tile);
+    multiply_nn_fresh<DV>(o, p, v_tile);
     wgmma_commit();
     wgmma_wait<0>();
     pin(o), pin(p);
-    store_slots<D>(slot_rows, o, to, base + L::room + warp * 1024);
+    store_slots<DV, DV>(slot_rows, o, to, base + L::room + warp * 1024);
   }
 #else
   __trap();  // code for another architecture, which has sm80's kernels
@@ -214,20 +216,23 @@ __global__ void __launch_bounds__(block_threads, 4)
 // and statistics are read once for each slot, from L2 mostly, a tile ahead; slots are written once, rounded, without
 // the scale. H200, T 65536, 32/8 heads, D 128, 16 blocks: 8.2 ms, 337 TFLOP/s (tensor pipes 39 % busy, L1 70 %, L2
 // 67 %): registers allow two blocks, which is too few to keep any of these full.
-template <int D>
+template <int D, int DV>
 struct Backward {
-  static constexpr int tile = M * D * 2, k = 0, v = k + tile, q = v + tile, d_o = q + 2 * tile, ds = d_o + 2 * tile;
-  static constexpr int room = ds + M * N * 2, info = room + 4096;  // [2][to, limit, lse, delta][M]
+  static constexpr int stages =
+      D > 128 ? 1 : 2;  // of tiles of Q and dO: for wide keys two would leave room for a block
+  static constexpr int q_tile = M * D * 2, do_tile = M * DV * 2, k = 0, v = k + N * D * 2, q = v + N * DV * 2;
+  static constexpr int d_o = q + stages * q_tile, ds = d_o + stages * do_tile, room = ds + M * N * 2,
+                       info = room + 4096;  // [2][to, limit, lse, delta][M]
   static constexpr int bytes = info + 2 * 4 * M * 4 + 1024;
 };
 
-template <int D>
+template <int D, int DV>
 __global__ void __launch_bounds__(block_threads, 2)
     backward_kernel(bf16* slot_rows, float* sums, float* split_sums, const bf16* d_o, const bf16* q, const bf16* k,
                     const bf16* v, const float2* stats, Problem a, int pair0, int segment) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using L = Backward<D>;
+  using L = Backward<D, DV>;
   Unit unit;
   int pair, list;
   if (!unit_of(a, pair0, segment, &unit, &pair, &list)) return;
@@ -235,9 +240,9 @@ __global__ void __launch_bounds__(block_threads, 2)
   const int s0 = a.first_query(segment), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, ds_tile = base + L::ds;
   const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group, a.group};
-  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld + head * D, row0 = int64_t(b) * a.T + s0;
+  const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld, row0 = int64_t(b) * a.T + s0;
   q += row0 * a.ld + head * a.group * D;
-  d_o += (row0 * a.H + head * a.group) * D;
+  d_o += (row0 * a.H + head * a.group) * DV;
   stats += row0 * a.H + head * a.group;
   slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * D;
 
@@ -245,8 +250,10 @@ __global__ void __launch_bounds__(block_threads, 2)
   auto gather = [&](int n, int entry) {  // returns the row's statistics, for store_stats
     const int g = rows.head(n), x = entry / a.slots, r = rows.row();
     const float2 stat = entry < 0 ? float2{INFINITY, 0} : stats[int64_t(x) * a.H + g];
-    rows.gather(base + L::q + n % 2 * L::tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
-    rows.gather(base + L::d_o + n % 2 * L::tile, d_o, entry < 0 ? -1 : int((int64_t(x) * a.H + g) * D / 8));
+    const int slot = n % L::stages;
+    rows.template gather<D>(base + L::q + slot * L::q_tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
+    rows.template gather<DV>(base + L::d_o + slot * L::do_tile, d_o,
+                             entry < 0 ? -1 : int((int64_t(x) * a.H + g) * DV / 8));
     copies_commit();
     if (rows.knows()) {
       store_shared(info(n, 0) + r * 4, entry < 0 ? -1 : entry * a.group + g);
@@ -260,73 +267,109 @@ __global__ void __launch_bounds__(block_threads, 2)
     store_shared(info(n, 3) + rows.row() * 4, __float_as_int(stat.y));
   };
   int entry = rows.entry(0);
-  load_piece<D>(k_tile, k + kv_at, a.ld, keys);
-  load_piece<D>(v_tile, v + kv_at, a.ld, keys);
+  load_piece<D>(k_tile, k + kv_at + head * D, a.ld, keys);
+  load_piece<DV>(v_tile, v + kv_at + head * DV, a.ld, keys);
   float2 stat = gather(0, entry);
   entry = rows.entry(1);
   store_stats(0, stat);
 
-  float dk[D / 2], dv[D / 2];
+  float dk[D / 2], dv[DV / 2];
 #pragma unroll
-  for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+  for (int i = 0; i < D / 2; ++i) dk[i] = 0;
+#pragma unroll
+  for (int i = 0; i < DV / 2; ++i) dv[i] = 0;
   pin(dk), pin(dv);
   const int tiles = ceil_div(rows.rows, M);
 #pragma unroll 1
   for (int n = 0; n < tiles; ++n) {
-    const uint32_t q_tile = base + L::q + n % 2 * L::tile, do_tile = base + L::d_o + n % 2 * L::tile;
+    const uint32_t q_tile = base + L::q + n % L::stages * L::q_tile;
+    const uint32_t do_tile = base + L::d_o + n % L::stages * L::do_tile;
     copies_wait<0>();
     copies_visible();
     __syncthreads();  // the tile has come, and everybody has left the one before
-    {
-      float s[M / 2], dp[M / 2];
-      uint32_t p[M / 4], ds[M / 4];
-      wgmma_begin();
-      multiply_nt<D, N, M>(s, k_tile, q_tile);
+    const auto gather_next = [&] {
+      if (n + 1 == tiles) return;
+      stat = gather(n + 1, entry);
+      entry = rows.entry(n + 2);
+    };
+    float s[M / 2], dp[M / 2];
+    uint32_t p[M / 4], ds[M / 4];
+    const auto start_dp = [&] {
+      multiply_nt<DV, N, M>(dp, v_tile, do_tile);
       wgmma_commit();
-      multiply_nt<D, N, M>(dp, v_tile, do_tile);
-      wgmma_commit();
-      if (n + 1 < tiles) {
-        stat = gather(n + 1, entry);
-        entry = rows.entry(n + 2);
-      }
-      const bool whole = load_shared(info(n, 1)) == N;  // the first row's query is the earliest
-      wgmma_wait<1>();
-      pin(s);
+    };
+    wgmma_begin();
+    multiply_nt<D, N, M>(s, k_tile, q_tile);
+    wgmma_commit();
+    // dK of wide keys takes the registers in which P, packed, would lie beside dP: there one product waits for another.
+    if constexpr (D <= 128) start_dp(), gather_next();
+    const bool whole = load_shared(info(n, 1)) == N;  // the first row's query is the earliest
+    wgmma_wait<D <= 128 ? 1 : 0>();
+    pin(s);
+#pragma unroll
+    for (int i = 0; i < M / 8; ++i) {
+      const float2 l = load_shared2(info(n, 2) + i * 32 + lane % 4 * 8);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
+    }
+    if (!whole) {
 #pragma unroll
       for (int i = 0; i < M / 8; ++i) {
-        const float2 l = load_shared2(info(n, 2) + i * 32 + lane % 4 * 8);
+        const float2 most = load_shared2(info(n, 1) + i * 32 + lane % 4 * 8);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
+        for (int e = 0; e < 4; ++e)
+          if (warp * 16 + lane / 4 + e / 2 * 8 >= __float_as_int(e % 2 ? most.y : most.x)) s[4 * i + e] = 0;
       }
-      if (!whole) {
-#pragma unroll
-        for (int i = 0; i < M / 8; ++i) {
-          const float2 most = load_shared2(info(n, 1) + i * 32 + lane % 4 * 8);
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (warp * 16 + lane / 4 + e / 2 * 8 >= __float_as_int(e % 2 ? most.y : most.x)) s[4 * i + e] = 0;
-        }
-      }
-      pack_rows(p, s);
-      pin(p);
+    }
+    pack_rows(p, s);
+    pin(p);
+    wgmma_begin();
+    multiply_nn<DV, M>(dv, p, do_tile);
+    wgmma_commit();
+    if constexpr (D > 128) {
+      wgmma_wait<0>();
+      pin(dv);
       wgmma_begin();
-      multiply_nn<D, M>(dv, p, do_tile);
-      wgmma_commit();
+      start_dp();
+      wgmma_wait<0>();
+    } else {
       wgmma_wait<1>();
-      pin(dp);
+    }
+    pin(dp);
 #pragma unroll
-      for (int i = 0; i < M / 8; ++i) {
-        const float2 d = load_shared2(info(n, 3) + i * 32 + lane % 4 * 8);
+    for (int i = 0; i < M / 8; ++i) {
+      const float2 d = load_shared2(info(n, 3) + i * 32 + lane % 4 * 8);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[4 * i + e] *= dp[4 * i + e] - (e % 2 ? d.y : d.x);
+      for (int e = 0; e < 4; ++e) s[4 * i + e] *= dp[4 * i + e] - (e % 2 ? d.y : d.x);
+    }
+    pack_rows(ds, s);
+#pragma unroll
+    for (int i = 0; i < M / 16; ++i) store_matrices(ds_tile, warp, 2 * i, ds + 4 * i);
+    pin(ds);
+    wgmma_begin();
+    multiply_nn<D, M>(dk, ds, q_tile);
+    wgmma_commit();
+    const int r0 = warp * 16 + lane / 4;
+    const uint32_t room = base + L::room + warp * 1024;
+    if constexpr (D > 128) {
+      wgmma_wait<0>();
+      pin(dk), pin(ds);
+      copies_visible();
+      __syncthreads();  // dS is there, and everybody has left Q and dO
+      const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
+      gather_next();
+      if (n + 1 < tiles) store_stats(n + 1, stat);
+#pragma unroll
+      for (int c = 0; c < D / 64; ++c) {  // dQ, 64 columns at a time
+        float dq[32];
+        wgmma_begin();
+        multiply_tn<64>(dq, ds_tile, k_tile + c * N * 128);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(dq);
+        store_slots<D, 64>(slot_rows + c * 64, dq, to, room);
       }
-      pack_rows(ds, s);
-#pragma unroll
-      for (int i = 0; i < M / 16; ++i) store_matrices(ds_tile, warp, 2 * i, ds + 4 * i);
-      pin(ds);
-      wgmma_begin();
-      multiply_nn<D, M>(dk, ds, q_tile);
-      wgmma_commit();
+    } else {
       wgmma_wait<1>();
       pin(dv), pin(p);
       copies_visible();
@@ -335,15 +378,14 @@ __global__ void __launch_bounds__(block_threads, 2)
       wgmma_begin();
       multiply_tn<D>(dq, ds_tile, k_tile);
       wgmma_commit();
-      const int r0 = warp * 16 + lane / 4;
       const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
       if (n + 1 < tiles) store_stats(n + 1, stat);
       wgmma_wait<0>();
       pin(dq), pin(dk), pin(ds);
-      store_slots<D>(slot_rows, dq, to, base + L::room + warp * 1024);
+      store_slots<D, D>(slot_rows, dq, to, room);
     }
   }
-  add_to_sums<D, D>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
+  add_to_sums<D, DV>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
 #else
   __trap();  // code for another architecture, which has sm80's kernels
 #endif

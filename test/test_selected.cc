@@ -282,7 +282,7 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
     const Kernel b = gpu::nsa_selected_backward<T>(s.cuda(), arch, dx, dx + a.k(1), dx + a.v(1), dqc, d_o, x, k, v, o,
                                                    lse, indices, at[1], a, gate, segment);
     if (arch == 90 || arch == 80 || arch == 86) {
-      const std::string code = !narrow ? "fp32" : arch == 90 && !a.DV ? "sm90" : "sm80";
+      const std::string code = !narrow ? "fp32" : arch == 90 ? "sm90" : "sm80";
       CHECK(f.code == code);
       CHECK(b.code == (narrow && arch == 86 && a.D == 128 ? "sm80 in 99 KiB" : code));
     }
