@@ -1353,7 +1353,9 @@ TEST_CASE("a hidden layer saved in fp8 changes gradients by its rounding, and th
     multiplied = !multiplied;
     INFO(name << (multiplied ? ", matmuls in fp8" : ""));
     Setup s;
-    s.model = model, s.model.fp8 = multiplied, s.steps = 3, s.poison = true, s.model.hidden_bytes = 4096;
+    s.model = model, s.model.fp8 = multiplied, s.steps = 3, s.poison = true;
+    // In pieces where both are cut alike: a BLAS may round a row by how many are multiplied with it.
+    if (multiplied) s.model.hidden_bytes = 4096;
     const Outcome wide = train<bf16, float>(s, test_world());
     s.model.save_fp8 = true;
     const Outcome narrow = train<bf16, float>(s, test_world());
