@@ -238,7 +238,7 @@ Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k,
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
-    else return gpu::attention_forward(s.cuda(), kernels_for(s.device(), a), o, lse, q, k, v, a, amax);
+    else return gpu::attention_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, a, amax);
   }
 #endif
   s.enqueue([=] { cpu::attention_forward(o, lse, q, k, v, a, amax); });
@@ -269,8 +269,8 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
     else
-      return gpu::attention_backward(s.cuda(), kernels_for(s.device(), a), dq, dk, dv, d_o, q, k, v, o, lse, workspace,
-                                     a, gate);
+      return gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse,
+                                     workspace, a, gate);
   }
 #endif
   (void)workspace;

@@ -56,14 +56,6 @@ constexpr bool has_gpu_kernels(Dtype t, int64_t D, int64_t DV) {
   return (D == DV && (D == 64 || D == 128)) || (D == 192 && DV == 128);
 }
 
-// The compute capability whose kernels a model's attention gets: the GPU's own, but mma.sync's for keys wider than
-// values. wgmma's for those stand beside them in tests and in the kernels' table, and take over once measured ahead.
-// Shape: AttentionShape or NsaShape.
-template <class Shape>
-int kernels_for(const Device& d, const Shape& a) {
-  return d.compute_capability == 90 && a.D != a.v_dim() ? 80 : d.compute_capability;
-}
-
 // Which kernel a call launched, for logs and tests.
 struct Kernel {
   const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: no tensor cores), plain loops; null: none ran

@@ -290,7 +290,8 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
-    else return gpu::nsa_selected_forward(s.cuda(), kernels_for(s.device(), a), o, lse, q, k, v, indices, scratch, a);
+    else
+      return gpu::nsa_selected_forward(s.cuda(), s.device().compute_capability, o, lse, q, k, v, indices, scratch, a);
   }
 #endif
   s.enqueue([=] { cpu::nsa_selected_forward(o, lse, q, k, v, indices, scratch, a); });
@@ -314,8 +315,8 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
     else
-      return gpu::nsa_selected_backward(s.cuda(), kernels_for(s.device(), a), dq, dk, dv, dq_compressed, d_o, q, k, v,
-                                        o, lse, indices, scratch, a, gate);
+      return gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k,
+                                        v, o, lse, indices, scratch, a, gate);
   }
 #endif
   s.enqueue(
