@@ -224,7 +224,6 @@ static Cost cost(const AttentionShape& a, bool backward) {
   // Products contract over keys' head dim or over values': of five in the backward three and two.
   c.flops = 2 * double(a.B * a.H * (backward ? both * 2 + a.D : both)) * tiles * 128 * 128;
   c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545), c.dtype = dtype_of<T>;
-  if (a.D != a.v_dim()) c.share = backward ? 0.18 : 0.275;  // mma.sync's (results/attention-1gpu.jsonl)
   if (c.dtype == Dtype::f32) c.dtype = Dtype::bf16, c.flops *= 6, c.share *= 0.75;
   c.tasks = double(a.B * a.H * ((a.T + 127) / 128));
   return c;

@@ -272,7 +272,7 @@ static Cost cost(const NsaShape& a, bool backward) {
     c.flops = 2 * double(a.B * a.H) * both * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
     c.share = a.D > 64 ? 0.6 : 0.45, c.launches = 2;
   } else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
-  else c.flops = visits * products, c.share = a.D != a.v_dim() ? 0.093 : a.D > 64 ? 0.23 : 0.20;
+  else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;
 }
 
