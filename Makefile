@@ -303,10 +303,12 @@ build/fuzz/%.o: %.cu build/flags | build/version.h
 
 # What is built without CUDA and NCCL must compile, on machines that have both too. Nothing is kept of it. A file that
 # asks for neither is parsed, and not compiled: what is defined in it and not used, it does not use with CUDA either. One
-# without a word of GPUs is as it is with them: what headers have for them alone is named so.
+# that names nothing of theirs is as it is with them: what headers have for GPUs alone is in namespace gpu, in a .cuh, or
+# has CUDA's name in its own.
 syntax: | build/version.h
-	@names='FSDP_(CUDA|NCCL|CUPTI)'; { grep -lE "$$names" $(sources) $(test_sources) | sed 's|^|-S -o /dev/null |'; \
-	  grep -LE "$$names" $(sources) $(test_sources) | xargs grep -liE 'gpu|cu(da|blas|pti)|nccl' | sed 's|^|-fsyntax-only |'; } | \
+	@names='FSDP_(CUDA|NCCL|CUPTI)'; of_gpus='gpu::|\.cuh"|[cC][uU][dD][aA]|cublas|cupti|nccl[A-Z]'; \
+	  { grep -lE "$$names" $(sources) $(test_sources) | sed 's|^|-S -o /dev/null |'; \
+	  grep -LE "$$names" $(sources) $(test_sources) | xargs grep -lE "$$of_gpus" | sed 's|^|-fsyntax-only |'; } | \
 	  xargs -P $(cores) -L 1 $(CXX) -std=c++17 -O0 \
 	  -Wall -Wextra -pthread -UFSDP_CUDA -DFSDP_CUDA=0 -DFSDP_NCCL=0 $(includes) -x c++
 
