@@ -75,12 +75,12 @@ soak: all
 clean:
 	rm -rf build train bench
 
-sources := $(wildcard *.cu attention/*.cu lib/*/*.cu lib/*/*.cc)
+sources := $(wildcard *.cu attention/*.cu fsdp/*.cu model/*.cu lib/*/*.cu lib/*/*.cc)
 test_mains := test/main.cc test/alone.cc test/ranks.cc
 test_sources := $(test_mains) test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
 
 format:
-	clang-format -i $(sources) $(wildcard *.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu test/fuzz/*.h test/fuzz/*.cc)
+	clang-format -i $(sources) $(wildcard *.h fsdp/*.h model/*.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu test/fuzz/*.h test/fuzz/*.cc)
 
 ifneq ($(filter-out run test clean format help,$(or $(MAKECMDGOALS),all)),)
 

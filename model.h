@@ -1,5 +1,5 @@
 // The model at work: forward, loss and backward of one micro-batch; each module says where it gathers, uses, releases
-// and reduces its unit. What it is made of: model_config.h. T: dtype of parameters and activations; G: of unsharded
+// and reduces its unit. What it is made of: model/config.h. T: dtype of parameters and activations; G: of unsharded
 // gradients before they are reduced. A step:
 //
 //   model.begin_step(adamw, clip);
@@ -12,8 +12,8 @@
 
 #include <vector>
 
-#include "linear.h"
-#include "model_config.h"
+#include "model/linear.h"
+#include "model/config.h"
 
 template <class T, class G>
 class Model {

@@ -1,6 +1,6 @@
 """The models of model.h in PyTorch: the same parameters, initial weights and arithmetic; the same count of FLOPs.
 
-parameter_table() is the one place for names, shapes and initial weights; it follows all_parameters() in model.cu, whose
+parameter_table() is the one place for names, shapes and initial weights; it follows all_parameters() in model/config.cu, whose
 order numbers the parameters for the generator. Attention is dense. q, k and v are three layers, as people write them.
 """
 
@@ -337,7 +337,7 @@ def position_inputs(a, device):
 
 # -------------------------------------------------------------------------------------------------------------- FLOPs
 def flops_per_token(a):
-    """(causal attention counted as half, as a whole), forward and backward: flops_per_token() in model.cu.
+    """(causal attention counted as half, as a whole), forward and backward: flops_per_token() in model/config.cu.
 
     6 for each weight that multiplies, and 6 L d T for causal attention, d being half of all heads' widths; recomputation
     is not counted, nor what the backward pass leaves out because weights are frozen.

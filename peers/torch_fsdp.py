@@ -435,7 +435,7 @@ def compile_parts(a, model):
 
 
 def merged_by_size(modules, sizes, a):
-    """--wrap auto, as wrap() in model.cu: a large module alone, small neighbours together."""
+    """--wrap auto, as wrap() in model/config.cu: a large module alone, small neighbours together."""
     groups, size = [], 0  # size: of the group that small modules are being put into; 0: none is open
     limit = (a.bucket_mb << 20) // DTYPES[a.param_dtype].itemsize
     for module, own in zip(modules, sizes):

@@ -26,7 +26,7 @@ wrong="" kernels=0
 while IFS='|' read -r file kernel first; do
   kernels=$((kernels + 1))
   [ "$first" = "begin_kernel();" ] || grep -qE "$kernel(<[^<>]*>)?<<<" "$file" || wrong="$wrong; $kernel in $file"
-done < <(find attention lib -name '*.cu' -o -name '*.cuh' | sort | while read -r file; do
+done < <(find attention fsdp model lib -name '*.cu' -o -name '*.cuh' | sort | while read -r file; do
   awk -v file="$file" '
     text != "" && done { sub(/^ */, ""); print file "|" text "|" $0; text = ""; done = 0 }
     /__global__/ { text = " " }

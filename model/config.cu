@@ -1,4 +1,4 @@
-#include "model_config.h"
+#include "model/config.h"
 
 #include <algorithm>
 #include <cmath>

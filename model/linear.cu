@@ -1,4 +1,4 @@
-#include "linear.h"
+#include "model/linear.h"
 
 template <class T>
 template <class X>

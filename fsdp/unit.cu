@@ -1,4 +1,4 @@
-#include "unit.h"
+#include "fsdp/unit.h"
 
 #include <algorithm>
 
