@@ -18,11 +18,11 @@
 //   }
 //   fsdp.end_step();
 //
-// A unit (fsdp/unit.h) is a set of parameters that are gathered together (embedding, one block, head). They lie in one
-// flat buffer, padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of
-// every unit, as an fp32 master copy with AdamW's two moments. Frozen parameters lie behind the trainable ones, are
-// sharded on their own, and are gathered alone: they have no gradient and no moments (but for what one product makes
-// together with a trainable parameter). Nothing else of the model stays on a rank for longer than it is used:
+// A unit (fsdp/unit.h) is a set of parameters that are gathered together (embedding, one block, head). They lie in one flat
+// buffer, padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of every
+// unit, as an fp32 master copy with AdamW's two moments. Frozen parameters lie behind the trainable ones, are sharded
+// on their own, and are gathered alone: they have no gradient and no moments (but for what one product makes together
+// with a trainable parameter). Nothing else of the model stays on a rank for longer than it is used:
 //
 //   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place; begins when
 //                 the compute stream comes to this call. What goes in fp8 is scaled by the largest number that any rank
