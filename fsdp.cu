@@ -3,45 +3,9 @@
 #include <algorithm>
 #include <optional>
 
-// ------------------------------------------------------------------------------------------------------------ trace
-
-const char* name_of(const Issued& i) {
-  static const char* names[] = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "optimizer",
-                                "use",        "release",        "cast",       "amax"};
-  return i.kind == Issued::remark ? i.text : names[i.kind];
-}
-
-const char* stream_of(const Issued& i) {
-  static const char* streams[] = {"gather",  "reduce",  "reduce", "reduce", "reduce", "compute",
-                                  "compute", "compute", "gather", "gather", "compute"};
-  return i.kind == Issued::optimizer && i.unit >= 0 ? "reduce" : streams[i.kind];
-}
-
-template <class T, class G>
-void Fsdp<T, G>::note(Issued::Kind kind, int unit, int64_t bytes, Dtype dtype, int ranks, const char* text) {
-  if (tracing_) trace_.push_back({kind, unit, bytes, dtype, ranks, text, trace_times_});
-}
-
 // ----------------------------------------------------------------------------------------------- what a rank keeps
 
 namespace {
-template <class F>
-int64_t largest(const std::vector<Unit>& units, F f) {
-  int64_t most = 0;
-  for (const Unit& u : units) most = std::max<int64_t>(most, f(u));
-  return most;
-}
-std::vector<Unit> replicated(const std::vector<Unit>& units) {
-  std::vector<Unit> found;
-  std::copy_if(units.begin(), units.end(), std::back_inserter(found), [](const Unit& u) { return u.replicated; });
-  return found;
-}
-int64_t largest_gather(const std::vector<Unit>& units) {
-  return largest(units, [](const Unit& u) { return std::max(u.with_gradient.padded, u.without_gradient.padded); });
-}
-bool any_in_fp8(const std::vector<Unit>& units) {
-  return std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; });
-}
 // The least staging memory of an all_reduce, for each rank: a piece of the widest numbers.
 constexpr int64_t piece_bytes = piece_numbers * int64_t(sizeof(double));
 // Of the gathers, and where blocks are gathered in fp8 the all_reduce of largest numbers.
@@ -73,6 +37,8 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
                       links),
       replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
                        largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), links),
+      fp8_(dev, units_),
+      exposed_(dev, world.size > 1),
       scalars_ready_(dev),
       scalars_summed_(dev),
       counted_(dev),
@@ -105,10 +71,6 @@ void Fsdp<T, G>::keep_state() {
       return mem.keep<float>(n, u.name + name, Purpose::moments);
     };
     s.m = moment(" first moment"), s.v = moment(" second moment");
-    if (const int64_t n = int64_t(u.scaled.size()); n > 0) {
-      s.amax = mem.keep<float>(n, u.name + " largest numbers", Purpose::workspace);
-      s.unscale = mem.keep<float>(n * fp8::scale_stride, u.name + " scales", Purpose::workspace);
-    }
     // Adjacent parameters make one range, hence one AdamW kernel: usually the shard has but one.
     for (const Param& p : u.params) {
       const Unit::Piece mine = u.piece(p, shard_rank(int(i)));
@@ -119,7 +81,6 @@ void Fsdp<T, G>::keep_state() {
     }
     state_.push_back(std::move(s));
   }
-  if (any_in_fp8(units_)) amax_partials_ = mem.keep<float>(ops::sum_partials(), "partial maxima", Purpose::workspace);
 }
 
 // Elements of T that a slot must have for the unit.
@@ -324,12 +285,13 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
     for (const FlatParam& f : {unit.with_gradient, unit.without_gradient}) {
       if (f.numel == 0 || !sharded) continue;
       gather_channel_.all_gather(to + f.offset_in_unit, f.shard, dtype_of<E>);
-      note(Issued::all_gather, u, f.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
+      issued_.note(Issued::all_gather, u, f.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
     }
-    if (!sharded) note(Issued::cast, u);
+    if (!sharded) issued_.note(Issued::cast, u);
   };
   if (unit.in_fp8 > 0) {
-    gather_in_fp8(u, slot, sharded);
+    ASSERT(!slot->wide);
+    fp8_.gather(u, {shard_rank(u), shards(u), master, sharded}, slot->p, gather_channel_, &issued_);
   } else if (slot->wide && sharded) {
     unshard(slot->wide);
     ops::cast(stream, slot->p, slot->wide, unit.padded);
@@ -340,72 +302,12 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   slot->unit = u;
 }
 
-// Calls f(i, from, n, mine) with what this rank's shard has of what shares scale i: n numbers, the first of them
-// element `from` of the unit and `mine` in the master copy.
-template <class T, class G>
-template <class F>
-void Fsdp<T, G>::each_piece_in_fp8(int u, F f) {
-  const Unit& unit = units_[size_t(u)];
-  const FlatParam& flat = unit.with_gradient;
-  const int64_t shard = shard_rank(u) * flat.shard;
-  for (size_t i = 0; i < unit.scaled.size(); i++) {
-    const auto [offset, numel] = unit.scaled[i];
-    const int64_t from = std::max(shard, offset), to = std::min(shard + flat.shard, offset + numel);
-    if (from < to) f(i, from, to - from, state_[size_t(u)].master + flat.offset_in_shard + from - shard);
-  }
-}
-
-// Once for weights that are new: all ranks must scale a tensor alike, and none has all of it.
-template <class T, class G>
-void Fsdp<T, G>::find_amax(int u, bool sharded) {
-  State& state = state_[size_t(u)];
-  if (state.amax_is_current) return;
-  state.amax_is_current = true;
-  Stream& stream = gather_channel_.stream();
-  const int64_t n = int64_t(units_[size_t(u)].scaled.size()), bytes = n * int64_t(sizeof(float));
-  stream.zero(state.amax, bytes);
-  each_piece_in_fp8(u, [&](size_t i, int64_t, int64_t numel, const float* mine) {
-    ops::amax<float>(stream, state.amax + i, mine, amax_partials_, numel);
-  });
-  if (sharded) {
-    gather_channel_.all_reduce(state.amax, n, Dtype::f32, Channel::max);
-    note(Issued::amax, u, bytes, Dtype::f32, shards(u));
-  }
-  ops::unscales(stream, state.unscale, state.amax, n, Dtype::e4m3);
-}
-
-// My shard goes to where the all_gathers want it: codes to the element's place, and what is not in fp8 behind them.
-template <class T, class G>
-void Fsdp<T, G>::gather_in_fp8(int u, Slot* slot, bool sharded) {
-  const Unit& unit = units_[size_t(u)];
-  const FlatParam& flat = unit.with_gradient;
-  ASSERT(unit.without_gradient.numel == 0 && !slot->wide);
-  const Fp8Layout layout = fp8_layout(unit, shards(u), sizeof(T));
-  uint8_t* const codes = reinterpret_cast<uint8_t*>(slot->p);
-  T* const rest = reinterpret_cast<T*>(codes + layout.rest);
-  Stream& stream = gather_channel_.stream();
-  find_amax(u, sharded);
-  each_piece_in_fp8(u, [&](size_t i, int64_t from, int64_t n, const float* mine) {
-    ops::to_e4m3(stream, codes + from, mine, state_[size_t(u)].amax + i, n);
-  });
-  const int64_t shard = shard_rank(u) * flat.shard, from = std::max(shard, unit.in_fp8);
-  if (const int64_t n = std::min(shard + flat.shard, flat.numel) - from; n > 0)
-    ops::cast(stream, rest + layout.first + from - unit.in_fp8,
-              static_cast<const float*>(state_[size_t(u)].master + flat.offset_in_shard + from - shard), n);
-  if (!sharded) return note(Issued::cast, u);
-  gather_channel_.all_gather(codes, flat.shard, Dtype::e4m3);
-  note(Issued::all_gather, u, flat.padded, Dtype::e4m3, shards(u));
-  if (layout.part == 0) return;
-  gather_channel_.all_gather(rest, layout.part, dtype_of<T>);
-  note(Issued::all_gather, u, layout.part * shards(u) * int64_t(sizeof(T)), dtype_of<T>, shards(u));
-}
-
 template <class T, class G>
 const T* Fsdp<T, G>::use(int u) {
   gather(u);
   Slot& slot = used_slot(u, "use");
-  timed_wait(Waits::gathers, slot.gathered);
-  note(Issued::use, u);
+  exposed_.wait(ExposedTime::gathers, slot.gathered);
+  issued_.note(Issued::use, u);
   if (units_[size_t(u)].in_fp8 == 0) return slot.p;
   const Fp8Layout layout = fp8_layout(units_[size_t(u)], shards(u), sizeof(T));
   return reinterpret_cast<const T*>(codes(u) + layout.rest) + layout.first;
@@ -413,13 +315,6 @@ const T* Fsdp<T, G>::use(int u) {
 template <class T, class G>
 const uint8_t* Fsdp<T, G>::codes(int u) {
   return reinterpret_cast<const uint8_t*>(used_slot(u, "codes").p);
-}
-template <class T, class G>
-const float* Fsdp<T, G>::unscale(int u, int64_t offset) const {
-  const std::vector<Unit::Scaled>& scaled = units_[size_t(u)].scaled;
-  const auto at = std::find_if(scaled.begin(), scaled.end(), [&](auto s) { return s.offset == offset; });
-  ASSERT(at != scaled.end());
-  return state_[size_t(u)].unscale + (at - scaled.begin()) * fp8::scale_stride;
 }
 
 // Behind this event, and no sooner, another unit may be gathered into the slot. It is the one that is easy to forget:
@@ -430,7 +325,7 @@ void Fsdp<T, G>::release(int u) {
   dev_.compute().record(slot.released);
   slot.state = Slot::resident;
   slot.last_release = ++releases_;
-  note(Issued::release, u);
+  issued_.note(Issued::release, u);
 }
 
 template <class T, class G>
@@ -446,7 +341,7 @@ void Fsdp<T, G>::empty_slots() {
     ASSERT(slot.state != Slot::busy);
     slot.state = Slot::empty, slot.unit = -1;
   }
-  for (State& state : state_) state.amax_is_current = false;
+  fp8_.forget();
 }
 
 // ------------------------------------------------------------------------------------------------ gradient, reduce
@@ -460,7 +355,7 @@ typename Fsdp<T, G>::GradientSlot& Fsdp<T, G>::gradient_slot_of(int u) {
 
 template <class T, class G>
 void Fsdp<T, G>::await_reduction(GradientSlot& s) {
-  timed_wait(Waits::reductions, s.reduction_done);
+  exposed_.wait(ExposedTime::reductions, s.reduction_done);
   for (Buffer<float>& b : s.read_by_reduction) b.reset();
 }
 
@@ -548,7 +443,7 @@ void Fsdp<T, G>::reduce(int u) {
   }
   if (how == Reduction::update) {
     update<float>(stream, u, shard, 0);
-    note(Issued::optimizer, u);
+    issued_.note(Issued::optimizer, u);
     s.read_by_reduction[1] = std::move(state.gradient);
   }
   stream.record(s.reduction_done);
@@ -594,9 +489,9 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
   if (!to.bf16_alone && !summed_in_shard)
     ops::accumulate_gradient(stream, to.fp32, mine, flat.shard, to.accumulate, norm);
   if (shard_world_.size > 1 || replica_world_.size == 1)
-    note(kind, u, flat.padded * size_of(dtype), dtype, shard_world_.size);
-  if (replica_world_.size > 1) note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
-  if (several) note(Issued::broadcast, u, bytes, dtype, shard_world_.size);
+    issued_.note(kind, u, flat.padded * size_of(dtype), dtype, shard_world_.size);
+  if (replica_world_.size > 1) issued_.note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
+  if (several) issued_.note(Issued::broadcast, u, bytes, dtype, shard_world_.size);
 }
 
 // -------------------------------------------------------------------------------------------------------- the step
@@ -627,7 +522,7 @@ template <class T, class G>
 void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
   auto sum = [&](Channel& channel, const World& among, double* x, int64_t n, auto... how) {
     channel.all_reduce(x, n, Dtype::f64, how...);
-    note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
+    issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
   };
   constexpr int64_t all = sizeof(StepScalars) / sizeof(double);
   const bool groups = replica_world_.size > 1;
@@ -656,7 +551,7 @@ void Fsdp<T, G>::all_reduce(double* x, int64_t n, Channel::Reduction how) {
   for (auto [channel, among] : {std::pair(&reduce_channel_, &shard_world_), {&replica_channel_, &replica_world_}}) {
     if (among->size == 1) continue;
     channel->all_reduce(x, n, Dtype::f64, how);
-    note(Issued::all_reduce, -1, n * 8, Dtype::f64, among->size);
+    issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among->size);
   }
 }
 
@@ -671,7 +566,7 @@ void Fsdp<T, G>::sum_scalars() {
     all_reduce_scalars(stream);
   }
   stream.record(scalars_summed_);
-  timed_wait(Waits::reductions, scalars_summed_);
+  exposed_.wait(ExposedTime::reductions, scalars_summed_);
 }
 
 template <class T, class G>
@@ -687,7 +582,7 @@ void Fsdp<T, G>::end_step() {
       ASSERT(!units_[i].trained() || state_[i].gradient.get() || state_[i].bf16_gradient.get());
   ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
   sum_scalars();
-  timing_ = false;
+  exposed_.end();
   // AdamW records when a unit can be gathered again. For a frozen unit somebody else must: where this step is a graph,
   // the gathers behind it have no other event of it to wait for.
   for (size_t i = 0; i < units_.size(); i++)
@@ -703,36 +598,9 @@ void Fsdp<T, G>::end_step() {
       else update<float>(s, int(i), state.gradient, clip_);
       state.gradient.reset(), state.bf16_gradient.reset();
     }
-  if (!options_.update_in_backward) note(Issued::optimizer, -1);
+  if (!options_.update_in_backward) issued_.note(Issued::optimizer, -1);
   held_ = nullptr;
   empty_slots();
-}
-
-template <class T, class G>
-void Fsdp<T, G>::timed_wait(Waits of, const Event& e) {
-  Stream& s = dev_.compute();
-  std::optional<MarkedWait> marked;  // alone, a rank waits for its own casts, which are no communication
-  if (shard_world_.size * replica_world_.size > 1) marked.emplace(dev_);
-  if (!timing_ || s.off()) {
-    s.wait(e);
-    return;
-  }
-  WaitTimes& w = wait_times_[timed_step_][int(of)];
-  size_t i = w.used++;
-  if (i == w.events.size()) w.events.emplace_back(Event(dev_, Event::timed), Event(dev_, Event::timed));
-  s.record(w.events[i].first);
-  s.wait(e);
-  s.record(w.events[i].second);
-}
-
-template <class T, class G>
-void Fsdp<T, G>::exposed_ms(bool latest, double* gathers, double* reductions) {
-  double sum[2] = {0, 0};
-  for (int kind = 0; kind < 2; kind++) {
-    WaitTimes& w = wait_times_[latest ? timed_step_ : timed_step_ ^ 1][kind];
-    for (size_t i = 0; i < w.used; i++) sum[kind] += elapsed_ms(w.events[i].first, w.events[i].second);
-  }
-  *gathers = sum[0], *reductions = sum[1];
 }
 
 template <class T, class G>

@@ -18,11 +18,11 @@
 //   }
 //   fsdp.end_step();
 //
-// A unit (fsdp/unit.h) is a set of parameters that are gathered together (embedding, one block, head). They lie in one flat
-// buffer, padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of every
-// unit, as an fp32 master copy with AdamW's two moments. Frozen parameters lie behind the trainable ones, are sharded
-// on their own, and are gathered alone: they have no gradient and no moments (but for what one product makes together
-// with a trainable parameter). Nothing else of the model stays on a rank for longer than it is used:
+// A unit (fsdp/unit.h) is a set of parameters that are gathered together (embedding, one block, head). They lie in one
+// flat buffer, padded so that it cuts into equal shards, one for each rank of a shard group; a rank owns its shard of
+// every unit, as an fp32 master copy with AdamW's two moments. Frozen parameters lie behind the trainable ones, are
+// sharded on their own, and are gathered alone: they have no gradient and no moments (but for what one product makes
+// together with a trainable parameter). Nothing else of the model stays on a rank for longer than it is used:
 //
 //   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place; begins when
 //                 the compute stream comes to this call. What goes in fp8 is scaled by the largest number that any rank
@@ -52,6 +52,9 @@
 #include "lib/comm/comm.h"
 #include "lib/device/device.h"
 #include "lib/ops/ops.h"
+#include "fsdp/exposed.h"
+#include "fsdp/gather_fp8.h"
+#include "fsdp/issued.h"
 #include "fsdp/unit.h"
 
 struct FsdpOptions {
@@ -80,37 +83,6 @@ struct FsdpOptions {
   bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;            // of the initial weights
 };
-
-// What was issued, in order: for tests and for people.
-struct Issued {
-  enum Kind {
-    all_gather,
-    reduce_scatter,
-    all_to_all,
-    all_reduce,
-    broadcast,
-    optimizer,
-    use,
-    release,
-    cast,
-    amax,  // an all_reduce of the largest numbers of what is gathered in fp8
-    remark
-  } kind;
-  int unit;       // -1: all
-  int64_t bytes;  // of the unsharded buffer; 0: nothing moves between ranks
-  Dtype dtype;
-  int ranks;              // that it is among
-  const char* text = "";  // a remark's: what the model did there
-  int64_t times = 1;      // it stands for so many, one in each of the micro-batches that are alike
-  double sent() const {   // bytes, by a rank
-    const bool reduces = kind == all_reduce || kind == amax;
-    return ::sent(reduces ? Collective::all_reduce : Collective::all_gather, double(bytes), ranks);
-  }
-  bool of_gather() const { return kind == all_gather || kind == amax; }
-  bool moves() const { return bytes > 0 || kind == optimizer; }
-};
-const char* name_of(const Issued& i);
-const char* stream_of(const Issued& i);  // gather, reduce or compute
 
 // What a step leaves on the device for the host to read, and a validation (its loss alone). Sums over all ranks.
 struct StepScalars {
@@ -145,7 +117,7 @@ class Fsdp {
   // Of a unit in use the parameters in fp8 (in_fp8), e4m3, and what those from `offset` on, which share a scale, are
   // multiplied by (1).
   const uint8_t* codes(int u);
-  const float* unscale(int u, int64_t offset) const;
+  const float* unscale(int u, int64_t offset) const { return fp8_.unscale(u, offset); }
   void release(int u);
   // Release alone where the options keep the unit resident (reshard_after_forward off, replicated).
   void reshard(int u);
@@ -186,18 +158,9 @@ class Fsdp {
   Dtype moment_dtype() const { return options_.moment_dtype; }
   int64_t parameters() const;
   int64_t pinned_bytes() const;  // of the host's memory, beside the plan: what the channels stage through on a GPU
-  void begin_trace() { trace_.clear(), tracing_ = true; }
-  void trace_times(int64_t n) { trace_times_ = n; }  // what follows in it stands for n alike
-  const std::vector<Issued>& trace() const { return trace_; }
-  void remark(int unit, const char* text) { note(Issued::remark, unit, 0, Dtype::f32, 1, text); }  // into the trace
-  // How long the compute stream stood still for communication, in ms, from begin_timing() to the step's end. Two steps
-  // are kept: that of the latest begin_timing() and the one before, which can be read while the latest still runs.
-  void begin_timing() {
-    timing_ = true;
-    timed_step_ ^= 1;
-    for (WaitTimes& w : wait_times_[timed_step_]) w.used = 0;
-  }
-  void exposed_ms(bool latest, double* gathers, double* reductions);
+  IssueLog& issued() { return issued_; }       // what is issued, from its begin() on
+  ExposedTime& exposed() { return exposed_; }  // from its begin() to the step's end
+  void remark(int unit, const char* text) { issued_.note(Issued::remark, unit, 0, Dtype::f32, 1, text); }
   // Tests delay the streams with these.
   void set_delays(double gather_ms, double reduce_ms, double optimizer_ms);
 
@@ -211,9 +174,6 @@ class Fsdp {
     Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
     Buffer<float> unsharded_gradient;  // summed over micro-batches, where only the last one reduces
     int reductions = 0;                // so far in this micro-batch
-    // (scaled), and (scaled, scale_stride), of what is gathered in fp8; on all ranks alike.
-    float *amax = nullptr, *unscale = nullptr;
-    bool amax_is_current = false;
     std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
   };
 
@@ -265,7 +225,6 @@ class Fsdp {
     bf16* bf16_alone;
     bool accumulate;
   };
-  enum class Waits { gathers, reductions };
 
   void keep_state();
   void keep_gather_slots();
@@ -275,10 +234,6 @@ class Fsdp {
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
-  void gather_in_fp8(int u, Slot* slot, bool sharded);
-  void find_amax(int u, bool sharded);
-  template <class F>
-  void each_piece_in_fp8(int u, F f);
   int64_t slot_numel(int u) const;
   Slot& used_slot(int u, const char* verb);
   GradientSlot& gradient_slot_of(int u);
@@ -290,10 +245,7 @@ class Fsdp {
   ops::PowerSum share_of_norm(int u, Reduction how);
   template <class E>
   void update(Stream& s, int u, const E* gradient, float clip);
-  void timed_wait(Waits of, const Event& e);
   void all_reduce_scalars(Stream& s);
-  void note(Issued::Kind kind, int unit, int64_t bytes = 0, Dtype dtype = Dtype::f32, int ranks = 1,
-            const char* text = "");
 
   Device& dev_;
   World shard_world_, replica_world_;
@@ -310,22 +262,14 @@ class Fsdp {
   const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
-  float* amax_partials_ = nullptr;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the
   // reduce stream comes to the next all_to_all, which waits for that on all ranks.
   std::optional<Channel> exchange_channel_;
   void* received_ = nullptr;
+  Fp8Gathers<T> fp8_;
+  ExposedTime exposed_;
   Event scalars_ready_, scalars_summed_, counted_, wanted_;
   double optimizer_delay_ms_ = 0;
-  bool tracing_ = false;
-  int64_t trace_times_ = 1;
-  std::vector<Issued> trace_;
-  struct WaitTimes {
-    std::vector<std::pair<Event, Event>> events;  // before and behind each wait; made once, used in every timed step
-    size_t used = 0;
-  };
-  WaitTimes wait_times_[2][2];  // [step][gathers, reductions]
-  int timed_step_ = 0;
-  bool timing_ = false;
+  IssueLog issued_;
 };

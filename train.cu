@@ -142,7 +142,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   t.profiler.begin(step, t.first);
   s.record(now.started);
   t.dev.mark("tokens");
-  if (r.o.comm_timing) t.model.fsdp.begin_timing();
+  if (r.o.comm_timing) t.model.fsdp.exposed().begin();
   auto issue = [&] { step_program(t.dev, t.model, r, now.batches.get(), now.adamw.get(), now.copied); };
   // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
   // Nor can the step behind a save, whose updates wait for the copies.
@@ -202,7 +202,7 @@ StepRecord step_record(Training<T, G>& t, int64_t step) {
   s.mfu = mfu(t.dev.name, t.job.gpus_used, t.flops, 1e-3 * s.step_ms);
   s.peak_mib = mib(t.dev.mem.device_reported_bytes());
   s.exposed_gather_ms = s.exposed_reduce_ms = -1;
-  if (r.o.comm_timing) t.model.fsdp.exposed_ms(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
+  if (r.o.comm_timing) t.model.fsdp.exposed().read(step == t.issued, &s.exposed_gather_ms, &s.exposed_reduce_ms);
   return s;
 }
 

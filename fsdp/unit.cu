@@ -1,6 +1,7 @@
 #include "fsdp/unit.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "lib/device/error.h"
 
@@ -89,4 +90,18 @@ Unit::Piece Unit::piece(const Param& p, int rank) const {
   const int64_t from = f.offset_in_unit + rank * f.shard, a = std::max(from, p.offset),
                 b = std::min(from + f.shard, p.offset + p.numel);
   return a < b ? Piece{b - a, a - p.offset, f.offset_in_shard + a - from} : Piece{0, 0, 0};
+}
+
+int64_t largest_gather(const std::vector<Unit>& units) {
+  return largest(units, [](const Unit& u) { return std::max(u.with_gradient.padded, u.without_gradient.padded); });
+}
+
+bool any_in_fp8(const std::vector<Unit>& units) {
+  return std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; });
+}
+
+std::vector<Unit> replicated(const std::vector<Unit>& units) {
+  std::vector<Unit> found;
+  std::copy_if(units.begin(), units.end(), std::back_inserter(found), [](const Unit& u) { return u.replicated; });
+  return found;
 }

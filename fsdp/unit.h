@@ -2,6 +2,7 @@
 // that ranks own (Zhao et al. 2023, arXiv 2304.11277, section 3.2).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -74,3 +75,15 @@ Fp8Layout fp8_layout(const Unit& u, int shards, int64_t element_bytes);
 // must be multiples of 8 (16-byte loads of any). Calling it again, for another number of shards, is allowed; what has
 // dropped fp8 stays without.
 void lay_out(std::vector<Unit>* units, int shards);
+
+// Of several units: the most that f finds of one, such as the elements of its gradient; of the elements that one
+// collective gathers; whether any gathers in fp8; those that are not sharded.
+template <class F>
+int64_t largest(const std::vector<Unit>& units, F f) {
+  int64_t most = 0;
+  for (const Unit& u : units) most = std::max<int64_t>(most, f(u));
+  return most;
+}
+int64_t largest_gather(const std::vector<Unit>& units);
+bool any_in_fp8(const std::vector<Unit>& units);
+std::vector<Unit> replicated(const std::vector<Unit>& units);

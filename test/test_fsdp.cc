@@ -231,8 +231,8 @@ Outcome train(const Setup& s, const World& world) {
     StepScalars* result = results.get() + (n - 1) % in_flight;
     fill(host, n);
     if (s.poison) dev.compute().synchronize(), dev.mem.poison();
-    model.fsdp.begin_trace();
-    if (times) model.fsdp.begin_timing();
+    model.fsdp.issued().begin();
+    if (times) model.fsdp.exposed().begin();
     if (s.graph && n > 2 && !(s.no_graph && n % s.no_graph == 0)) {
       adamw[0] = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
       if (!graph.made()) graph.make([&] { step(model, host, n, copied); });
@@ -240,7 +240,7 @@ Outcome train(const Setup& s, const World& world) {
     } else {
       step(model, host, n, copied);
     }
-    if (n == s.steps) out.trace = model.fsdp.trace();
+    if (n == s.steps) out.trace = model.fsdp.issued().all();
     dev.compute().copy(result, model.fsdp.scalars(), sizeof *result);
     if (s.validate) {  // while the step may still run
       fill(unseen.get(), n + 1);
@@ -258,7 +258,7 @@ Outcome train(const Setup& s, const World& world) {
       out.steps.push_back(of.steps);
     }
   }
-  if (times) model.fsdp.exposed_ms(/*latest=*/true, &out.exposed.first, &out.exposed.second);
+  if (times) model.fsdp.exposed().read(/*latest=*/true, &out.exposed.first, &out.exposed.second);
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
     const float* w = model.fsdp.master(int(u));
     out.shards.emplace_back(w, w + model.fsdp.units()[u].shard);

@@ -89,9 +89,9 @@ Reduced reduce(const Setup& s) {
   dev.compute().synchronize();
   dev.mem.poison();
   Reduced out;
-  fsdp.begin_trace();
+  fsdp.issued().begin();
   step(fsdp);
-  out.trace = fsdp.trace();
+  out.trace = fsdp.issued().all();
   out.memory = dev.mem.report();
   for (size_t u = 0; u < all.size(); ++u) {
     const int64_t n = all[u].with_gradient.shard;

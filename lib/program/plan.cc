@@ -32,9 +32,9 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
   Timeline* const timeline = std::exchange(dev.timeline, nullptr);  // of the step alone
   model.init_weights();
   dev.timeline = timeline;
-  model.fsdp.begin_trace();
+  model.fsdp.issued().begin();
   step_program(dev, model, r, unread, adamw, copied);
-  std::vector<Issued> issued = model.fsdp.trace();
+  std::vector<Issued> issued = model.fsdp.issued().all();
   if (dev.timeline && r.o.graph == 0) {  // one graph begins when the one before has ended
     dev.timeline->next_step();
     step_program(dev, model, r, unread, adamw, copied);

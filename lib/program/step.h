@@ -26,14 +26,14 @@ void step_program(Device& dev, Model<T, G>& model, const Run& r, const int32_t* 
   issue(0);
   for (int64_t m = 1, alike; m < last; m += alike) {
     alike = skips && m == dry_micro_batches - 1 ? last - m : 1;
-    model.fsdp.trace_times(alike);
+    model.fsdp.issued().set_times(alike);
     dev.mem.begin_repeat();
     if (dev.timeline) dev.timeline->begin_repeat();
     issue(m);
     if (alike > 1 && dev.timeline) dev.timeline->skip(alike - 1);
     dev.mem.end_repeat();
   }
-  model.fsdp.trace_times(1);
+  model.fsdp.issued().set_times(1);
   if (last > 0) issue(last);
   model.end_step();
   dev.mem.end();
