@@ -11,8 +11,9 @@
 #include "attention/fp32.cuh"
 #include "attention/prepare.cuh"
 #include "attention/sm80.cuh"
-#include "attention/sm90.cuh"
+#include "attention/sm90_backward_pair.cuh"
 #include "attention/sm90_backward.cuh"
+#include "attention/sm90_forward.cuh"
 #endif
 
 std::string name_of(const Kernel& k) { return !k.code ? "" : *k.variant ? strf("%s, %s", k.code, k.variant) : k.code; }

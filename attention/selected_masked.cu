@@ -1,7 +1,7 @@
 #include "attention/selected_masked.cuh"
 
 #if FSDP_CUDA
-#include "attention/sm90.cuh"
+#include "attention/sm90_forward.cuh"
 #endif
 
 namespace attention::selected {

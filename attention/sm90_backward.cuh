@@ -1,4 +1,5 @@
-// Causal attention's backward on Hopper in one kernel: five products, where sm90.cuh's pair does seven.
+// Causal attention's backward on Hopper in one kernel: five products, where the pair (sm90_backward_pair.cuh) does
+// seven.
 //
 // A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, 64 at a time
 // (dq_order.h); a consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO,
