@@ -6,16 +6,14 @@
 #include <cmath>
 #include <memory>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/comm/flight.h"
-#include "lib/program/bad_steps.h"
 #include "lib/comm/watchdog.h"
 #include "lib/device/terminal.h"
+#include "lib/program/bad_steps.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
-#include "lib/program/findings.h"
 #include "lib/program/export.h"
+#include "lib/program/findings.h"
 #include "lib/program/halt.h"
 #include "lib/program/init.h"
 #include "lib/program/launch.h"
@@ -32,7 +30,6 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using nlohmann::json;
 using ll = long long;
 
 // Linear warm-up, then half a cosine down to min_lr_ratio at the schedule's end. step counts from 1.
@@ -336,7 +333,7 @@ std::string train(const Job& job) {
   model.init_weights();
   dev.compute().synchronize();
 
-  const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_of(model.fsdp, true);
+  const std::vector<Part> parts = parts_of(model.fsdp), own_parts = parts_to_save(model.fsdp);
   auto note = [&](const std::string& line) { job.telemetry->note(line); };
   flight::set_phase("the start, reading and opening checkpoints");
   try {
@@ -385,14 +382,6 @@ void run(const Options& o, const World& world, const std::string& command) {
   std::string error;
   or_abort([&] { with_types(job.r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(job); }); });
   if (!error.empty()) throw UsageError(error);
-}
-
-WatchdogOptions watchdog_options(const Options& o, const World& world) {
-  WatchdogOptions w;
-  w.timeout_s = o.timeout;
-  w.records_dir = !o.diagnostics.empty() ? o.diagnostics : !o.save.empty() ? o.save : ".";
-  w.each_tick = [dir = world.rank == 0 ? o.save : ""] { halt::look(dir); };
-  return w;
 }
 
 int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }

@@ -1136,7 +1136,7 @@ struct Trainer {
     return results;
   }
   std::vector<Part> parts() { return parts_of(model->fsdp); }
-  std::vector<Part> parts_to_save() { return parts_of(model->fsdp, true); }
+  std::vector<Part> parts_to_save() { return ::parts_to_save(model->fsdp); }
   std::string bytes() {
     std::string all;
     for (const Part& p : parts()) {

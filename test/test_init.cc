@@ -112,7 +112,7 @@ struct Loaded {
   }
   void write(const std::string& to) {
     run.o.export_to = to;
-    export_model(run, dev, world, parts_of(model->fsdp, true));
+    export_model(run, dev, world, parts_to_save(model->fsdp));
   }
 };
 
@@ -198,7 +198,7 @@ TEST_CASE("what is exported is read back bit for bit", "[init]") {
       std::map<std::string, std::string> names;
       for (const Part& p : parts_of(third.model->fsdp)) names[p.tensor] = p.tensor + ".x";
       export_folder(alone, {{config_name, "{}"}}, names, 20000, Dtype::f32, third.dev, World(),
-                    parts_of(third.model->fsdp, true));
+                    parts_to_save(third.model->fsdp));
       third.write(narrow);
       CHECK((text_of_files(narrow, true) == was));
       CHECK(files::names_in(alone).size() >= 4);
@@ -225,7 +225,7 @@ TEST_CASE("a file of an export ends where the next tensor would not fit", "[init
   CommonDirectory dir;
   if (test_world().rank != 0) return;
   Loaded<float, float> model(World(), sizes + "--batch 1 --arch rope --attn dense");
-  const std::vector<Part> parts = parts_of(model.model->fsdp, true);
+  const std::vector<Part> parts = parts_to_save(model.model->fsdp);
   std::map<std::string, std::string> names;
   std::map<std::string, int64_t> bytes;
   for (const Part& p : parts)

@@ -48,15 +48,16 @@ struct Part {
   int64_t bytes() const { return count * size_of(dtype); }
 };
 
-// A rank's parts of an Fsdp (or of anything that has its units and shards). to_save: without those that a replica
-// saves.
+// A rank's parts of an Fsdp (or of anything that has its units and shards); and those that it saves, without what
+// another replica does.
+enum class Replicas { all, first };
 template <class F>
-std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
+std::vector<Part> parts_of(const F& fsdp, Replicas of = Replicas::all) {
   std::vector<Part> parts;
   for (size_t i = 0; i < fsdp.units().size(); i++) {
     const auto& unit = fsdp.units()[i];
     const int u = int(i);
-    const bool mine = !to_save || fsdp.first_replica(u);
+    const bool mine = of == Replicas::all || fsdp.first_replica(u);
     // Kind by kind, as they lie in memory: what follows each other is copied in one go.
     struct {
       const char* name;
@@ -76,6 +77,10 @@ std::vector<Part> parts_of(const F& fsdp, bool to_save = false) {
       }
   }
   return parts;
+}
+template <class F>
+std::vector<Part> parts_to_save(const F& fsdp) {
+  return parts_of(fsdp, Replicas::first);
 }
 
 // ----------------------------------------------------------------------------------------------------------- saving

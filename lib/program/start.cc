@@ -9,6 +9,7 @@
 #include "lib/comm/flight.h"
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
+#include "lib/program/halt.h"
 #include "lib/program/init.h"
 #include "lib/program/outputs.h"
 #include "lib/program/profile.h"
@@ -229,4 +230,12 @@ Job start(const Options& o, const World& world, const std::string& typed) {
   flight::set_phase("the start, taking the memory");
   begin(&job);
   return job;
+}
+
+WatchdogOptions watchdog_options(const Options& o, const World& world) {
+  WatchdogOptions w;
+  w.timeout_s = o.timeout;
+  w.records_dir = !o.diagnostics.empty() ? o.diagnostics : !o.save.empty() ? o.save : ".";
+  w.each_tick = [dir = world.rank == 0 ? o.save : ""] { halt::look(dir); };
+  return w;
 }

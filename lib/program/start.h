@@ -11,6 +11,7 @@
 #include "nlohmann/json.hpp"
 
 #include "lib/comm/comm.h"
+#include "lib/comm/watchdog.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/diagnostics.h"
@@ -47,3 +48,7 @@ struct Job {
 // it happened. Rank 0 says where the ranks are and what is about to run. typed: the command without mpirun. world must
 // outlive the job.
 Job start(const Options& o, const World& world, const std::string& typed);
+
+// Who watches a run: it leaves flight records beside the diagnostics, or the checkpoints, and rank 0's looks for the
+// file that halts a run.
+WatchdogOptions watchdog_options(const Options& o, const World& world);
