@@ -77,7 +77,7 @@ clean:
 
 sources := $(wildcard *.cu attention/*.cu fsdp/*.cu model/*.cu lib/*/*.cu lib/*/*.cc)
 test_mains := test/main.cc test/alone.cc test/ranks.cc
-test_sources := $(test_mains) test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
+test_sources := $(test_mains) test/training.cc test/fuzz/targets.cc $(wildcard test/test_*.cc test/test_*.cu)
 
 format:
 	clang-format -i $(sources) $(wildcard *.h fsdp/*.h model/*.h attention/*.h attention/*.cuh lib/*/*.h lib/*/*.cuh cpu/*.h test/*.h test/*.cc test/*.cu test/fuzz/*.h test/fuzz/*.cc)
@@ -231,7 +231,8 @@ link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$
 # ------------------------------------------------------------------------------------------------------------- build
 objects := $(addprefix build/,$(addsuffix .o,$(basename $(sources))))
 parts := $(filter-out build/train.o build/bench.o,$(objects))
-rank_tests := $(foreach name,comm faults fsdp reduce checkpoint diagnostics evaluation init,test/test_$(name).cc)
+rank_tests := test/training.cc $(foreach name,comm faults fsdp model fp8_training reduce checkpoint diagnostics evaluation init,\
+  test/test_$(name).cc)
 unit_objects := $(patsubst %,build/%.o,$(basename $(filter-out $(test_mains) $(rank_tests),$(test_sources))))
 rank_objects := $(patsubst %,build/%.o,$(basename $(filter $(rank_tests),$(test_sources))))
 

@@ -49,13 +49,13 @@
 #include <utility>
 #include <vector>
 
-#include "lib/comm/comm.h"
-#include "lib/device/device.h"
-#include "lib/ops/ops.h"
 #include "fsdp/exposed.h"
 #include "fsdp/gather_fp8.h"
 #include "fsdp/issued.h"
 #include "fsdp/unit.h"
+#include "lib/comm/comm.h"
+#include "lib/device/device.h"
+#include "lib/ops/ops.h"
 
 struct FsdpOptions {
   int shard_ranks = 0;  // ranks of a shard group, neighbours; 0: all. They must divide the world
