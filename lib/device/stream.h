@@ -58,7 +58,7 @@ class Stream {
   void copy(void* to, const void* from, int64_t bytes);  // device or pinned host memory, any direction
   void zero(void* p, int64_t bytes);
   void zero_rows(void* p, int64_t pitch, int64_t bytes, int64_t rows);  // rows of `bytes`, `pitch` bytes apart
-  void sleep(double ms);  // for tests: holds this stream up, not the host
+  void sleep(double ms);                                                // for tests: holds this stream up, not the host
   // In a dry run with a timeline: an operation stands here, or a collective; see Timeline. Otherwise nothing.
   void spend(const Cost& cost);
   void spend(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels);
