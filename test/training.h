@@ -63,8 +63,7 @@ struct Outcome {
   std::vector<NsaStats> nsa;               // of the last step, by block, where the model has diagnostics
   MemoryReport memory;
   int64_t reported = 0;
-  std::pair<double, double> exposed = {0,
-                                       0};  // ms that the last step waited for gathers and reductions, if it is timed
+  std::pair<double, double> exposed = {0, 0};  // ms: the last step's waits for gathers, reductions, if they are timed
   int64_t growth = 0;  // bytes that the process, or the GPU's other memory, took from the tenth step on
 };
 
