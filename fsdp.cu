@@ -1,7 +1,6 @@
 #include "fsdp.h"
 
 #include <algorithm>
-#include <optional>
 
 // ----------------------------------------------------------------------------------------------- what a rank keeps
 
