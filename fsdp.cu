@@ -102,7 +102,7 @@ void Fsdp<T, G>::keep_gather_slots() {
     T* p = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : dev_.mem.keep<T>(numel, name, purpose);
     const bool gathered = owner < 0 || shards(owner) > 1;
     float* wide = options_.gather_wide && gathered ? dev_.mem.keep<float>(numel, name + ", fp32", purpose) : nullptr;
-    slots_.emplace_back(dev_, p, wide);
+    slots_.emplace_back(dev_, name, p, wide);
     slots_.back().owner = owner;
   };
   const bool own = !options_.reshard_after_forward || options_.gather_slots == 0;
@@ -126,7 +126,8 @@ void Fsdp<T, G>::keep_gradient_slots() {
   auto add = [&](int owner, int64_t numel, int64_t shard, const std::string& name) {
     const Purpose purpose = Purpose::gradient_slots;
     G* p = dev_.mem.keep<G>(numel, name, purpose);
-    gradient_slots_.emplace_back(dev_, p, narrow ? dev_.mem.keep<bf16>(numel, name + ", narrow", purpose) : nullptr);
+    bf16* in_bf16 = narrow ? dev_.mem.keep<bf16>(numel, name + ", narrow", purpose) : nullptr;
+    gradient_slots_.emplace_back(dev_, name, p, in_bf16);
     gradient_slots_.back().owner = owner;
     if (options_.update_in_backward)
       gradient_slots_.back().fp32_shard = dev_.mem.keep<float>(shard, name + ", my part", purpose);
@@ -272,6 +273,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   Stream& stream = gather_channel_.stream();
   stream.wait(state_[size_t(u)].ready);
   stream.wait(slot->released);
+  stream.holds(slot->name, unit.name);
   const int64_t bytes = slot_numel(u) * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
   const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
   gather_channel_.set_unit(unit.name);
@@ -306,6 +308,7 @@ const T* Fsdp<T, G>::use(int u) {
   gather(u);
   Slot& slot = used_slot(u, "use");
   exposed_.wait(ExposedTime::gathers, slot.gathered);
+  dev_.compute().holds(slot.name, units_[size_t(u)].name);
   issued_.note(Issued::use, u);
   if (units_[size_t(u)].in_fp8 == 0) return slot.p;
   const Fp8Layout layout = fp8_layout(units_[size_t(u)], shards(u), sizeof(T));
@@ -322,6 +325,7 @@ template <class T, class G>
 void Fsdp<T, G>::release(int u) {
   Slot& slot = used_slot(u, "release");
   dev_.compute().record(slot.released);
+  dev_.compute().holds(slot.name, units_[size_t(u)].name, ", resident");
   slot.state = Slot::resident;
   slot.last_release = ++releases_;
   issued_.note(Issued::release, u);
@@ -331,13 +335,16 @@ template <class T, class G>
 void Fsdp<T, G>::reshard(int u) {
   Slot& slot = used_slot(u, "reshard");
   release(u);
-  if (options_.reshard_after_forward && !units_[size_t(u)].replicated) slot.state = Slot::empty, slot.unit = -1;
+  if (!options_.reshard_after_forward || units_[size_t(u)].replicated) return;
+  dev_.compute().holds(slot.name, "");
+  slot.state = Slot::empty, slot.unit = -1;
 }
 
 template <class T, class G>
 void Fsdp<T, G>::empty_slots() {
   for (Slot& slot : slots_) {
     ASSERT(slot.state != Slot::busy);
+    dev_.compute().holds(slot.name, "");
     slot.state = Slot::empty, slot.unit = -1;
   }
   fp8_.forget();
@@ -366,6 +373,7 @@ G* Fsdp<T, G>::gradient(int u) {
     throw Error(strf("internal error: gradient of unit '%s' before reduce of '%s'", unit.name.c_str(),
                      units_[size_t(s.unit)].name.c_str()));
   await_reduction(s);
+  dev_.compute().holds(s.name, unit.name);
   // What nobody writes: the padding; of a unit that is reduced twice, what the other of its two modules writes.
   const int64_t from = unit.reductions > 1 ? 0 : unit.with_gradient.numel;
   dev_.compute().zero(s.p + from, (unit.with_gradient.padded - from) * int64_t(sizeof(G)));
@@ -446,6 +454,7 @@ void Fsdp<T, G>::reduce(int u) {
     s.read_by_reduction[1] = std::move(state.gradient);
   }
   stream.record(s.reduction_done);
+  stream.holds(s.name, "");
   s.unit = -1;
   if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
 }

@@ -188,7 +188,9 @@ class Fsdp {
   // Where several are free, the one released longest ago is taken, so that a unit stays resident as long as it can.
   struct Slot {
     enum State { empty, busy, resident };
-    Slot(Device& dev, T* p, float* wide) : p(p), wide(wide), gathered(dev), released(dev) {}
+    Slot(Device& dev, const std::string& name, T* p, float* wide)
+        : name(name), p(p), wide(wide), gathered(dev), released(dev) {}
+    std::string name;  // in the plan of memory
     T* p;
     float* wide;     // what is gathered, where that is not p
     int owner = -1;  // the one unit that it is for; -1: any
@@ -202,7 +204,9 @@ class Fsdp {
   // for that and gives it to a unit; reduce() makes it idle again. Sharded units take turns over the first `rotating_`
   // of them; a replicated one has its own.
   struct GradientSlot {
-    GradientSlot(Device& dev, G* p, bf16* narrow) : p(p), narrow(narrow), written(dev), reduction_done(dev) {}
+    GradientSlot(Device& dev, const std::string& name, G* p, bf16* narrow)
+        : name(name), p(p), narrow(narrow), written(dev), reduction_done(dev) {}
+    std::string name;  // in the plan of memory
     G* p;
     bf16* narrow;                 // the copy in the reduce dtype, where that is not G
     float* fp32_shard = nullptr;  // my shard of the sum, for AdamW in the backward pass

@@ -1,8 +1,8 @@
 // A block's first half: x + Wo attention(q, k, v) of n, the norm of x, with dense causal attention or NSA
 // (nsa_attention.h). Forward, what recomputation makes again, and backward.
 //
-//   attention.forward_turn(block, &saved, keep);     // of saved.x (M, C); leaves Wo o in saved.x2, which mlp.h adds to
-//   x attention.backward_turn(block, &saved, dx);      // dx (M, C), of x2: becomes that of x
+//   attention.forward_turn(block, &saved, keep);  // of saved.x (M, C); leaves Wo o in saved.x2, to which mlp.h adds x
+//   attention.backward_turn(block, &saved, dx);   // dx (M, C), of x2: becomes that of x
 #pragma once
 
 #include "model/block.h"

@@ -76,6 +76,31 @@ TEST_CASE("a timeline has the spans of the step in its lanes", "[plots]") {
   CHECK(has(text, "$gather << EOD\n0.0000 1.0000 1.64 2.36\nEOD"));  // what began before the step is cut
   CHECK(has(text, "$reduce << EOD\n7.0000 9.0000 0.64 1.36\nEOD"));
   CHECK(count(text, "set label \"block.1\"") == 2);
+  CHECK(has(text, "set ytics (\"compute\" 3, \"gathers\" 2, \"reductions\" 1)"));
+}
+
+TEST_CASE("a timeline of a plan has its slots under its lanes", "[plots]") {
+  const ScratchDirectory dir;
+  json trace = json::parse(trace_text());
+  trace["otherData"]["command"] = "./train --plan --preset tiny --world 4";
+  json& events = trace["traceEvents"];
+  const auto add = [&](const char* slot, const char* holds, double ts, double dur) {
+    events.push_back(span("slot", holds, ts, dur, {{"kind", "slot"}, {"mark", slot}}));
+  };
+  add("gather slot 0", "block.1", 500, 4500);
+  add("gather slot 0", "block.1, resident", 5000, 6000);
+  add("gradient slot 0", "block.1", 6000, 4000);
+  const std::string text = script({dir.file("trace.json", trace.dump())});
+  CHECK(has(text, "\"A step of tiny on 4 GPUs, planned\""));
+  CHECK(has(text,
+            "set ytics (\"compute\" 5, \"gathers\" 4, \"reductions\" 3, \"gather slot 0\" 2, "
+            "\"gradient slot 0\" 1)"));
+  CHECK(has(text, "$held << EOD\n0.0000 4.0000 1.64 2.36\nEOD"));
+  CHECK(has(text, "$resident << EOD\n4.0000 10.0000 1.64 2.36\nEOD"));
+  CHECK(has(text, "$gradient << EOD\n5.0000 9.0000 0.64 1.36\nEOD"));
+  CHECK(count(text, "set label \"block.1\"") == 4);  // a resident unit has its label in the bar before
+  for (int i = 1; i < 12; i++) add(("gather slot " + std::to_string(i)).c_str(), "block.2", 1000, 1000);
+  CHECK_FALSE(has(script({dir.file("many.json", trace.dump())}), "slot"));  // more than there is room for
 }
 
 TEST_CASE("memory is stacked, with what stays at the bottom", "[plots]") {

@@ -8,13 +8,13 @@
 
 struct Span {
   enum Lane { compute, gather, reduce, other };  // the stream; other: none of the program's, as NCCL may use
-  enum Kind { operation, kernel, nccl_kernel, collective, copy, clear, wait };
+  enum Kind { operation, kernel, nccl_kernel, collective, copy, clear, wait, slot };
   Lane lane = compute;
   Kind kind = operation;
   std::string name;
   double from = 0, to = 0;  // seconds; all spans of a step begin to count at the same time
   std::string unit = {};    // whose parameters are gathered here, or whose gradients are reduced
-  std::string mark = {};    // the operation that a kernel belongs to, where that is not the name
+  std::string mark = {};    // the operation that a kernel belongs to, where that is not the name; or the slot
   int64_t bytes = 0;        // copied, or of the buffer that a collective gathers or reduces
   uint32_t stream = 0;      // its number, where the lane is other
 };

@@ -304,6 +304,9 @@ void Stream::spend(const Cost& cost) {
 void Stream::spend(Collective kind, double bytes, int ranks, int local, Via via) {
   if (dev_.timeline) dev_.timeline->collective(number(), kind, bytes, ranks, local, via);
 }
+void Stream::holds(const std::string& slot, const std::string& unit, const char* how) {
+  if (dev_.timeline) dev_.timeline->holds(number(), slot, unit, how);
+}
 
 void Stream::synchronize() {
 #if FSDP_CUDA

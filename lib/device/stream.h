@@ -59,9 +59,11 @@ class Stream {
   void zero(void* p, int64_t bytes);
   void zero_rows(void* p, int64_t pitch, int64_t bytes, int64_t rows);  // rows of `bytes`, `pitch` bytes apart
   void sleep(double ms);                                                // for tests: holds this stream up, not the host
-  // In a dry run with a timeline: an operation stands here, or a collective; see Timeline. Otherwise nothing.
+  // In a dry run with a timeline: an operation stands here, or a collective, or a slot begins to hold a unit; see
+  // Timeline. Otherwise nothing.
   void spend(const Cost& cost);
   void spend(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels);
+  void holds(const std::string& slot, const std::string& unit, const char* how = "");
   void synchronize();  // the host waits; rethrows what a CPU stream's work has thrown
 
  private:

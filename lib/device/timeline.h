@@ -66,6 +66,9 @@ struct Timeline {
   virtual void skip(int64_t) {}
   // The plan takes memory for a purpose, or gives it back (negative): bytes, as the plan rounds them.
   virtual void memory(Purpose, int64_t) {}
+  // When the stream comes here a slot, by its name in the plan of memory, begins to hold a unit; "": nothing. how: what
+  // is to be said of it.
+  virtual void holds(int /*stream*/, const std::string& /*slot*/, const std::string& /*unit*/, const char* /*how*/) {}
   // Whose the operations are that follow: the compute stream's mark; the unit of a gather or reduction.
   std::string mark, unit;
 };

@@ -146,6 +146,23 @@ void Estimate::memory(Purpose purpose, int64_t bytes) {
   if (keeps_ && bytes != 0) memory_.push_back({clock(0), purpose, bytes});
 }
 
+void Estimate::holds(int stream, const std::string& slot, const std::string& unit, const char* how) {
+  if (!keeps_) return;
+  const std::string what = unit + how;
+  const auto held = holding_.find(slot);
+  if (held != holding_.end()) {
+    Span& s = slots_[held->second];
+    if (s.name == what) return;
+    s.to = clock(stream);
+    holding_.erase(held);
+  }
+  if (what.empty()) return;
+  Span s;
+  s.lane = Span::other, s.kind = Span::slot, s.name = what, s.mark = slot, s.from = clock(stream);
+  holding_[slot] = slots_.size();
+  slots_.push_back(std::move(s));
+}
+
 double Estimate::host() const { return (graph_ ? 1 : double(sums_.calls)) * issue; }
 double Estimate::step() const {
   return std::max(*std::max_element(clock_.begin(), clock_.end()) - begun_ + sums_.skipped, host());
@@ -154,7 +171,7 @@ double Estimate::step() const {
 void Estimate::next_step() {
   begun_ = *std::max_element(clock_.begin(), clock_.end());
   sums_ = {};
-  kept_.clear(), memory_.clear();
+  kept_.clear(), memory_.clear(), slots_.clear(), holding_.clear();
 }
 
 void Estimate::begin_repeat() { sums_before_repeat_ = sums_, repeat_from_ = clock(0); }

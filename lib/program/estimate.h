@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -44,12 +45,14 @@ class Estimate : public Timeline {
   double clock(int stream) const { return clock_[size_t(stream)]; }
 
   // From here on what runs when is kept: operations by their marks, collectives by their units, and what the compute
-  // stream waits; and what memory is taken meanwhile. Of the latest step, which begins at begun().
+  // stream waits; and meanwhile what memory is taken, and what slots hold. Of the latest step, which begins at begun().
   void keep_spans() { keeps_ = true; }
   const std::vector<Span>& spans() const { return kept_; }
   const std::vector<MemoryChange>& memory_changes() const { return memory_; }
+  const std::vector<Span>& slots() const { return slots_; }  // by their beginning; Span::mark is the slot
   double begun() const { return begun_; }
   void memory(Purpose purpose, int64_t bytes) override;
+  void holds(int stream, const std::string& slot, const std::string& unit, const char* how) override;
 
   double seconds(const Cost& c) const;  // alone on the chip
   double seconds(Collective kind, double bytes, int ranks, int local, Via via = Via::kernels) const;
@@ -100,4 +103,6 @@ class Estimate : public Timeline {
   bool keeps_ = false;
   std::vector<Span> kept_;
   std::vector<MemoryChange> memory_;
+  std::vector<Span> slots_;
+  std::map<std::string, size_t> holding_;  // for a slot that holds something, the span in slots_ that is to end
 };

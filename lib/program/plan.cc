@@ -138,7 +138,7 @@ Trace planned_trace(Run r, int ranks, const Chip& chip) {
   plan_step(r, world, &dev, &estimate);
   Trace t;
   t.source = "plan", t.begin = estimate.begun(), t.end = t.begin + estimate.step();
-  t.device = estimate.spans(), t.memory = estimate.memory_changes();
+  t.device = estimate.spans(), t.memory = estimate.memory_changes(), t.slots = estimate.slots();
   const MemoryReport memory = dev.mem.report();
   std::copy(memory.before_step, memory.before_step + purposes, t.before_step);
   t.live_peak = memory.live_peak, t.arena = memory.arena;

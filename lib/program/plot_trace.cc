@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fstream>
 #include <map>
+#include <sstream>
 
 #include "lib/device/error.h"
 #include "lib/program/format.h"
@@ -31,9 +32,10 @@ struct Bar {
   std::string what, group;  // what: its label; group: what colours it
 };
 struct Lane {
-  const char *cat, *title;
+  std::string cat, title;
   std::vector<Bar> bars = {};
 };
+constexpr size_t streams = 3, most_slots = 12;  // lanes
 
 // The step's beginning and end, in a trace's microseconds.
 std::pair<double, double> window_of(const json& trace, const std::string& path) {
@@ -53,6 +55,8 @@ bool contains(const std::string& text, const char* part) { return text.find(part
 std::string group_of(const std::string& cat, const std::string& name, const json& args) {
   const std::string kind = words(args, "kind"), what = words(args, "mark").empty() ? name : words(args, "mark");
   if (kind == "wait" || contains(what, "waiting")) return "waits";
+  if (cat == "slot")
+    return contains(name, ", resident") ? "resident" : contains(what, "gradient") ? "gradient" : "held";
   if (cat != "compute") return cat;
   if (contains(what, "recomputed")) return "recomputed";
   if (contains(what, "backward")) return "backward";
@@ -60,8 +64,9 @@ std::string group_of(const std::string& cat, const std::string& name, const json
   return "forward";
 }
 
-// The operation that computes, or the unit that is gathered or reduced.
+// The operation that computes, the unit that is gathered or reduced, or what a slot holds.
 std::string what_of(const std::string& cat, const std::string& name, const json& args) {
+  if (cat == "slot") return name.substr(0, name.find(','));
   if (cat != "compute") return words(args, "unit");
   const std::string mark = words(args, "mark").empty() ? name : words(args, "mark");
   return contains(mark, "waiting") ? "" : mark.substr(0, mark.find(','));
@@ -88,20 +93,24 @@ const char* const stack_colours[] = {"#0072B2", "#56B4E9", "#009E73", "#CC79A7",
 const Group groups[] = {{"forward", "#56B4E9", "forward pass"},  {"backward", "#0072B2", "backward pass"},
                         {"recomputed", "#CC79A7", "recomputed"}, {"AdamW", "#F0E442", "AdamW"},
                         {"waits", "#D55E00", "waits"},           {"gather", "#E69F00", "gathers"},
-                        {"reduce", "#009E73", "reductions"}};
+                        {"reduce", "#009E73", "reductions"},     {"held", "#F3CF80", "weights"},
+                        {"resident", "#FAE9C6", "resident"},     {"gradient", "#80CEB9", "gradients"}};
 
 std::vector<Lane> lanes_of(const json& trace, double begin, double end) {
   std::vector<Lane> lanes = {{"compute", "compute"}, {"gather", "gathers"}, {"reduce", "reductions"}};
   for (const json& e : trace["traceEvents"]) {
     if (words(e, "ph") != "X") continue;
-    const std::string cat = words(e, "cat");
+    const std::string cat = words(e, "cat"), slot = cat == "slot" ? words(args_of(e), "mark") : "";
     const double ts = number(e, "ts", 0), to = ts + number(e, "dur", 0);
     if (to <= begin || ts >= end) continue;
-    for (Lane& lane : lanes)
-      if (cat == lane.cat)
-        lane.bars.push_back({(std::max(ts, begin) - begin) / 1e3, (std::min(to, end) - begin) / 1e3,
-                             what_of(cat, words(e, "name"), args_of(e)), group_of(cat, words(e, "name"), args_of(e))});
+    const auto same = [&](const Lane& lane) { return lane.cat == cat && (cat != "slot" || lane.title == slot); };
+    auto lane = std::find_if(lanes.begin(), lanes.end(), same);
+    if (lane == lanes.end() && cat == "slot") lane = lanes.insert(lanes.end(), {cat, slot});
+    if (lane != lanes.end())
+      lane->bars.push_back({(std::max(ts, begin) - begin) / 1e3, (std::min(to, end) - begin) / 1e3,
+                            what_of(cat, words(e, "name"), args_of(e)), group_of(cat, words(e, "name"), args_of(e))});
   }
+  if (lanes.size() > streams + most_slots) lanes.resize(streams);
   for (Lane& lane : lanes) merge(&lane.bars, (end - begin) / 1e3 / 1000);
   return lanes;
 }
@@ -110,6 +119,10 @@ std::string title_of(const PlotRequest& r, const json& trace, const char* what) 
   if (!r.title.empty()) return r.title;
   const json other = trace.value("otherData", json::object());
   std::string text = what;
+  // Behind --preset in the command, as a word of its own.
+  std::istringstream command(words(other, "command"));
+  for (std::string word, before; command >> word; before = word)
+    if (before == "--preset") text += " of " + word;
   if (other.contains("ranks")) text += " on " + other["ranks"].dump() + (other["ranks"] == 1 ? " GPU" : " GPUs");
   if (words(other, "source") == "plan") text += ", planned";
   return text;
@@ -143,7 +156,7 @@ std::string timeline_script(const PlotRequest& r, const std::string& out) {
   const auto [begin, end] = window_of(trace, r.files[0]);
   const std::vector<Lane> lanes = lanes_of(trace, begin, end);
   const double length = (end - begin) / 1e3;
-  std::string text = plot_opening(out, 1000, 330, title_of(r, trace, "A step"));
+  std::string text = plot_opening(out, 1000, 330 + 40 * int(lanes.size() - streams), title_of(r, trace, "A step"));
   std::string labels;
   std::map<std::string, std::string> data;
   bool any = false;
@@ -157,7 +170,8 @@ std::string timeline_script(const PlotRequest& r, const std::string& out) {
       const double room = length * 0.0078 * double(b.what.size());
       const bool within = b.to - b.from > room;
       const double free_until = j + 1 < lanes[i].bars.size() ? lanes[i].bars[j + 1].from : length;
-      if (b.what.empty() || (!within && (i == 0 || free_until - b.to < 1.1 * room))) continue;
+      if (b.what.empty() || b.group == "resident") continue;
+      if (!within && (i == 0 || i >= streams || free_until - b.to < 1.1 * room)) continue;
       if (within)
         labels += strf("set label %s at %.4f,%.2f center front font \"sans-serif,10\" textcolor \"#000000\"\n",
                        in_quotes(b.what).c_str(), (b.from + b.to) / 2, y);
@@ -171,13 +185,13 @@ std::string timeline_script(const PlotRequest& r, const std::string& out) {
   text += strf("set xrange [0:%.4f]\nset yrange [0.4:%.1f]\nset xlabel \"ms\"\n", length, double(lanes.size()) + 0.6);
   text += "set ytics (";
   for (size_t i = 0; i < lanes.size(); i++)
-    text += strf("%s\"%s\" %zu", i ? ", " : "", lanes[i].title, lanes.size() - i);
-  text +=
-      ")\nset grid noytics\nset bmargin 6\nset key at screen 0.5,0.03 center bottom horizontal maxrows 1 samplen "
-      "1.5\nset style fill solid 1 border "
-      "linecolor "
-      "\"#ffffff\"\n" +
-      labels + "plot ";
+    text += strf("%s%s %zu", i ? ", " : "", in_quotes(lanes[i].title).c_str(), lanes.size() - i);
+  // Slots make the key two lines.
+  text += strf(
+      ")\nset grid noytics\nset bmargin %d\nset key at screen 0.5,0.03 center bottom horizontal samplen 1.5\n"
+      "set style fill solid 1 border linecolor \"#ffffff\"\n",
+      lanes.size() > streams ? 8 : 6);
+  text += labels + "plot ";
   bool first = true;
   for (const Group& g : groups)
     if (data.count(g.name)) {
@@ -235,7 +249,7 @@ std::string memory_script(const PlotRequest& r, const std::string& out) {
   const double top = axis_end(highest, 1.12);
   text += strf("set xrange [0:%.4f]\nset yrange [0:%.0f]\n", (end - begin) / 1e3, top);
   text +=
-      "set xlabel \"ms\"\nset ylabel \"MiB\"\nset key outside right top vertical invert\n"
+      "set xlabel \"ms\"\nset ylabel \"MiB\"\nset key outside right top vertical\n"
       "set style fill solid 1 noborder\n";
   text += strf("set label \"%s MiB\" at %.4f,%.2f center offset 0,0.8 front\n", grouped(std::llround(highest)).c_str(),
                when, highest);

@@ -15,13 +15,14 @@
 
 enum class PlotKind {
   automatic,
-  timeline,  // a trace: what ran when, in lanes for computation, gathers and reductions
-  memory,    // a trace: memory over the step by purpose, stacked
-  curves,    // training logs: loss, gradient norm and tokens/s by step
-  loss,      // training logs or rows: loss by step alone
-  bars,      // rows: a figure of theirs, PyTorch's and ours for each row
-  scaling,   // rows whose first label is a number: the same as lines, on logarithmic axes
-  unit,      // no file: the flat buffer of a unit, cut for 4 ranks
+  timeline,  // a trace: what ran when, in lanes for computation, gathers and reductions; and, of a plan with no more
+             // than a dozen slots, what each of them holds
+  memory,   // a trace: memory over the step by purpose, stacked
+  curves,   // training logs: loss, gradient norm and tokens/s by step
+  loss,     // training logs or rows: loss by step alone
+  bars,     // rows: a figure of theirs, PyTorch's and ours for each row
+  scaling,  // rows whose first label is a number: the same as lines, on logarithmic axes
+  unit,     // no file: the flat buffer of a unit, cut for 4 ranks
 };
 PlotKind plot_kind(const std::string& name);  // "": automatic. Throws UsageError, which lists the names
 std::vector<std::string> plot_kinds();

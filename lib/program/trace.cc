@@ -51,8 +51,8 @@ struct Track {
   std::string name;
   const char* cat;
 };
-const char* const processes[] = {"", "streams", "NCCL and copy engines", "host", "memory"};
-constexpr int streams = 1, engines = 2, host = 3, memory = 4;
+const char* const processes[] = {"", "streams", "NCCL and copy engines", "host", "memory", "slots"};
+constexpr int streams = 1, engines = 2, host = 3, memory = 4, slots = 5;
 constexpr int other_streams = 100, next_lane = 1000;
 
 Track stream_of(const Span& s) {
@@ -69,7 +69,8 @@ Track stream_of(const Span& s) {
 }
 
 const char* name_of(Span::Kind kind) {
-  static const char* const names[] = {"operation", "kernel", "nccl_kernel", "collective", "copy", "clear", "wait"};
+  static const char* const names[] = {"operation", "kernel", "nccl_kernel", "collective",
+                                      "copy",      "clear",  "wait",        "slot"};
   return names[kind];
 }
 
@@ -154,7 +155,7 @@ std::vector<const Span*> by_beginning(const std::vector<Span>& spans) {
 // Where the file begins.
 double start_of(const Trace& t) {
   double start = t.begin;
-  for (const auto* spans : {&t.device, &t.host})
+  for (const auto* spans : {&t.device, &t.host, &t.slots})
     for (const Span& s : *spans) start = std::min(start, s.from);
   for (const MemoryChange& c : t.memory) start = std::min(start, c.at);
   return start;
@@ -167,6 +168,11 @@ void write_events(Writer* to, const Trace& t) {
     if (s->kind == Span::copy) to->span(*s, {engines, 2, "copy engines", "copy"}, /*may_overlap=*/false);
   }
   for (const Span* s : by_beginning(t.host)) to->span(*s, {host, 1, "marks", "host"}, /*may_overlap=*/true);
+  std::map<std::string, int> tracks;  // of slots, in the order in which they are first used
+  for (const Span* s : by_beginning(t.slots)) {
+    const int track = tracks.insert({s->mark, int(tracks.size()) + 1}).first->second;
+    to->span(*s, {slots, track, s->mark, "slot"}, /*may_overlap=*/false);
+  }
   if (t.memory.empty()) return;
   int64_t live[purposes];
   std::copy(t.before_step, t.before_step + purposes, live);
