@@ -214,7 +214,7 @@ debug := $(if $(filter 1,$(DEBUG)),-g)
 sanitize := $(if $(filter 1,$(SAN)),-g -fno-omit-frame-pointer -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
 # What is not hot is compiled with -O1: -O3 took half of the compiler's time. The CPU's kernels and random numbers are
 # inline, and the linker keeps any one copy: all must round alike, so files that include them stay at -O3.
-hot_headers := (cpu/|lib/ops/philox)
+hot_headers := (cpu/|lib/ops/philox|test/nsa.h)
 cold := $(shell grep -LE '"$(hot_headers)' $(wildcard lib/program/*.cc test/*.cc test/fuzz/*.cc))
 level = $(if $(sanitize)$(filter $(cold),$<),-O1,-O3)
 host_flags := -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)

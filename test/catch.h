@@ -35,3 +35,6 @@ void skip_test(const char* why);
     skip_test(why);    \
     return;            \
   } while (0)
+// The same, of a test case that needs a GPU.
+#define NEEDS_GPU() \
+  if (!have_gpu()) SKIP_TEST("no GPU")

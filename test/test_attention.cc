@@ -585,9 +585,6 @@ TEST_CASE("attention refuses bad shapes and is off when it should be", "[attenti
 
 // --------------------------------------------------------------------------------------------------------------- GPU
 
-#define NEEDS_GPU() \
-  if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
-
 #if FSDP_CUDA
 namespace {
 

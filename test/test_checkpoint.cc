@@ -314,7 +314,7 @@ void check_pairs(Backend backend) {
 
 TEST_CASE("what W ranks saved loads at W' ranks, whatever the units", "[checkpoint]") { check_pairs(Backend::cpu); }
 TEST_CASE("GPU: what W ranks saved loads at W' ranks, whatever the units", "[checkpoint][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   check_pairs(Backend::gpu);
 }
 
@@ -722,7 +722,7 @@ void check_overlap(Backend backend) {
 
 TEST_CASE("saving holds up nothing but the copy", "[checkpoint]") { check_overlap(Backend::cpu); }
 TEST_CASE("GPU: saving holds up nothing but the copy", "[checkpoint][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   check_overlap(Backend::gpu);
 }
 
@@ -1204,7 +1204,7 @@ void check_resumed(Backend backend) {
 
 TEST_CASE("a run that is resumed goes on as if it had never stopped", "[checkpoint]") { check_resumed(Backend::cpu); }
 TEST_CASE("GPU: a run that is resumed goes on as if it had never stopped", "[checkpoint][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   check_resumed(Backend::gpu);
 }
 

@@ -670,7 +670,7 @@ TEST_CASE("CPU ranks share their host's memory", "[comm]") {
 }
 
 TEST_CASE("GPU: each rank takes one, and all know who shares", "[comm][gpu][hosts]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   const World& w = test_world();
   const DeviceAssignment a = assign_device(Backend::gpu, w);
   CHECK(a.ordinal == w.local_rank % gpus());

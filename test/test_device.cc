@@ -370,7 +370,7 @@ TEST_CASE("the time between events", "[device]") { elapsed_time(Backend::cpu); }
 TEST_CASE("what a stream's work throws reaches the host", "[device]") { failures_reach_the_host(Backend::cpu); }
 TEST_CASE("planning and tuning enqueue nothing", "[device]") { nothing_is_enqueued_but_in_a_run(Backend::cpu); }
 TEST_CASE("GPU: streams and events", "[device][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   all_of_streams(Backend::gpu);
 }
 
@@ -944,7 +944,7 @@ TEST_CASE("buffers hold their data", "[device]") { buffers_hold_data(Backend::cp
 TEST_CASE("poison fills all but what is kept", "[device]") { poison_fills_all_but_what_is_kept(Backend::cpu); }
 TEST_CASE("a plan without room is refused", "[device]") { no_room_is_said(Backend::cpu); }
 TEST_CASE("GPU: planned memory", "[device][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   replay_keeps_to_the_plan(Backend::gpu);
   buffers_hold_data(Backend::gpu);
   poison_fills_all_but_what_is_kept(Backend::gpu);
@@ -984,7 +984,7 @@ TEST_CASE("the arena is all that the device is asked for", "[device]") {
   CHECK_THROWS_AS(mem.commit(), Error);  // once is enough
 }
 TEST_CASE("GPU: the arena is what the GPU says it took", "[device][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   for (const int64_t bytes : {int64_t(1), int64_t(100) << 20, (int64_t(1) << 30) + 12345}) {
     Device dev(Backend::gpu, test_device(Backend::gpu).ordinal);
     dev.mem.keep<char>(bytes, "kept", Purpose::master);

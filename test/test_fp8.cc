@@ -479,7 +479,7 @@ TEST_CASE("GPU: products in fp8", "[fp8][gpu]") {
 }
 
 TEST_CASE("GPU: fp8 of other types than bf16 is refused", "[fp8][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   Stream& s = test_device(Backend::gpu).compute();
   float x = 0;
   double y = 0;

@@ -346,7 +346,7 @@ TEST_CASE("every combination of six knobs uses the memory that was planned, and 
 }
 TEST_CASE("GPU: every combination of six knobs uses the memory that was planned, and no more in a hundred steps",
           "[fsdp][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   check_six_knobs(Backend::gpu);
 }
 
@@ -801,7 +801,7 @@ TEST_CASE("what waits for a gather is told of gathers, and of reductions for a r
 // --------------------------------------------------------------------------------------------------------------- GPU
 
 TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu][hosts]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   const World& world = test_world();
   for (int n = 0; n < 8; ++n) {
@@ -833,7 +833,7 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu][hosts]") {
 }
 
 TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu][hosts]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   for (bool sparse_too : {false, true})
     for (bool in_backward : {false, true}) {
@@ -874,7 +874,7 @@ TEST_CASE("GPU: a step as a graph is the step bit for bit", "[fsdp][gpu][hosts]"
 }
 
 TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu][hosts]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
   Setup s;
   s.model = small_on_gpu(Arch::rope), s.lr = 1e-3, s.steps = 6;
@@ -895,7 +895,7 @@ TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu][hosts]") {
 }
 
 TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp][gpu][hosts]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
   if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
   Setup s;
@@ -916,13 +916,13 @@ TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp]
 }
 
 TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   check_flat(Backend::gpu);
 }
 
 TEST_CASE("GPU: sharded over NCCL as on one GPU", "[fsdp][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   for (Arch arch : all_archs)
     for (bool sparse_too : {false, true}) {
@@ -953,7 +953,7 @@ TEST_CASE("GPU: sharded over NCCL as on one GPU", "[fsdp][gpu]") {
 }
 
 TEST_CASE("GPU: delays change nothing", "[fsdp][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   Setup s;
   s.model = small_on_gpu(Arch::rope), s.backend = Backend::gpu, s.steps = 2, s.fsdp.reduce_dtype = Dtype::bf16;
@@ -966,7 +966,7 @@ TEST_CASE("GPU: delays change nothing", "[fsdp][gpu]") {
 }
 
 TEST_CASE("GPU: ranks that share one GPU train as one rank does", "[fsdp][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   Setup s;
   s.model = small_on_gpu(Arch::rope), s.backend = Backend::gpu, s.share_gpu = true, s.lr = 1e-3, s.steps = 5;
   const Outcome shared = train<float, float>(s, test_world()), again = train<float, float>(s, test_world());

@@ -738,7 +738,7 @@ TEST_CASE("GPU: statistics of gates and selection over W ranks are those of one"
 }
 
 TEST_CASE("GPU: trains as the CPU does", "[model][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   for (Arch arch : all_archs) {
     INFO(name_of(arch));
@@ -763,7 +763,7 @@ TEST_CASE("GPU: trains as the CPU does", "[model][gpu]") {
 }
 
 TEST_CASE("GPU: heads whose keys are wider than values train as on a CPU", "[model][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
   if (has_small_memory(test_device(Backend::gpu).compute_capability)) SKIP_TEST("99 KiB of shared memory");
   for (bool nsa : {false, true}) {
@@ -781,7 +781,7 @@ TEST_CASE("GPU: heads whose keys are wider than values train as on a CPU", "[mod
 }
 
 TEST_CASE("GPU: recomputation changes no bit", "[model][gpu]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (test_world().size != 1) SKIP_TEST("is about one rank");
   for (bool sparse_too : {false, true}) {
     Setup s;

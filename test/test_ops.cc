@@ -803,9 +803,6 @@ TEST_CASE("norm_apply gives norm_forward's bits, and each row has its largest", 
     }
 }
 
-#define NEEDS_GPU() \
-  if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
-
 TEST_CASE("GPU: norm_apply gives norm_forward's bits, and each row has its largest", "[ops][gpu]") {
   NEEDS_GPU();
   for (Norm kind : {Norm::layer, Norm::rms})

@@ -235,7 +235,7 @@ TEST_CASE("what owners sum lies in one planned buffer, and goes by all_to_all", 
 }
 
 TEST_CASE("GPU: copy engines carry, and owners sum in fp32 and in rank order", "[reduce][gpu][hosts]") {
-  if (!have_gpu()) SKIP_TEST("no GPU");
+  NEEDS_GPU();
   if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
   Setup s;
   s.backend = Backend::gpu;

@@ -16,9 +16,6 @@
 #include "lib/ops/philox.h"
 #include "test/worst.h"
 
-#define NEEDS_GPU() \
-  if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
-
 #if FSDP_CUDA
 namespace {
 

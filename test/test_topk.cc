@@ -326,9 +326,6 @@ TEST_CASE("nsa_topk's scratch does not grow with the number of queries", "[topk]
 
 // --------------------------------------------------------------------------------------------------------------- GPU
 
-#define NEEDS_GPU() \
-  if (!have_gpu()) SKIP_TEST("GPU kernels: no GPU here")
-
 #if FSDP_CUDA
 namespace {
 
