@@ -26,6 +26,7 @@ bool one_gpu_a_rank();
 
 // This process's device of that kind, in Mode::run; made at first use and kept. GPU: number local rank mod gpus().
 Device& test_device(Backend backend);
+inline int ordinal_of(Backend backend) { return backend == Backend::gpu ? test_device(backend).ordinal : 0; }
 
 void skip_test(const char* why);
 // Leaves the test case, which is printed with the reason. In a multi-rank test every rank must come to the same

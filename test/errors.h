@@ -1,4 +1,4 @@
-// What a call throws, as text.
+// What a call throws, as text, and whether a text has a part.
 #pragma once
 
 #include <string>
@@ -13,3 +13,5 @@ std::string error_of(F f) {
   } catch (const Kind& e) { return e.what(); }
   return "";
 }
+
+inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "test/arrays.h"
+#include "test/errors.h"
 
 #include <algorithm>
 #include <cmath>
@@ -549,16 +550,6 @@ inline int64_t malformed_lists(const NsaShape& a, const Indices& indices) {
   }
   return bad;
 }
-
-// What f() throws as E, or "".
-template <class E, class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const E& e) { return e.what(); }
-  return "";
-}
-inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // ------------------------------------------------------------------------------------------------ stages by themselves
 

@@ -307,8 +307,6 @@ std::vector<AttentionShape> rules(F make) {
   return list;
 }
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 }  // namespace
 
 // --------------------------------------------------------------------------------------------------------- CPU twins

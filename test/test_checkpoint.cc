@@ -37,7 +37,6 @@ using nlohmann::json;
 
 namespace {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 bool exists(const std::string& path) {
   struct stat s;
   return ::lstat(path.c_str(), &s) == 0;

@@ -2,6 +2,7 @@
 // compute what every other rank holds (value() below), so each checks its results by itself. Between two collectives
 // nothing here throws: a rank that left early would leave the others waiting.
 #include "test/catch.h"
+#include "test/errors.h"
 
 #include <algorithm>
 #include <chrono>
@@ -15,8 +16,6 @@
 #include <vector>
 
 namespace {
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // Number i of a rank's data: 24 random bits and a random exponent, so that sums round, and another order or another
 // rounding of the sum shows.

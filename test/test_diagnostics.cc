@@ -20,6 +20,7 @@
 #include "lib/program/outputs.h"
 #include "lib/program/report.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
@@ -60,15 +61,6 @@ std::vector<std::string> messages(const std::string& path) {
   for (const json& j : lines_of(path)) all.push_back(j.at("msg"));
   return all;
 }
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const UsageError& e) { return e.what(); }
-  return "";
-}
-bool says(const std::string& text, const std::string& what) { return text.find(what) != std::string::npos; }
 
 Options options(std::vector<const char*> more) {
   std::vector<const char*> argv = {"train", "--device", "cpu", "--preset", "tiny", "--steps", "100"};
@@ -136,8 +128,8 @@ TEST_CASE("throughput has fallen when four readings are below half of what four 
   CHECK(said({49, 49, 49}) == 0);
   CHECK(said({51, 49, 49, 49}) == 0);  // not in a row
   CHECK(said({48}) == 1);
-  CHECK(says(said.text, "4 readings in a row below 50 % of the 100 tokens/s"));
-  CHECK(says(said.text, "the latest 48"));
+  CHECK(has(said.text, "4 readings in a row below 50 % of the 100 tokens/s"));
+  CHECK(has(said.text, "the latest 48"));
   CHECK(said({49, 10, 0, 49, 49}) == 0);       // it is said
   CHECK(said({51, 49, 49, 49, 49, 49}) == 1);  // it was well in between
 }
@@ -168,7 +160,7 @@ TEST_CASE("gates have collapsed after three readings beyond one of the threshold
     CHECK(said({1}, &well) == 0);
     CHECK(said({1, 1}, &bad) == 0);
     CHECK(said({1, 1, 1}, &bad) == 1);
-    CHECK(says(said.text, "gates have collapsed"));
+    CHECK(has(said.text, "gates have collapsed"));
     CHECK(said({1, 1, 1}) == 0);  // nobody counts them
     CHECK(said({1}, &well) == 0);
     CHECK(said({1, 1, 1, 1, 1, 1}, &bad) == 1);
@@ -350,7 +342,7 @@ TEST_CASE("a run that is resumed goes on in the same files from its step", "[dia
   }
   std::ofstream(dir / "training_fsdp.csv", std::ios::app) << "8,8.0";  // it was killed there
   Told t(options({"--diagnostics", dir.path.c_str(), "--resume", "x"}));
-  CHECK(says(text_of(dir / "training_fsdp.csv"), "7,7.000000"));  // until the first step is about to run
+  CHECK(has(text_of(dir / "training_fsdp.csv"), "7,7.000000"));  // until the first step is about to run
   t.diagnostics->begin(6);
   t.diagnostics->count_fallbacks(std::vector<NsaKernels>(2));
   for (int64_t n = 6; n <= 9; n++) t.step(n, double(n) + 0.5);
@@ -363,8 +355,8 @@ TEST_CASE("a run that is resumed goes on in the same files from its step", "[dia
     if (name != std::string("training_fsdp.csv")) expected.insert(expected.begin(), "step");
     CHECK(steps == expected);
   }
-  CHECK(says(text_of(dir / "training_fsdp.csv"), "\n5,5.000000,"));
-  CHECK(says(text_of(dir / "training_fsdp.csv"), "\n6,6.500000,"));
+  CHECK(has(text_of(dir / "training_fsdp.csv"), "\n5,5.000000,"));
+  CHECK(has(text_of(dir / "training_fsdp.csv"), "\n6,6.500000,"));
   const std::vector<std::string> all = messages(dir / "heartbeat_rank0.jsonl");
   CHECK(std::count(all.begin(), all.end(), "boot") == 2);
   CHECK(std::count(all.begin(), all.end(), "progress") == 7 + 4);
@@ -384,7 +376,7 @@ TEST_CASE("a stall is in the heartbeat, and what ended the run", "[diagnostics]"
   CHECK(j.at("msg") == "stall");
   CHECK(j.at("step") == 1);
   CHECK(j.at("seconds") >= 0.1);
-  CHECK(says(j.at("text"), "step 2 of 100 is awaited"));
+  CHECK(has(j.at("text"), "step 2 of 100 is awaited"));
 }
 
 TEST_CASE("without a directory nothing is written", "[diagnostics]") {
@@ -404,37 +396,38 @@ TEST_CASE("without a directory nothing is written", "[diagnostics]") {
 
 TEST_CASE("a directory that cannot be this run's is refused, and left alone", "[diagnostics]") {
   Directory dir;
-  auto refusal = [&](std::vector<const char*> more) { return error_of([&] { check_outputs(options(more)); }); };
+  auto refusal = [&](std::vector<const char*> more) {
+    return error_of<UsageError>([&] { check_outputs(options(more)); });
+  };
   const std::string file = dir / "file", foreign = dir / "foreign", ours = dir / "ours", saved = dir / "saved";
   write(file, "x");
-  CHECK(says(refusal({"--diagnostics", file.c_str()}), "not a directory"));
-  CHECK(says(error_of([&] { Told t(options({"--diagnostics", file.c_str()})); }), "--diagnostics: " + file));
+  CHECK(has(refusal({"--diagnostics", file.c_str()}), "not a directory"));
+  CHECK(has(error_of<UsageError>([&] { Told t(options({"--diagnostics", file.c_str()})); }), "--diagnostics: " + file));
   fs::create_directory(foreign);
   write(foreign + "/notes.txt", "mine");
   CHECK(refusal({"--diagnostics", foreign.c_str()}) == "");  // none of our names
   write(foreign + "/training_fsdp.csv", "1,2,3,4\n");
-  CHECK(says(refusal({"--diagnostics", foreign.c_str()}), "training_fsdp.csv is there, but no env.json of a run"));
+  CHECK(has(refusal({"--diagnostics", foreign.c_str()}), "training_fsdp.csv is there, but no env.json of a run"));
   write(foreign + "/env.json", "{}");
-  CHECK(says(refusal({"--diagnostics", foreign.c_str()}), "no env.json of a run"));
+  CHECK(has(refusal({"--diagnostics", foreign.c_str()}), "no env.json of a run"));
   CHECK(text_of(foreign + "/training_fsdp.csv") == "1,2,3,4\n");
   { Told t(options({"--diagnostics", ours.c_str()})); }
   CHECK(refusal({"--diagnostics", ours.c_str()}) == "");
   write(ours + "/k_stats_fsdp.csv", "step,other\n");
   CHECK(refusal({"--diagnostics", ours.c_str()}) == "");  // it is replaced
-  CHECK(says(error_of([&] { check_diagnostics(ours, true); }), "k_stats_fsdp.csv has other columns"));
+  CHECK(has(error_of<UsageError>([&] { check_diagnostics(ours, true); }), "k_stats_fsdp.csv has other columns"));
   fs::remove(ours + "/k_stats_fsdp.csv");
   fs::create_directory(ours + "/heartbeat_rank0.jsonl.d");
   CHECK(refusal({"--diagnostics", ours.c_str()}) == "");
   fs::create_symlink(file, ours + "/heartbeat_rank7.jsonl");
-  CHECK(says(refusal({"--diagnostics", ours.c_str()}), "heartbeat_rank7.jsonl there is not a regular file"));
+  CHECK(has(refusal({"--diagnostics", ours.c_str()}), "heartbeat_rank7.jsonl there is not a regular file"));
   fs::create_directory(saved);
-  CHECK(says(refusal({"--diagnostics", saved.c_str(), "--save", (saved + "/").c_str()}), "where checkpoints are"));
-  CHECK(
-      says(refusal({"--diagnostics", (saved + "/step-3").c_str(), "--save", saved.c_str()}), "where checkpoints are"));
+  CHECK(has(refusal({"--diagnostics", saved.c_str(), "--save", (saved + "/").c_str()}), "where checkpoints are"));
+  CHECK(has(refusal({"--diagnostics", (saved + "/step-3").c_str(), "--save", saved.c_str()}), "where checkpoints are"));
   CHECK(refusal({"--diagnostics", (saved + "/diagnostics").c_str(), "--save", saved.c_str()}) == "");
   const std::string new_one = dir / "new";
-  CHECK(says(refusal({"--diagnostics", new_one.c_str(), "--log", (new_one + "/heartbeat_rank0.jsonl").c_str()}),
-             "one of the files of --diagnostics"));
+  CHECK(has(refusal({"--diagnostics", new_one.c_str(), "--log", (new_one + "/heartbeat_rank0.jsonl").c_str()}),
+            "one of the files of --diagnostics"));
   CHECK(refusal({"--diagnostics", new_one.c_str(), "--log", (new_one + "/log.jsonl").c_str()}) == "");
 }
 
@@ -459,7 +452,7 @@ TEST_CASE("the environment that is written holds what changes a run, and no secr
   const json header = {{"command", "./train"}, {"commit", "abc"}, {"versions", json::object()}, {"hardware", 1}};
   const json j = environment_json(header, test_device(Backend::cpu));
   ::unsetenv("AWS_SECRET_ACCESS_KEY"), ::unsetenv("NCCL_DEBUG");
-  CHECK_FALSE(says(j.dump(), "hush"));
+  CHECK_FALSE(has(j.dump(), "hush"));
   CHECK(j.at("env").at("NCCL_DEBUG") == "WARN");
   CHECK(j.at("commit") == "abc");
   CHECK(j.at("distributed_backend") == "FSDP");
@@ -472,10 +465,10 @@ TEST_CASE("the report of types names every parameter once", "[diagnostics]") {
                         static_cast<long long>(parameter_count(r.model))),
                    0) == 0);
   for (const Unit& u : parameter_table(r.model))
-    for (const Param& p : u.params) CHECK(says(text, "\nPARAM " + p.name + " fp32 ["));
-  CHECK(says(text, "\nPARAM embedding.weight fp32 [256, 128]\n"));
-  CHECK(says(text, "USE gathered_parameters fp32\nUSE activations bf16\nUSE unsharded_gradients fp32\n"));
-  CHECK(says(text, "USE moments bf16\n"));
+    for (const Param& p : u.params) CHECK(has(text, "\nPARAM " + p.name + " fp32 ["));
+  CHECK(has(text, "\nPARAM embedding.weight fp32 [256, 128]\n"));
+  CHECK(has(text, "USE gathered_parameters fp32\nUSE activations bf16\nUSE unsharded_gradients fp32\n"));
+  CHECK(has(text, "USE moments bf16\n"));
 }
 
 TEST_CASE("a unit that is not gathered in fp8 where others are is told", "[diagnostics]") {
@@ -487,10 +480,10 @@ TEST_CASE("a unit that is not gathered in fp8 where others are is told", "[diagn
   };
   const Run r = resolved({"--wrap", "sublayer"});  // tiny, whose compression has more parameters than q, k, v and o
   const std::string text = dtypes_text(r, 2);
-  CHECK(says(text, "USE gathered_matrices_of_block.0.mlp e4m3\n"));
-  CHECK_FALSE(says(text, "gathered_matrices_of_block.0.attention"));
+  CHECK(has(text, "USE gathered_matrices_of_block.0.mlp e4m3\n"));
+  CHECK_FALSE(has(text, "gathered_matrices_of_block.0.attention"));
   REQUIRE(r.notices.size() == 1);
-  CHECK(says(r.notices[0], "2 of 4 units"));
+  CHECK(has(r.notices[0], "2 of 4 units"));
   // Where none is, the way out is one that helps.
   CHECK_THROWS_WITH(resolved({"--nsa-gate", "mlp"}), Catch::Contains("use --wrap sublayer"));
 }
@@ -513,7 +506,7 @@ TEST_CASE("each rank has its heartbeat, and fallbacks are all ranks'", "[diagnos
   CHECK(j.at("rank") == world.rank);
   CHECK(j.at("sel_rows") == 16);
   CHECK(j.at("fb_gates_single_numbers") == world.size * (world.size + 1) / 2);
-  CHECK(says(text_of(dir / "fallback_counters_fsdp.csv"),
-             strf("\n1,0,%d,0,0,0,%d\n", world.size * (world.size + 1) / 2, world.size * (world.size + 1) / 2)));
+  CHECK(has(text_of(dir / "fallback_counters_fsdp.csv"),
+            strf("\n1,0,%d,0,0,0,%d\n", world.size * (world.size + 1) / 2, world.size * (world.size + 1) / 2)));
   barrier();
 }

@@ -26,7 +26,6 @@ namespace {
 namespace fs = std::filesystem;
 const std::string fixture = "test/hf-llama";
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 std::string read_all(const std::string& path) {
   std::ostringstream text;
   text << std::ifstream(path, std::ios::binary).rdbuf();

@@ -8,6 +8,7 @@
 #include "lib/program/launch.h"
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
+#include "test/errors.h"
 
 namespace {
 
@@ -45,8 +46,6 @@ std::vector<RankFacts> cluster(int hosts, int ranks_each, const char* device = "
     }
   return all;
 }
-
-bool has(const std::string& text, const std::string& word) { return text.find(word) != std::string::npos; }
 
 size_t lines(const std::string& text) { return size_t(std::count(text.begin(), text.end(), '\n')); }
 

@@ -5,13 +5,13 @@
 #include "lib/program/notes.h"
 #include "lib/program/process.h"
 #include "lib/program/tables.h"
+#include "test/errors.h"
 #include "test/result_rows.h"
 
 using nlohmann::json;
 
 namespace {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 std::string refusal(const std::string& document) {
   return usage_error_of([&] { written_anew(document, "N.md", "/nonexistent"); });
 }

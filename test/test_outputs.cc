@@ -33,7 +33,6 @@ struct Directory {
 std::string refusal(const Options& o) {
   return error_of([&] { check_outputs(o); });
 }
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
 

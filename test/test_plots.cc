@@ -10,13 +10,13 @@
 
 #include "lib/program/plots.h"
 #include "lib/program/process.h"
+#include "test/errors.h"
 #include "test/result_rows.h"
 
 using nlohmann::json;
 
 namespace {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 size_t count(const std::string& text, const std::string& part) {
   size_t n = 0;
   for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) n++;

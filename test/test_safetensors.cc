@@ -15,8 +15,6 @@ using nlohmann::json;
 
 namespace {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 json two_tensors() {
   return {{"__metadata__", {{"format", "pt"}}},
           {"a", {{"dtype", "BF16"}, {"shape", {4, 8}}, {"data_offsets", {0, 64}}}},

@@ -4,13 +4,12 @@
 
 #include "lib/program/process.h"
 #include "lib/program/summary.h"
+#include "test/errors.h"
 #include "test/result_rows.h"
 
 using nlohmann::json;
 
 namespace {
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // 40 steps whose loss falls to `loss` and then alternates by `scatter` around it.
 json run_of(const char* name, const char* who, double tokens, double mib, double loss, double scatter) {

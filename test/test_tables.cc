@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "lib/program/tables.h"
+#include "test/errors.h"
 #include "test/result_rows.h"
 
 using nlohmann::json;
@@ -23,7 +24,6 @@ std::string squeezed(const std::string& text) {
     if (out.empty() || c != out.back() || (c != ' ' && c != '-')) out += c;
   return out;
 }
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
 

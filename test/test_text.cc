@@ -15,8 +15,6 @@ struct Known : Corpus {  // a corpus of nothing but what is known of it
   void read(int64_t, int64_t, int32_t*) const override {}
 };
 
-bool has(const std::string& text, const std::string& word) { return text.find(word) != std::string::npos; }
-
 struct File {
   std::string path = "/tmp/fsdp-test-text-" + std::to_string(getpid());
   explicit File(const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
