@@ -390,7 +390,7 @@ TEST_CASE("a late gather does not hold reductions up", "[comm]") {
 TEST_CASE("collectives return at once", "[comm]") {
   Rig rig(Backend::cpu);
   // A channel's delay holds its stream up, once a collective, and not the host.
-  rig.gathers->delay_ms = rig.reductions->delay_ms = 50;
+  rig.gathers->delay_ms = rig.reductions->delay_ms = 250;
   Event from(rig.dev, Event::timed), gathered(rig.dev, Event::timed), reduced(rig.dev, Event::timed);
   Stream &gather = rig.gathers->stream(), &reduce = rig.reductions->stream();
   const auto start = std::chrono::steady_clock::now();
@@ -402,11 +402,11 @@ TEST_CASE("collectives return at once", "[comm]") {
   rig.reductions->reduce_scatter(rig.two, 10, Dtype::f32);
   rig.reductions->all_reduce(rig.two, 10, Dtype::f64);
   reduce.record(reduced);
-  CHECK(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() < 50);
+  CHECK(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() < 250);
   CHECK(rig.finish(gather) == "");
   CHECK(rig.finish(reduce) == "");
-  CHECK(elapsed_ms(from, gathered) >= 99.9f);
-  CHECK(elapsed_ms(from, reduced) >= 99.9f);
+  CHECK(elapsed_ms(from, gathered) >= 499.9f);
+  CHECK(elapsed_ms(from, reduced) >= 499.9f);
 }
 
 TEST_CASE("planning and tuning talk to nobody", "[comm]") {

@@ -165,16 +165,16 @@ void streams_side_by_side(Backend backend) {
   t.b.synchronize();
   t.to[0] = 0;
   Watch watch;
-  t.a.sleep(400);
+  t.a.sleep(1000);
   t.a.record(a_done);
-  CHECK(watch.ms() < 300);  // the host is not held
+  CHECK(watch.ms() < 900);  // the host is not held
   t.copy_through(t.b, 0);
   t.b.record(b_done);
   t.b.synchronize();
   CHECK(t.to[0] == t.from[0]);
-  CHECK(watch.ms() < 350);  // nor is the other stream
+  CHECK(watch.ms() < 950);  // nor is the other stream
   t.a.synchronize();
-  CHECK(watch.ms() >= 395);
+  CHECK(watch.ms() >= 995);
   CHECK(elapsed_ms(b_done, a_done) > 0);
 }
 
@@ -197,11 +197,11 @@ void events_order_streams(Backend backend) {
   t.a.sleep(20);
   t.copy_through(t.a, 1);
   t.a.record(middle);
-  t.a.sleep(300);
+  t.a.sleep(1000);
   Watch watch;
   synchronize(middle);
   CHECK(t.to[1] == t.from[1]);
-  CHECK(watch.ms() < 250);
+  CHECK(watch.ms() < 900);
   t.a.synchronize();
 }
 
@@ -213,7 +213,7 @@ void events_mean_the_latest_record(Backend backend) {
   t.copy_through(t.b, 0);
   t.a.record(e);
   t.b.wait(e);
-  t.a.sleep(200);
+  t.a.sleep(500);
   t.a.record(e);  // after the wait above: it does not move it
   t.a.record(a_done);
   t.copy_through(t.b, 1);
@@ -256,7 +256,7 @@ void elapsed_time(Backend backend) {
   a.record(to);
   const float ms = elapsed_ms(from, to);  // waits by itself
   CHECK(ms >= 24.9f);
-  CHECK(ms < 500);
+  CHECK(ms < 5000);
   Event never(dev, Event::timed);
   CHECK_THROWS_AS(elapsed_ms(never, to), Error);
 #if FSDP_CUDA
@@ -300,7 +300,7 @@ void nothing_is_enqueued_but_in_a_run(Backend backend) {
     CHECK(a.off());
     from[0] = 1, to[0] = 2;
     Watch watch;
-    a.sleep(500);
+    a.sleep(5000);
     a.host([&] { ran = true; });
     a.enqueue([&] { ran = true; });
     a.copy(to.get(), from.get(), 4);
@@ -309,7 +309,7 @@ void nothing_is_enqueued_but_in_a_run(Backend backend) {
     b.wait(e);
     a.synchronize();
     b.synchronize();
-    CHECK(watch.ms() < 250);
+    CHECK(watch.ms() < 2500);
     CHECK_FALSE(ran);
     CHECK(to[0] == 2);
   }

@@ -45,7 +45,7 @@ TEST_CASE("a child has nothing to read", "[process]") {
 
 TEST_CASE("a timeout ends a child and its children", "[process]") {
   const std::string output = strf("build/test-process-%d.log", int(getpid()));
-  CHECK(run({"sh", "-c", "sleep 300 & echo $!; wait"}, output, 1) == "timed out after 1 s");
+  CHECK(run({"sh", "-c", "sleep 300 & echo $!; wait"}, output, 3) == "timed out after 3 s");
   const std::string child = lines_of(read_file(output)).front();
   REQUIRE(!child.empty());
   CHECK(is_gone(child));

@@ -255,11 +255,17 @@ TEST_CASE("marks and named work are spans of their streams", "[trace]") {
   CHECK(ms.count("") == 0);
   CHECK(ms["first"] >= 4);
   CHECK(ms["all_gather"] >= 20);
-  CHECK(ms[waiting] >= 10);
-  CHECK(ms[waiting] <= ms["all_gather"]);
-  const auto work =
-      std::find_if(p.device.begin(), p.device.end(), [](const Span& s) { return s.lane == Span::gather; });
-  REQUIRE(work != p.device.end());
+  const auto the = [&](auto is) {
+    const auto at = std::find_if(p.device.begin(), p.device.end(), is);
+    REQUIRE(at != p.device.end());
+    return at;
+  };
+  const auto before = the([](const Span&s) { return s.name == "first"; }),
+             wait = the([](const Span&s) { return s.kind == Span::wait; }),
+             work = the([](const Span&s) { return s.lane == Span::gather; });
+  // A thread may come late to its work, but not before its time.
+  CHECK(wait->from == before->to);
+  CHECK(wait->to >= work->to);
   CHECK(work->unit == "block.7");
   CHECK(work->bytes == 1000);
   for (const Span& s : p.host) CHECK(s.to >= s.from);
@@ -585,8 +591,14 @@ std::optional<GpuSummary> sampled(const Nvml& nvml, const std::vector<std::strin
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(!sampler.summary(from - 2, from - 1));
   CHECK(!sampler.summary(unix_seconds() + 100, unix_seconds() + 200));
-  std::this_thread::sleep_for(std::chrono::milliseconds(450));  // of the first look all GPUs, and a second one
-  return sampler.summary(from, unix_seconds());
+  // Of the first look all GPUs, and a second one.
+  std::this_thread::sleep_for(std::chrono::milliseconds(450));
+  std::optional<GpuSummary> seen = sampler.summary(from, unix_seconds());
+  for (int i = 0; i < 200 && seen && seen->samples < 2; i++) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    seen = sampler.summary(from, unix_seconds());
+  }
+  return seen;
 }
 }  // namespace
 

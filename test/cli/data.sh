@@ -125,12 +125,18 @@ behind_steps() { # COMMAND OPTION...
   wait $run
   status=$?
 }
-interrupt() { sleep 0.5; pkill -TERM -n -f -- "--save $t/evaluated"; }
+interrupt() { # once the last step is saved, and a little later the evaluation has begun
+  local i
+  for ((i = 0; i < limit * 5; i++)); do [ -e "$t/evaluated/latest" ] && break || sleep 0.1; done
+  sleep 0.5
+  pkill -TERM -n -f -- "--save $t/evaluated"
+}
 behind_steps interrupt --eval "$t/long.txt" --save "$t/evaluated"
 judge "a signal while a text is evaluated" "ended by a signal after the last step"
 verdict "what was saved before is there" "$([ -s "$t/evaluated/step-2/manifest.json" ] || echo "it is not")"
 touch_halt() { touch "$t/halted-late/.HALT"; }
-behind_steps touch_halt --eval "$t/odd.txt" --save "$t/halted-late"
+head -n 6000 "$t/long.txt" >"$t/seconds.txt" # of evaluation, in which the file comes
+behind_steps touch_halt --eval "$t/seconds.txt" --save "$t/halted-late"
 verdict "a .HALT that comes too late is not the next run's" "$([ "$status" = 0 ] && [ ! -e "$t/halted-late/.HALT" ] || echo "status $status, or it is still there")"
 bad "a prompt without a sample" "--prompt|--sample N" --prompt "Once"
 bad "samples every so often of nothing" "--sample-every|--sample N" --sample-every 2

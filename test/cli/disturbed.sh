@@ -15,7 +15,7 @@ wrong=""
 [ "$(grep -c '"msg":"stall"' "$dir/stall/heartbeat_rank0.jsonl")" = 1 ] || wrong="rank 0's heartbeat does not say so once"
 kill -KILL "$pid"
 wait $! 2>/dev/null
-grep -q "warning: rank 0: no step has ended for 0.5.* s: step .* is awaited" "$dir/out" || wrong="$wrong; the terminal does not say so"
+grep -q "warning: rank 0: no step has ended for [0-9.]* s: step .* is awaited" "$dir/out" || wrong="$wrong; the terminal does not say so"
 verdict "a stall" "$wrong"
 
 # Data that changes under two ranks, a log that may not grow, an output that nobody reads.
@@ -27,7 +27,18 @@ changing
 mpi_until "" "touch $dir/changing" --data "$dir/changing"
 judge "data that is written to under a run" "$dir/changing" "was written to" "byte "
 changing
-overwrite() { tr a-z '\200' <"$dir/text" | dd of="$dir/changing" conv=notrunc 2>/dev/null; }
+# While the ranks stand still, and with the file's time as it was: else who reads meanwhile says that it was written to.
+overwrite() {
+  local ranks p
+  ranks=$(pgrep -x train -a | grep -F -- "--data $dir/changing" | cut -d' ' -f1)
+  for p in $ranks; do
+    kill -STOP "$p"
+    until grep -qs '^State:.T' "/proc/$p/status" || ! kill -0 "$p" 2>/dev/null; do sleep 0.01; done
+  done
+  tr a-z '\200' <"$dir/text" | dd of="$dir/changing" conv=notrunc 2>/dev/null
+  touch -d 2001-01-01 "$dir/changing"
+  for p in $ranks; do kill -CONT "$p"; done
+}
 mpi_until "" overwrite --data "$dir/changing" --vocab 128
 judge "tokens beyond the vocabulary under a run" "$dir/changing" "token 128" "byte "
 changing
@@ -97,8 +108,11 @@ for delay in 0.1 0.4 0.8; do
     --save "$dir/killed" --save-every 1 "${resume[@]}" >"$dir/out" 2>&1 </dev/null &
   for ((i = 0; i < limit * 5; i++)); do grep -qs "^step" "$dir/out" && break || sleep 0.1; done
   sleep $delay
+  # Of the last of them something is to go on from, however slow the disk; what is killed in a write ends behind it.
+  [ $delay != 0.8 ] || for ((i = 0; i < limit * 5; i++)); do [ -e "$dir/killed/latest" ] && break || sleep 0.1; done
   pkill -9 -f -- "--save $dir/killed" 2>/dev/null
   wait $! 2>/dev/null
+  for ((i = 0; i < limit * 5; i++)); do pgrep -f -- "--save $dir/killed" >/dev/null || break; sleep 0.1; done
   [ -e "$dir/killed/latest" ] && resume=(--resume latest)
 done
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest

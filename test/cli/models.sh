@@ -84,7 +84,7 @@ needs() {
   return 1
 }
 if needs "a Llama through transformers and back" torch,transformers,numpy; then
-  timeout 200 python3 peers/hf_round_trip.py --work "$dir/round" --steps 5 --seq 64 --more "--device cpu" >"$dir/out" 2>&1
+  timeout 600 python3 peers/hf_round_trip.py --work "$dir/round" --steps 5 --seq 64 --more "--device cpu" >"$dir/out" 2>&1
   status=$?
   verdict "transformers finds the loss that we printed" "$([ $status = 0 ] || echo "exit status $status")"
 fi
@@ -113,7 +113,7 @@ if needs "PyTorch on our rows" torch,torchao,numpy; then
     mpi -np 2 ./train $row --attn dense --log "$dir/row.jsonl"
     ours=$(grep -o '"loss":[0-9.]*' "$dir/row.jsonl" | head -n 1 | cut -d: -f2)
     # shellcheck disable=SC2086
-    theirs=$(timeout 100 python3 -m torch.distributed.run --standalone --nproc_per_node=2 peers/torch_fsdp.py $row --compile none \
+    theirs=$(timeout 600 python3 -m torch.distributed.run --standalone --nproc_per_node=2 peers/torch_fsdp.py $row --compile none \
       --first 1 --last 2 2>"$dir/out" | sed -n 's/.*"losses": \[\([0-9.]*\).*/\1/p')
     awk -v a="${ours:-nan}" -v b="${theirs:-nan}" 'BEGIN { exit !(a - b < 1e-6 * b && b - a < 1e-6 * b && a > 1) }' ||
       wrong="$wrong; ${more:-as it is}: $ours here, $theirs in PyTorch"

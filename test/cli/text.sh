@@ -63,16 +63,19 @@ if [ -n "$python" ]; then
   status=$(cat "$t/status")
   judge "a disk that is full at the end" "--out: none.bin.tmp-" "File too large; make room there"
   # A signal to all of its processes, as by Ctrl-C.
-  for i in $(seq 1 40); do cat "$t/a.txt"; done >"$t/long.txt"
+  mkfifo "$t/endless.txt" # so that it cannot be done before
   for signal in INT TERM; do
+    { for i in $(seq 1 10); do cat "$t/a.txt"; done && exec sleep $limit; } >"$t/endless.txt" 2>/dev/null &
+    feed=$!
     (cd "$t" && exec setsid "$python" -c 'import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in the background ignores
-os.execv(sys.executable, [sys.executable] + sys.argv[1:])' "$OLDPWD/data/prepare.py" long.txt --workers 2 --out none.bin) >"$dir/out" 2>&1 </dev/null &
+os.execv(sys.executable, [sys.executable] + sys.argv[1:])' "$OLDPWD/data/prepare.py" endless.txt --workers 2 --out none.bin) >"$dir/out" 2>&1 </dev/null &
     prepare=$!
     for ((i = 0; i < limit * 20; i++)); do [ -n "$(find "$t" -name 'none.bin.tmp-*' -size +0)" ] && break || sleep 0.05; done
     kill -$signal -- -$prepare
     wait $prepare
     status=$?
+    kill $feed 2>/dev/null
     judge "a signal while text is tokenized" "ended by SIG$signal"
     verdict "and there is nothing but the line" "$([ "$(wc -l <"$dir/out")" = 1 ] || cat "$dir/out")"
   done
