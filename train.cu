@@ -362,7 +362,11 @@ std::string train(const Job& job) {
     wrong = t.unsaved;
     flight::set_phase("exporting the model");
     try {
-      const std::string made = r.o.export_to.empty() ? "" : export_model(r, dev, job.world, own_parts);
+      // A run that is to go on from its checkpoint would find this export in its way.
+      const bool goes_on = !t.stop.empty() && t.issued < r.last_step && !r.o.save.empty() && wrong.empty();
+      const bool asked = !r.o.export_to.empty();
+      if (asked && goes_on && t.speaks()) note("--export is left out: " + t.stop);
+      const std::string made = asked && !goes_on ? export_model(r, dev, job.world, own_parts) : "";
       if (t.speaks() && !made.empty()) note(made);
     } catch (const Error& e) { wrong = e.what(); }
     flight::set_phase("");

@@ -122,6 +122,10 @@ fresh
 rewrite '{"options": {"rope_base": "large"}}'
 mpi -np 2 ./train "${v1[@]}"
 judge "a checkpoint with an option of another type" "$dir/v1/step-2/manifest.json" '"rope_base"' '"large"'
+# What is to go on must not find its own export in its way.
+to_go_on=(--device cpu --preset tiny --seq 64 --batch 1 --steps 100000 --minutes 0.005 --save "$dir/partly" --export "$dir/partly.safetensors")
+good "a run that is to go on leaves out its export" "--export is left out: --minutes reached" "${to_go_on[@]}"
+good "and the same command goes on" "resuming after step" "${to_go_on[@]}" --resume latest
 # A directory holds one run.
 mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
 judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume latest"
