@@ -103,6 +103,13 @@ TEST_CASE("a timeline of a plan has its slots under its lanes", "[plots]") {
   CHECK_FALSE(has(script({dir.file("many.json", trace.dump())}), "slot"));  // more than there is room for
 }
 
+TEST_CASE("gnuplot runs nothing of what a title says", "[plots]") {
+  const ScratchDirectory dir;
+  PlotRequest r;
+  r.files = {dir.file("trace.json", trace_text())}, r.title = "a `touch x` \\ \"b\"";
+  CHECK(has(plot_script(r, "out.svg"), "set title \"a \\`touch x\\` \\\\ \\\"b\\\"\""));
+}
+
 TEST_CASE("memory is stacked, with what stays at the bottom", "[plots]") {
   const ScratchDirectory dir;
   const std::string text = script({dir.file("trace.json", trace_text())}, PlotKind::memory);

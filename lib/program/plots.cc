@@ -95,7 +95,7 @@ std::vector<std::string> plot_kinds() {
 std::string in_quotes(const std::string& text) {
   std::string out = "\"";
   for (char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
+    if (c == '"' || c == '\\' || c == '`') out += '\\';  // gnuplot runs what stands in backquotes
     out += c == '\n' ? ' ' : c;
   }
   return out + "\"";
@@ -162,6 +162,9 @@ std::string plot(const PlotRequest& r) {
   const std::string out = out_of(r), part = out + ".part";
   for (const std::string& path : r.files)
     REQUIRE_USER(path != out, "--out %s is the file to plot; choose another", out.c_str());
+  const std::string there = read_file(out);
+  REQUIRE_USER(there.empty() || there.find("<svg") < 1000,
+               "--out %s: not a picture (SVG), so it is not overwritten; choose another", out.c_str());
   const bool unit = kind_of(r) == PlotKind::unit;
   const std::string text = unit ? unit_svg(r.preset, r.ranks) : plot_script(r, part);
   {
