@@ -14,8 +14,10 @@
 // Run it without mpirun: it starts each row in fresh processes. The rows of a sweep are in lib/program/sweeps.cc, how
 // they run in sweep_run.h, what is timed without ./train in timing.h.
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -233,17 +235,20 @@ SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   return run;
 }
 
+// Where rows that are timed here lie until all of them are there.
+std::string unfinished(const std::string& path) { return path + ".part"; }
+
 // ./bench itself is what runs under mpirun here.
-int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
+int sweep_collectives(const Settings& s, const SweepRun& run) {
   const Values values = !s.values.empty() ? s.values : run.machine.gpu ? run.sweep->on_gpus : run.sweep->on_cpu;
   std::string all;
   for (int64_t v : values) all += (all.empty() ? "" : ",") + std::to_string(v);
   const std::string ranks = std::to_string(run.machine.ranks),
                     output = strf("build/bench/collectives-%d.log", int(getpid()));
   const Words words = {"./bench", "--rank", "--sweep", run.sweep->name, "--ranks",
-                       ranks,     "--out",  rows.path, "--values",      all};
+                       ranks,     "--out",  run.path,  "--values",      all};
   std::printf("collectives of %s ranks, medians of 20 calls; %s; %s\n\n", ranks.c_str(),
-              run.hardware.value("name", "?").c_str(), rows.path.c_str());
+              run.hardware.value("name", "?").c_str(), run.path.c_str());
   std::fflush(stdout);
   const std::string error = run_ranks(run.machine.ranks, {}, words, output, s.timeout);
   REQUIRE_USER(error.empty(), "%s", error.c_str());
@@ -252,11 +257,44 @@ int sweep_collectives(const Settings& s, const SweepRun& run, RowFile rows) {
   return 0;
 }
 
+// Whether a file's row is one of those that this sweep times.
+bool is_row_of(const Sweep& sweep, const json& row) {
+  if (sweep.kind == SweepKind::collectives) return row.contains("collective");
+  const bool layer = row.contains("result") && row["result"].contains("parts_ms");
+  return row.contains("attention") && layer == (sweep.kind == SweepKind::layers);
+}
+
+// Sweeps that are timed by themselves. What their file held stays until they have ended.
+int time_rows(const Settings& s, const SweepRun& run) {
+  const Sweep& sweep = *run.sweep;
+  const std::vector<json> before = read_json_lines(run.path);
+  const auto is_row = [&](const json& row) { return is_row_of(sweep, row); };
+  REQUIRE_USER(before.empty() ? read_file(run.path).empty() : std::all_of(before.begin(), before.end(), is_row),
+               "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
+               run.path.c_str(), sweep.name);
+  RowFile{run.path, s.command, FSDP_COMMIT}.require_writable();
+  const RowFile rows{unfinished(run.path), s.command, FSDP_COMMIT};
+  rows.require_writable();
+  std::remove(rows.path.c_str());
+  int status;
+  if (sweep.kind == SweepKind::collectives) {
+    status = sweep_collectives(s, run);
+  } else if (sweep.kind == SweepKind::kernels) {
+    status = time_attention_kernels(rows) ? 0 : 1;
+  } else {
+    const Values values = !s.values.empty() ? s.values : gpu_count() > 0 ? sweep.on_gpus : sweep.on_cpu;
+    status = time_attention_layers(rows, values) ? 0 : 1;
+  }
+  REQUIRE_USER(std::rename(rows.path.c_str(), run.path.c_str()) == 0, "--out %s cannot be written: %s",
+               run.path.c_str(), std::strerror(errno));
+  return status;
+}
+
 int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
   const SweepRun run = run_of(s, sweep, hardware);
   if (s.dry_run) {
     if (sweep.rows) print_commands(run);
-    else std::printf("%s: one process times it, %s\n", sweep.name, s.command.c_str());
+    else std::printf("%s: one process times it, ./bench --sweep %s\n", sweep.name, sweep.name);
     return 0;
   }
   if (sweep.kind == SweepKind::training || sweep.kind == SweepKind::planned) {
@@ -264,17 +302,7 @@ int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {
     std::printf("\n%s", sweep_table(read_rows({run.path})).c_str());
     return status;
   }
-  RowFile rows{run.path, s.command, FSDP_COMMIT};
-  const std::vector<json> before = read_json_lines(run.path);
-  REQUIRE_USER(before.empty() ? read_file(run.path).empty() : before[0].contains("commit"),
-               "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
-               run.path.c_str(), sweep.name);
-  rows.require_writable();
-  std::remove(rows.path.c_str());
-  if (sweep.kind == SweepKind::collectives) return sweep_collectives(s, run, rows);
-  if (sweep.kind == SweepKind::kernels) return time_attention_kernels(rows) ? 0 : 1;
-  const Values values = !s.values.empty() ? s.values : gpu_count() > 0 ? sweep.on_gpus : sweep.on_cpu;
-  return time_attention_layers(rows, values) ? 0 : 1;
+  return time_rows(s, run);
 }
 
 // --gpu's, or what this machine has.
@@ -330,7 +358,7 @@ int main(int argc, char** argv) {
   end_child_on_signals();
   try {
     const Settings s = parse(argc, argv);
-    if (s.rank) return collectives_rank({s.out, s.command, FSDP_COMMIT}, s.values, &argc, &argv);
+    if (s.rank) return collectives_rank({unfinished(s.out), s.command, FSDP_COMMIT}, s.values, &argc, &argv);
     return run_bench(s);
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());

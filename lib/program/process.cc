@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -101,6 +102,8 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 std::string read_file(const std::string& path) {
+  std::error_code none;
+  if (std::filesystem::is_directory(path, none)) return "";
   std::ifstream in(path, std::ios::binary);
   return std::string(std::istreambuf_iterator<char>(in), {});
 }

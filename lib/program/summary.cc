@@ -1,8 +1,10 @@
 #include "lib/program/summary.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <numeric>
 
@@ -282,8 +284,12 @@ int print_summary(const Words& paths, const std::string& over, const std::string
   std::printf("%s\nspeed-up over %s\n%s\n", summary_markdown(summary).c_str(),
               summary["over"].get<std::string>().c_str(), summary["recommendation"].get<std::string>().c_str());
   if (json_path.empty()) return 0;
+  const std::string there = read_file(json_path);
+  const json before = json::parse(there, nullptr, /*allow_exceptions=*/false);
+  REQUIRE_USER(there.empty() || (before.is_object() && before.contains("recommendation")),
+               "--json %s: not a summary, so it is not overwritten; choose another", json_path.c_str());
   std::ofstream out(json_path);
   out << summary.dump(2) << "\n";
-  REQUIRE_USER(out.flush(), "%s cannot be written", json_path.c_str());
+  REQUIRE_USER(out.flush(), "--json %s cannot be written: %s", json_path.c_str(), std::strerror(errno));
   return 0;
 }

@@ -269,6 +269,20 @@ for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100" "--world 2
 done
 bench --sweep knobs --only 1000
 judge "a row that there is not" "--only 1000" "knobs"
+# One of another sweep is as it was too; and so is one of this sweep, if it is broken off.
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+bench --sweep attention --values 64 --out "$dir/depth.jsonl"
+judge "timings over the rows of another sweep" "$dir/depth.jsonl" "--sweep attention" "not overwritten"
+bench --sweep kernels --out "$dir/collectives.jsonl"
+judge "timings over other timings" "$dir/collectives.jsonl" "--sweep kernels" "not overwritten"
+bench --summary "$dir/depth.jsonl" --json "$dir/mine.txt"
+judge "a summary over a file of something else" "--json $dir/mine.txt" "not overwritten"
+bench --plot "$dir/depth.jsonl" --out "$dir/../${dir##*/}/depth.jsonl"
+judge "a picture over its rows" "--out" "depth.jsonl" "not overwritten"
+verdict "none of them is touched" "$(cmp "$dir/before.jsonl" "$dir/depth.jsonl"; grep -q "not rows" "$dir/mine.txt" || echo "mine.txt is gone")"
+cp "$dir/collectives.jsonl" "$dir/before.jsonl"
+timeout -s INT -k 5 2 ./bench --sweep collectives --values 64,256 --ranks 2 --out "$dir/collectives.jsonl" >"$dir/out" 2>&1 </dev/null
+verdict "rows stay when a timing is broken off" "$(cmp "$dir/before.jsonl" "$dir/collectives.jsonl")"
 bench --sweep collectives --values 0
 judge "a value of nothing" "--values"
 bench --sweep nothing
