@@ -15,7 +15,7 @@ void check_nsa(const NsaShape& a) {
   REQUIRE_USER(a.select_block >= 1 && a.select_block % a.stride == 0,
                "--nsa-select-block %lld is not a positive multiple of --nsa-stride %lld", ll(a.select_block),
                ll(a.stride));
-  REQUIRE_USER(a.select_block >= a.block, "--nsa-select-block %lld is less than --nsa-block %lld: must be as many",
+  REQUIRE_USER(a.select_block >= a.block, "--nsa-select-block %lld is less than --nsa-block %lld: must be at least as large",
                ll(a.select_block), ll(a.block));
   REQUIRE_USER(
       a.selected >= 3,

@@ -67,7 +67,8 @@ void take_model(const ModelFolder& from, Options* o) {
                  now.at(key).dump().c_str(), config.c_str(), value.dump().c_str());
   }
   take_over(from.settings, names, o);
-  if (!o->gives("seq")) o->seq = std::min(o->max_positions, longest_unasked);
+  // The model's, whatever --max-positions is to write.
+  if (!o->gives("seq")) o->seq = std::min(from.settings.value("max_positions", o->max_positions), longest_unasked);
 }
 
 void check_tensors(const ModelFolder& from, const Run& r) {
