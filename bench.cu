@@ -247,8 +247,8 @@ int sweep_collectives(const Settings& s, const SweepRun& run) {
                     output = strf("build/bench/collectives-%d.log", int(getpid()));
   const Words words = {"./bench", "--rank", "--sweep", run.sweep->name, "--ranks",
                        ranks,     "--out",  run.path,  "--values",      all};
-  std::printf("collectives of %s ranks, medians of 20 calls; %s; %s\n\n", ranks.c_str(),
-              run.hardware.value("name", "?").c_str(), run.path.c_str());
+  std::printf("collectives of %s ranks, medians of 20 calls; %s\n\n", ranks.c_str(),
+              run.hardware.value("name", "?").c_str());
   std::fflush(stdout);
   const std::string error = run_ranks(run.machine.ranks, {}, words, output, s.timeout);
   REQUIRE_USER(error.empty(), "%s", error.c_str());
@@ -276,6 +276,7 @@ int time_rows(const Settings& s, const SweepRun& run) {
   const RowFile rows{unfinished(run.path), s.command, FSDP_COMMIT};
   rows.require_writable();
   std::remove(rows.path.c_str());
+  std::printf("%s\n", run.path.c_str());
   int status;
   if (sweep.kind == SweepKind::collectives) {
     status = sweep_collectives(s, run);

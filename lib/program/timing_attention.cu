@@ -138,8 +138,7 @@ bool time_attention_layers(const RowFile& rows, const std::vector<int64_t>& leng
   const bool gpu = gpu_count() > 0;
   const Backend backend = gpu ? Backend::gpu : Backend::cpu;
   const std::string name = Device(backend, 0).name;
-  std::printf("one layer's attention, q, k, v to o, batch 1, %s; %s; %s\n\n", gpu ? "bf16" : "fp32", name.c_str(),
-              rows.path.c_str());
+  std::printf("one layer's attention, q, k, v to o, batch 1, %s; %s\n\n", gpu ? "bf16" : "fp32", name.c_str());
   std::vector<Words> table = {{"T", "heads", "D", "NSA forward ms", "forward + backward ms", "MiB", "dense forward ms",
                                "forward + backward ms", "MiB", "note"}};
   struct Heads {
@@ -324,7 +323,7 @@ bool time_attention_kernels(const RowFile& rows) {
                dev.name.c_str(), cc / 10, cc % 10);
   std::vector<std::pair<int, const char*>> kernels = {{80, "sm_80 (mma.sync)"}};
   if (cc == 90) kernels.insert(kernels.begin(), {90, "sm_90a (wgmma)"});
-  std::printf("attention in bf16, medians of 20 calls; %s; %s\n\n", dev.name.c_str(), rows.path.c_str());
+  std::printf("attention in bf16, medians of 20 calls; %s\n\n", dev.name.c_str());
   std::vector<Words> table = {{"shape", "kernel", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s", "note"}};
   bool all = true, any = false;
   for (const AttentionShape& a : kernel_shapes())
