@@ -15,8 +15,9 @@ void check_nsa(const NsaShape& a) {
   REQUIRE_USER(a.select_block >= 1 && a.select_block % a.stride == 0,
                "--nsa-select-block %lld is not a positive multiple of --nsa-stride %lld", ll(a.select_block),
                ll(a.stride));
-  REQUIRE_USER(a.select_block >= a.block, "--nsa-select-block %lld is less than --nsa-block %lld: must be at least as large",
-               ll(a.select_block), ll(a.block));
+  REQUIRE_USER(a.select_block >= a.block,
+               "--nsa-select-block %lld is less than --nsa-block %lld: must be at least as large", ll(a.select_block),
+               ll(a.block));
   REQUIRE_USER(
       a.selected >= 3,
       "--nsa-selected %lld: must be 3 or more, for the first block, a query's own and the one before are always "

@@ -86,6 +86,11 @@ await() {
   local i
   for ((i = 0; i < limit * 10; i++)); do grep -qsE -- "$1" "$dir/out" && return || sleep 0.05; done
 }
+# appears PATH: waits until it is there, or half of the limit is over.
+appears() {
+  local i
+  for ((i = 0; i < limit * 5; i++)); do [ -e "$1" ] && return || sleep 0.1; done
+}
 # goes_on ERE: whether a step follows the first line that matches.
 goes_on() { sed -nE "/$1/,\$p" "$dir/out" | grep -q '^step '; }
 went_on() { goes_on "$1" && grep -q '^stopped after step ' "$dir/out"; } # until it was asked to stop

@@ -126,8 +126,7 @@ behind_steps() { # COMMAND OPTION...
   status=$?
 }
 interrupt() { # once the last step is saved, and a little later the evaluation has begun
-  local i
-  for ((i = 0; i < limit * 5; i++)); do [ -e "$t/evaluated/latest" ] && break || sleep 0.1; done
+  appears "$t/evaluated/latest"
   sleep 0.5
   pkill -TERM -n -f -- "--save $t/evaluated"
 }

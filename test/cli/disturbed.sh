@@ -109,7 +109,7 @@ for delay in 0.1 0.4 0.8; do
   for ((i = 0; i < limit * 5; i++)); do grep -qs "^step" "$dir/out" && break || sleep 0.1; done
   sleep $delay
   # Of the last of them something is to go on from, however slow the disk; what is killed in a write ends behind it.
-  [ $delay != 0.8 ] || for ((i = 0; i < limit * 5; i++)); do [ -e "$dir/killed/latest" ] && break || sleep 0.1; done
+  [ $delay != 0.8 ] || appears "$dir/killed/latest"
   pkill -9 -f -- "--save $dir/killed" 2>/dev/null
   wait $! 2>/dev/null
   for ((i = 0; i < limit * 5; i++)); do pgrep -f -- "--save $dir/killed" >/dev/null || break; sleep 0.1; done
@@ -121,8 +121,7 @@ verdict "a killed run goes on from what it had saved" "$wrong"
 # A save that fails while training goes on: here its directory is moved away. The run ends as it would have, but says
 # that its last step is not saved.
 move_away() {
-  local i
-  for ((i = 0; i < limit * 5; i++)); do [ -e "$dir/here/latest" ] && break || sleep 0.1; done
+  appears "$dir/here/latest"
   mv "$dir/here" "$dir/there"
 }
 mpi_until "warning: saving step .* training goes on" move_away --save "$dir/here" --save-every 5
@@ -132,7 +131,7 @@ verdict "training goes on when a save fails" "$(goes_on "warning: saving step .*
 run=(--device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --save "$dir/alone" --save-every 5)
 # shellcheck disable=SC2086
 timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 3 ./train "${run[@]}" >"$dir/out" 2>&1 </dev/null &
-for ((i = 0; i < limit * 5; i++)); do [ -e "$dir/alone/latest" ] && break || sleep 0.1; done
+appears "$dir/alone/latest"
 pkill -9 -n -f -- "--save $dir/alone" 2>/dev/null
 wait $! 2>/dev/null
 status=$?
