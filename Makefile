@@ -273,10 +273,8 @@ faults: train tests
 
 # Everything under results/ is made here, and the texts' tables and pictures from that. PyTorch stands beside where it
 # is installed; the plan's trace, which needs no GPU, is the one that the pictures of slots and memory are drawn from.
-planned_too := comm,mlp-4096,options,meta-init,width,global-batch,small-params,mfu,context
 tables: all $(if $(ONLY),,tests)
 	./bench --sweep $(or $(ONLY),all) --peer $(if $(GPUS),--ranks $(GPUS)) $(if $(CONTINUE),--continue)
-	$(if $(ONLY),,./bench --sweep $(planned_too) --gpu h200 --ranks 2)
 	./train --plan --world 4 --gpu h200 --preset rope --attn dense --trace results/trace-plan.json > build/plan.log
 	$(if $(ONLY),,test/run '[gpu]' > results/gpu-tests.log)
 	@$(MAKE) --no-print-directory notes
