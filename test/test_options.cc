@@ -665,6 +665,8 @@ TEST_CASE("a state that an older or another program wrote", "[options]") {
   CHECK(refusal({{"options", {{"tf32", 1}}}}).find("\"tf32\" is 1, not true or false") != std::string::npos);
   CHECK(refusal({{"options", {{"data", 1}}}}).find("\"data\" is 1, not a text") != std::string::npos);
   CHECK(refusal({{"options", 5}}).find("\"options\" is 5, not an object") != std::string::npos);
+  CHECK(refusal({{"trained_tokens", -1}}).find("\"trained_tokens\" is -1, not a whole number from 0") !=
+        std::string::npos);
   CHECK(refusal({{"step", "3"}}).find("\"step\" is \"3\", not a whole number from 0 to 9000000000000000") !=
         std::string::npos);
   CHECK(refusal({{"tokens", {{"vocab", "x"}, {"tokenizer", "t"}}}}).find("\"tokens.vocab\" is \"x\"") !=

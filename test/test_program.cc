@@ -470,6 +470,32 @@ TEST_CASE("a resumed run is the checkpoint's where it is told nothing", "[progra
   CHECK(to_json(untouched) == to_json(parsed("--lr 0.5")));
 }
 
+TEST_CASE("tokens count from the first of all, whatever the length of sequences", "[program]") {
+  const std::string told = "--preset tiny --global-batch 4 --seq ";
+  const auto resumed = [](const SavedState& saved, const std::string& line) {
+    return resolve_resumed(saved, parsed("--device cpu " + line), 1, 0);
+  };
+  SavedState saved;
+  saved.state = state_at(on_cpu(told + "32"), 10);  // 1,280 tokens
+  CHECK(saved.state.at("trained_tokens") == 1280);
+  CHECK(resumed(saved, "--tokens 2560").last_step == 20);
+  CHECK(resumed(saved, "--tokens 2561").last_step == 21);
+  const Run longer = resumed(saved, "--tokens 2560 --seq 128");  // 512 tokens a step
+  CHECK(longer.last_step == 13);
+  CHECK(longer.steps == 13);
+  CHECK(resumed(saved, "--tokens 1280 --seq 128").last_step == 10);
+  CHECK(resumed(saved, "--tokens 5 --seq 128").last_step == 10);
+  CHECK(resumed(saved, "--tokens 2560 --seq 128 --steps 100").steps == 100);
+  // A run of several lengths that goes on once more.
+  saved.state = state_at(longer, 13);
+  CHECK(saved.state.at("trained_tokens") == 1280 + 3 * 512);
+  CHECK(resumed(saved, "--tokens 3000 --seq 32").last_step == 13 + 2);
+  // A checkpoint that does not say.
+  saved.state = state_at(on_cpu(told + "32"), 10);
+  saved.state.erase("trained_tokens");
+  CHECK(resumed(saved, "--tokens 2560 --seq 128").last_step == 13);
+}
+
 TEST_CASE("a resumed run rounds as its checkpoint does, unless it is told otherwise", "[program]") {
   SavedState saved;
   saved.step_dir = "run/step-3";

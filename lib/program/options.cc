@@ -90,7 +90,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"clip", "X", &Options::clip, from(0, 1e9), "maximum global gradient norm; 0: no clipping"},
   {"steps", "N", &Options::steps, at_least(1), "length of the schedule", "200 on a GPU, 32 on a CPU"},
   {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export, --eval or --sample with the initial or the resumed weights", "at the end of the schedule"},
-  {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens; sets the length of the schedule unless --steps does", "no limit"},
+  {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens, those before --resume included; sets the length of the schedule unless --steps does", "no limit"},
   {"epochs", "X", &Options::epochs, above(0, 1e6), "stop after this many passes over the data, in whole steps; sets the length of the schedule unless --steps does", "no limit"},
   {"minutes", "X", &Options::minutes, above(0, 1e6), "stop after this many minutes", "no limit"},
   {"seed", "N", &Options::seed, at_least(0), "seed of the initial weights and of the data order"},
@@ -555,6 +555,7 @@ nlohmann::json read_state(const nlohmann::json& state, const std::string& file) 
   const char* remedy = "resume from another checkpoint";
   const CheckedJson top(state, file, remedy);
   top.at("step").whole(0, most_exact);
+  if (top.has("trained_tokens")) top.at("trained_tokens").whole(0, most_exact);
   if (top.has("data_files"))
     for (const CheckedJson& f : top.at("data_files").items()) f.at("file").text(), f.at("tokens").whole(1, most_exact);
   if (top.has("tokens")) {

@@ -42,6 +42,7 @@ std::string change(const json& then, const json& now) {
 json state_at(const Run& r, int64_t step) {
   return {{"step", step},
           {"sequences", step * r.global_batch},
+          {"trained_tokens", r.before.tokens + (step - r.before.steps) * r.tokens_per_step()},
           {"commit", commit()},
           {"options", settings(r)},
           {"tokens", {{"vocab", r.tokens.vocab}, {"tokenizer", r.tokens.tokenizer}}},
@@ -58,6 +59,16 @@ const std::vector<std::string> carried = {
     "val-every",    "matmul-dtype", "save-dtype", "tf32",          "moments"};
 // The same for what follows from one of these, where that is told otherwise.
 const std::vector<std::string> following = {"param-dtype", "autocast", "reduce-dtype", "fp8-scaling", "gather-dtype"};
+
+// One that does not say how many tokens it has seen is older than runs of several lengths.
+Progress progress_of(const json& state) {
+  const json& was = state.at("options");
+  const int64_t step = state.at("step");
+  if (state.contains("trained_tokens")) return {step, state.at("trained_tokens")};
+  const json &batch = was.at("global_batch"), &seq = was.at("seq");
+  if (!batch.is_number() || !seq.is_number()) return {step, 0};
+  return {step, int64_t(std::min(9e15, double(step) * batch.get<double>() * seq.get<double>()))};
+}
 
 // Those of `following` that nothing has been told about.
 std::vector<std::string> not_told(const json& was, const Options& o) {
@@ -106,7 +117,7 @@ Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus
   try {
     take_up(saved.state, &o);
     check_carried_combinations(o);
-    return resolve(o, world_size, gpus);
+    return resolve(o, world_size, gpus, progress_of(saved.state));
   } catch (const UsageError& e) { throw of_checkpoint(e, saved.step_dir); }
 }
 

@@ -346,9 +346,9 @@ int64_t nan_skips(const Options& o) {
 
 }  // namespace
 
-Run resolve(const Options& o, int world_size, int gpus) {
+Run resolve(const Options& o, int world_size, int gpus, const Progress& before) {
   Run r;
-  r.o = o, r.notices = o.warnings;
+  r.o = o, r.notices = o.warnings, r.before = before;
   const bool only_planned = o.plan || o.show_schedule;
   REQUIRE_USER(o.device != "gpu" || gpus > 0 || only_planned,
                FSDP_CUDA ? "--device gpu: no GPU that this process can use (nvidia-smi lists the machine's); "
@@ -386,7 +386,8 @@ Run resolve(const Options& o, int world_size, int gpus) {
   check_gather_fp8(&r, r.fsdp.shards(world_size));
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);
-  resolve_schedule(o, (o.tokens + r.tokens_per_step() - 1) / r.tokens_per_step(), &r);
+  const int64_t left = std::max<int64_t>(0, o.tokens - before.tokens);
+  resolve_schedule(o, o.tokens ? before.steps + (left + r.tokens_per_step() - 1) / r.tokens_per_step() : 0, &r);
   return r;
 }
 
