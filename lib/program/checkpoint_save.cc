@@ -196,6 +196,7 @@ void Saver::begin(int64_t step, const json& state) {
              "--save-every would not, nor a faster disk)",
              ll(step), ll(step_)));
   finish();
+  check();  // what only the next save would hide
   if (!error_.empty()) return;
   dev_.compute().record(begun_);
   copies_.wait(begun_);
@@ -275,7 +276,6 @@ void Saver::write(int64_t step, const std::string& state) {
   const bool ends = error.compare(0, ends_run.size(), ends_run) == 0;
   (ends ? error_ : failed_) = strf("saving step %lld failed: %s; %s", ll(step),
                                    error.substr(ends ? ends_run.size() : 0).c_str(), way_back(to_.dir).c_str());
-  if (!ends) notes_.push_back("warning: " + failed_ + "; training goes on, and the next save tries again");
 }
 
 void Saver::report() {
@@ -286,7 +286,9 @@ void Saver::report() {
 }
 
 void Saver::check() {
-  if (!busy_) report();
+  if (busy_) return;
+  if (!failed_.empty()) notes_.push_back("warning: " + failed_ + "; training goes on, and the next save tries again");
+  report();
 }
 
 std::string Saver::finish() {
