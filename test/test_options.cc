@@ -695,7 +695,7 @@ TelemetryOptions log_to(const std::string& path, bool append) {
   return o;
 }
 
-TEST_CASE("a log whose disk is full says so once, and goes on in whole lines", "[telemetry]") {
+TEST_CASE("a log says when its disk is full and when there is room again, and has whole lines", "[telemetry]") {
   const ConfigFile file(""), said("");
   const char* path = file.path.c_str();
   const nlohmann::json header = {{"command", std::string(100, 'x')}, {"commit", ""}},
@@ -705,24 +705,37 @@ TEST_CASE("a log whose disk is full says so once, and goes on in whole lines", "
   const auto action = std::signal(SIGXFSZ, SIG_IGN);
   {
     Telemetry t(log_to(path, false), header);
-    const rlimit small = {400, before.rlim_max};
-    REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+    const auto room = [&](rlim_t bytes) {
+      const rlimit most = {bytes, before.rlim_max};
+      REQUIRE(setrlimit(RLIMIT_FSIZE, &most) == 0);
+    };
+    room(400);
     std::fflush(stdout);
     const int terminal = dup(STDOUT_FILENO), fd = open(said.path.c_str(), O_WRONLY);
     dup2(fd, STDOUT_FILENO);
     for (int i = 0; i < 10; ++i) t.record(line);
+    room(450);
+    for (int i = 0; i < 10; ++i) t.record(line);  // one of them fits
+    room(before.rlim_cur);
+    for (int i = 0; i < 12; ++i) t.record(line);
+    room(400);
+    for (int i = 0; i < 10; ++i) t.record(line);
     std::fflush(stdout);
     dup2(terminal, STDOUT_FILENO);
     close(terminal), close(fd);
-    setrlimit(RLIMIT_FSIZE, &before);  // there is room again
+    room(before.rlim_cur);
     t.record(line);
   }
   std::signal(SIGXFSZ, action);
   std::ifstream note(said.path);
-  std::string first, second;
-  std::getline(note, first), std::getline(note, second);
-  CHECK(first.rfind(strf("warning: --log: lines from here on are missing: %s: write failed", path), 0) == 0);
-  CHECK(second.empty());
+  std::string said_first, said_second, said_third, said_last;
+  std::getline(note, said_first), std::getline(note, said_second), std::getline(note, said_third);
+  std::getline(note, said_last);
+  const std::string full = strf("warning: --log: lines from here on are missing: %s: write failed", path);
+  CHECK(said_first.rfind(full, 0) == 0);
+  CHECK(said_second == "--log: lines are written again");
+  CHECK(said_third.rfind(full, 0) == 0);
+  CHECK(said_last.empty());
   struct {
     int whole = 0, half = 0, headers = 0;
   } lines;
@@ -735,15 +748,15 @@ TEST_CASE("a log whose disk is full says so once, and goes on in whole lines", "
     }
   };
   count();
-  CHECK((lines.headers == 1 && lines.whole == 5 && lines.half == 0));
-  // A run that was killed in the middle of a line.
+  CHECK((lines.headers == 1 && lines.whole == 18 && lines.half == 0));
+  // A run that was killed in the middle of a line, which the next takes away.
   std::ofstream(path, std::ios::app) << "{\"line\": \"yy";
   {
     Telemetry t(log_to(path, true), header);
     t.record(line);
   }
   count();
-  CHECK((lines.headers == 2 && lines.whole == 6 && lines.half == 1));
+  CHECK((lines.headers == 2 && lines.whole == 19 && lines.half == 0));
 }
 
 TEST_CASE("a log is one run's", "[telemetry]") {

@@ -33,7 +33,7 @@ struct TextEval : EvalSet {
     std::copy(tokens.begin() + 1, tokens.end(), wanted);
   }
   Finding result(const std::vector<double>& losses) const override {
-    const double loss = std::accumulate(losses.begin(), losses.end(), 0.0) / double(targets());
+    const double loss = plain_nan(std::accumulate(losses.begin(), losses.end(), 0.0) / double(targets()));
     // A token has so many bytes of text on average; the first one, which nothing predicts, too.
     const bool known = corpus->text_bytes > 0;
     const double bits = known ? loss / std::log(2.0) * double(corpus->count) / double(corpus->text_bytes) : 0;

@@ -63,9 +63,9 @@ size_t width(const std::vector<Part>& parts, int spare, size_t between) {
 std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left) {
   const std::string total = std::to_string(total_steps);
   std::string line = strf("step %*lld/%s  loss %.4f", int(std::max<size_t>(total.size(), 4)),
-                          static_cast<long long>(r.step), total.c_str(), r.loss);
+                          static_cast<long long>(r.step), total.c_str(), plain_nan(r.loss));
   if (!std::isnan(r.val_loss)) line += strf("  val %.4f", r.val_loss);
-  line += strf("  norm %.2f  lr %.1e  %.1f ms  %s tok/s", r.grad_norm, r.lr, r.step_ms,
+  line += strf("  norm %.2f  lr %.1e  %.1f ms  %s tok/s", plain_nan(r.grad_norm), r.lr, r.step_ms,
                grouped(std::llround(r.tokens_per_sec)).c_str());
   if (r.mfu >= 0) line += strf("  mfu %.1f %%", 100 * r.mfu);
   line += strf("  peak %s MiB", grouped(std::llround(r.peak_mib)).c_str());
@@ -77,10 +77,10 @@ std::string live_line(const StepRecord& r, int64_t total_steps, double seconds_l
                       int columns) {
   std::vector<Part> parts;
   parts.push_back({0, strf("step %lld/%lld", static_cast<long long>(r.step), static_cast<long long>(total_steps))});
-  if (std::isnan(smoothed_loss)) parts.push_back({0, strf("loss %.4f", r.loss)});
+  if (std::isnan(smoothed_loss)) parts.push_back({0, strf("loss %.4f", plain_nan(r.loss))});
   else parts.push_back({0, strf("avg loss %.4f", smoothed_loss), Style::bold});
   if (!std::isnan(r.val_loss)) parts.push_back({1, strf("val %.4f", r.val_loss), Style::bold});
-  parts.push_back({5, strf("norm %.2f", r.grad_norm)});
+  parts.push_back({5, strf("norm %.2f", plain_nan(r.grad_norm))});
   parts.push_back({7, strf("lr %.1e", r.lr)});
   parts.push_back({4, strf("%.1f ms", r.step_ms)});
   parts.push_back({3, grouped(std::llround(r.tokens_per_sec)) + " tok/s"});
@@ -149,11 +149,17 @@ std::unique_ptr<files::File> open_log(const std::string& path) {
   return file;
 }
 
-// Whether a run that was killed, or whose disk was full, left half a line.
-bool ends_in_half(const files::File& file, int64_t bytes) {
-  char last = '\n';
-  if (bytes > 0) files::read_at(file, &last, 1, bytes - 1);
-  return last != '\n';
+// The bytes of its whole lines: a run that was killed may have left half of another.
+int64_t whole_lines(const files::File& file) {
+  constexpr int64_t most = 1 << 16;
+  char piece[most];
+  for (int64_t end = files::size_of(file); end > 0;) {
+    const int64_t n = std::min(most, end);
+    files::read_at(file, piece, n, end -= n);
+    for (int64_t i = n; i > 0; i--)
+      if (piece[i - 1] == '\n') return end + i;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -163,12 +169,11 @@ Telemetry::Telemetry(const TelemetryOptions& o, const nlohmann::json& header)
   if (!o.log.empty()) {
     file_ = open_log(o.log);
     try {
-      if (!o.append) files::cut(file_.get(), 0);
-      bytes_ = files::size_of(*file_);
-      const char* const end = ends_in_half(*file_, bytes_) ? "\n" : "";
+      bytes_ = o.append ? whole_lines(*file_) : 0;
+      files::cut(file_.get(), bytes_);
       // The command line is as it was typed, in whatever encoding.
       const std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-      files::append_whole(file_.get(), end + text + "\n", &bytes_);
+      files::append_whole(file_.get(), text + "\n", &bytes_);
     } catch (const Error& e) { throw UsageError(strf("--log: %s", e.what())); }
   }
   // Its old files are removed by whoever has the log.
@@ -211,10 +216,8 @@ void Telemetry::add_event(const StepRecord& r) {
   if (!events_) return;
   try {
     events_->add(r);
-  } catch (const Error& e) {
-    if (!std::exchange(events_full_, true))
-      note(strf("warning: --tensorboard: events from here on are missing: %s; training continues", e.what()));
-  }
+    written(&events_outlet_);
+  } catch (const Error& e) { missing(&events_outlet_, e); }
 }
 
 // Rewritten in place, twenty times a second at most; what is worth keeping stays, with its own loss: the ends, each
@@ -235,10 +238,22 @@ void Telemetry::record(const nlohmann::json& j) {
   if (!file_) return;
   try {
     files::append_whole(file_.get(), j.dump() + "\n", &bytes_);
-  } catch (const Error& e) {
-    if (!std::exchange(full_, true))
-      note(strf("warning: --log: lines from here on are missing: %s; training continues", e.what()));
-  }
+    written(&log_outlet_);
+  } catch (const Error& e) { missing(&log_outlet_, e); }
+}
+
+void Telemetry::missing(Outlet* to, const Error& e) {
+  to->in_a_row = 0;
+  if (!std::exchange(to->fails, true))
+    note(strf("warning: --%s: %s from here on are missing: %s; training continues", to->option, to->pieces, e.what()));
+}
+
+// On a disk that is all but full a short piece may fit between others that do not.
+void Telemetry::written(Outlet* to) {
+  constexpr int enough = 10;
+  if (!to->fails || ++to->in_a_row < enough) return;
+  to->fails = false;
+  note(strf("--%s: %s are written again", to->option, to->pieces));
 }
 
 void Telemetry::note(const std::string& line) {

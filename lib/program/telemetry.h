@@ -31,14 +31,15 @@ enum class Lines { live, plain };
 struct TelemetryOptions {
   std::string log = "";          // a file; empty: none
   std::string tensorboard = "";  // a directory; empty: none
-  bool append = false;           // behind what an earlier part of the run wrote; otherwise what is there is replaced
+  bool append =
+      false;  // behind the whole lines that an earlier part of the run wrote; otherwise what is there is replaced
   int64_t first_step = 1, total_steps = 1, log_every = 1;
   Lines lines = Lines::live;  // where people watch standard output; plain anywhere else
 };
 
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON
-// file gets the header first, then an object a step, flushed each time, TensorBoard's an event; what cannot be written
-// later is said once.
+// file gets the header first, then an object a step, flushed each time, TensorBoard's an event; from when on
+// something cannot be written, and from when on it can again, is said.
 class Telemetry {
  public:
   // Throws UsageError, before training starts, if a file cannot be written, for what check_log refuses, and if another
@@ -64,8 +65,15 @@ class Telemetry {
   bool redraws_;
   bool live_ = false;  // the cursor stands on a live line
   Clock::time_point drawn_ = {};
-  bool full_ = false, events_full_ = false;  // a line or event could not be written, and that was said
-  int64_t first_ = 0;                        // step that was told here
+  struct Outlet {
+    const char *option, *pieces;
+    bool fails = false;  // that was said, and since then so many were written in a row
+    int in_a_row = 0;
+  };
+  void missing(Outlet* to, const Error& e);
+  void written(Outlet* to);
+  Outlet log_outlet_ = {"log", "lines"}, events_outlet_ = {"tensorboard", "events"};
+  int64_t first_ = 0;  // step that was told here
   Clock::time_point first_ended_ = {};
   double loss_sum_ = 0, loss_weight_ = 0;  // of the smoothed loss
 };
