@@ -109,6 +109,34 @@ TEST_CASE("no output is part of a checkpoint", "[outputs]") {
   o = Options();
   o.save = dir / "none", o.log = dir / "log";
   CHECK(refusal(o) == "");
+  // A directory that the run makes.
+  for (const char* with : {"none", "none/", "./none"}) {
+    INFO(with);
+    o.save = start + with, o.log = dir / "none/step-2";
+    CHECK(refusal(o) == "--log " + o.log + " is inside a checkpoint in " + o.save + "; choose another file");
+    o.log = dir / "none/log";
+    CHECK(refusal(o) == "");
+  }
+}
+
+TEST_CASE("a log's directory is there, or the run makes it", "[outputs]") {
+  const Directory dir;
+  Options o;
+  o.log = dir / "sub/more/log";
+  const std::string refused = strf("--log %s: there is no directory %s; make it, or choose another file", o.log.c_str(),
+                                   fs::weakly_canonical(dir / "sub/more").c_str());
+  CHECK(refusal(o) == refused);
+  o.save = dir / "subordinate/more";
+  CHECK(refusal(o) == refused);
+  for (std::string Options::*made : {&Options::save, &Options::diagnostics, &Options::tensorboard})
+    for (const char* name : {"sub/more", "sub/more/", "sub/more/below"}) {
+      INFO(name);
+      Options with = o;
+      with.save = "", with.*made = dir / name;
+      CHECK(refusal(with) == "");
+    }
+  fs::create_directories(dir / "sub/more");
+  CHECK(refusal(o) == "");
 }
 
 TEST_CASE("a log replaces a log alone", "[telemetry]") {

@@ -65,12 +65,13 @@ bool in_checkpoint(const std::string& path, const std::string& dir) {
   namespace fs = std::filesystem;
   std::error_code none;
   const bool is_step = fs::exists(dir + "/" + manifest_name, none);
+  const fs::path to_be = fs::weakly_canonical(files::without_slash(dir), none);  // where there is no directory yet
   for (fs::path at = path; at.has_relative_path(); at = at.parent_path()) {
     const std::string name = at.filename();
     if (is_step && fs::equivalent(at, dir, none)) return true;
     if ((name == latest_name || name == tmp_latest_name || name == lock_name || step_of(name) >= 0 ||
          is_tmp_step(name)) &&
-        fs::equivalent(at.parent_path(), dir, none))
+        (at.parent_path() == to_be || fs::equivalent(at.parent_path(), dir, none)))
       return true;
   }
   return false;

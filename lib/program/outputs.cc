@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <tuple>
@@ -51,6 +52,20 @@ std::vector<std::string> checkpoint_directories(const Options& o) {
   return directories;
 }
 
+// The directories that a run makes are there when it opens its files.
+void require_directory(const Options& o, const char* option, const std::string& path) {
+  const fs::path parent = resolved(path).parent_path();
+  std::error_code none;
+  bool there = fs::exists(parent, none);
+  for (const std::string& made : {o.save, o.diagnostics, o.tensorboard}) {
+    if (made.empty()) continue;
+    const fs::path dir = resolved(files::without_slash(made));
+    there = there || std::mismatch(parent.begin(), parent.end(), dir.begin(), dir.end()).first == parent.end();
+  }
+  REQUIRE_USER(there, "%s %s: there is no directory %s; make it, or choose another file", option, path.c_str(),
+               parent.c_str());
+}
+
 }  // namespace
 
 void check_outputs(const Options& o) {
@@ -89,7 +104,7 @@ void check_outputs(const Options& o) {
                    o.tensorboard.c_str(), dir.c_str());
     check_tensorboard(o.tensorboard);
   }
-  if (!o.log.empty()) check_log(o.log);
+  if (!o.log.empty()) require_directory(o, "--log", o.log), check_log(o.log);
   if (!o.trace.empty()) check_trace(o.trace);
   if (!o.export_to.empty()) check_export(o.export_to);
 }
