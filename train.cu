@@ -359,7 +359,7 @@ std::string train(const Job& job) {
     wrong = loop(t);
     if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty()) return;
-    wrong = t.unsaved;
+    wrong = !t.unsaved.empty() ? t.unsaved : agree(t.profiler.failed());
     flight::set_phase("exporting the model");
     try {
       // A run that is to go on from its checkpoint would find this export in its way.

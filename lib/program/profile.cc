@@ -88,7 +88,7 @@ void StepProfiler::write(const Device::Profile& marks, const std::vector<Span>& 
                  {"chip", job_.dev->name},
                  {"step", step}});
     job_.telemetry->note("wrote the trace of step " + std::to_string(step) + " to " + job_.r.o.trace);
-  } catch (const Error& e) { job_.telemetry->note(e.what()); }  // the disk is full: the run goes on
+  } catch (const Error& e) { failed_ = e.what(); }  // the disk is full: the run goes on to its end
 }
 
 // ----------------------------------------------------------------------------------------------------------- records

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lib/device/activity.h"
@@ -33,6 +34,7 @@ class StepProfiler {
   explicit StepProfiler(const Job& job);
   void begin(int64_t step, int64_t first);  // of this run
   void end(int64_t step);
+  const std::string& failed() const { return failed_; }  // why the trace was not written, at the rank that writes it
 
  private:
   void report(const Device::Profile& marks, double host_ms, const std::vector<Span>& ran);
@@ -41,6 +43,7 @@ class StepProfiler {
   const Job& job_;
   const bool asked_, speaks_;
   bool recording_ = false;  // CUPTI is
+  std::string failed_;
   std::chrono::steady_clock::time_point from_;
   double sampled_from_ = 0;
   std::unique_ptr<GpuSampler> sampler_;

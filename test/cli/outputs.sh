@@ -65,6 +65,10 @@ done
 grep -q '"profile_ms"' "$dir/profile.jsonl" || wrong="$wrong; no profile in the log"
 [ "$(grep -c '"ended":"20' "$dir/profile.jsonl")" = 1 ] || wrong="$wrong; not one step says when it ended"
 verdict "the trace of a run" "$wrong"
+# shellcheck disable=SC2016 # another shell's
+mpi -np 1 bash -c 'ulimit -f 8 && exec "$@"' - ./train "${small[@]}" --trace "$dir/too-long.json"
+judge "a trace on a full disk" "--trace" "write failed"
+verdict "the run comes to its end, and leaves no half trace" "$(grep -q '^step *2/2' "$dir/out" && ! ls "$dir"/too-long.json* >/dev/null 2>&1 || echo "not so")"
 good "the trace of a plan" "MiB" --plan --world 2 --preset m7c --trace "$dir/trace.json"
 verdict "a plan's trace replaces a run's" "$(grep -q '"source":"plan"' "$dir/trace.json" || echo "it does not")"
 echo "{}" >"$dir/foreign.json"
