@@ -361,7 +361,7 @@ void no_room_is_said(Backend backend) {
     const int64_t before = mapped();
     const std::string text = error_of<OutOfMemory>([&] { mem.commit(); });
     has_all(text, {"backward 3", "the large one", strf("asks for %.0f MiB", double(mem.arena_bytes()) / mib), dev.name,
-                   strf("of %.0f;", double(dev.total_bytes) / mib), "nothing was allocated"});
+                   strf("of %.0f;", double(dev.total_bytes) / mib), "nothing was allocated; lower --batch"});
     if (backend == Backend::cpu) {
       CHECK(has(text, strf("has %.0f MiB free", double(dev.free_bytes) / mib)));
       CHECK(mapped() - before < dev.total_bytes / 2);
@@ -369,6 +369,17 @@ void no_room_is_said(Backend backend) {
     CHECK_FALSE(has(text, "too small"));
     CHECK_FALSE(mem.committed());
     CHECK(mem.device_reported_bytes() == 0);
+  }
+  {
+    // What stays between steps does not fit either, and no smaller batch helps.
+    Device dev(backend, ordinal_of(backend));
+    dev.mem.keep<char>(2 * dev.total_bytes, "weights", Purpose::master);
+    dev.mem.begin("step");
+    dev.mem.take<char>(1000, "an activation").reset();
+    dev.mem.end();
+    const std::string text = error_of<OutOfMemory>([&] { dev.mem.commit(); });
+    has_all(text, {strf("before step 1 takes %.0f MiB", 2 * double(dev.total_bytes) / mib), "use more ranks"});
+    CHECK_FALSE(has(text, "lower --batch"));
   }
   {
     // What fits once need not fit for all that share the device.

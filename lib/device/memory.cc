@@ -342,11 +342,19 @@ std::string Memory::no_room(const Room& room) const {
   if (dev_.backend == Backend::gpu)
     for (const std::string& user : memory_users(load_nvml(), nvml_uuid(name_gpu(dev_.ordinal).uuid)))
       others += (others.empty() ? "; in use there: " : ", ") + user;
+  // Smaller batches do not help where weights, moments and slots fill it before the first step.
+  const bool fits_before =
+      Room{r.before_step_total, room.reserve, room.free_at_start, room.free_now, room.sharers}.fits();
+  const std::string remedy =
+      fits_before
+          ? "lower --batch or --seq, or use more ranks"
+          : strf("what is there before step 1 takes %.0f MiB, whatever the batch: use more ranks or a smaller model",
+                 double(r.before_step_total) / mib);
   return strf(
       "no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s%s, and %s has "
-      "%.0f MiB free of %.0f%s; nothing was allocated; lower --batch or --seq, or use more ranks",
+      "%.0f MiB free of %.0f%s; nothing was allocated; %s",
       double(room.arena) / mib, r.peak_phase.c_str(), r.largest.c_str(), kept.c_str(), shared.c_str(),
-      dev_.name.c_str(), double(free) / mib, double(dev_.total_bytes) / mib, others.c_str());
+      dev_.name.c_str(), double(free) / mib, double(dev_.total_bytes) / mib, others.c_str(), remedy.c_str());
 }
 
 void Memory::commit(int64_t reserve) {
