@@ -398,7 +398,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < argc; i++) command += std::string(i ? " " : "") + argv[i];
   try {
     if (!parse_options(argc, argv, &o, &text)) {
-      if (is_first_process()) std::printf("%s", text.c_str());
+      if (is_first_process()) print_answer(text);
       return 0;
     }
   } catch (const Error& e) { error = e.what(); }

@@ -34,7 +34,8 @@ std::string contents(const std::string& path) {
   REQUIRE_USER(n >= 0, "--config %s cannot be read: %s", file, std::strerror(why));
   REQUIRE_USER(have <= most_bytes, "--config %s: larger than 1 MiB, so it is no file of options", file);
   text.resize(have);
-  return text;
+  const std::string mark = "\xef\xbb\xbf";  // some editors begin UTF-8 with it
+  return text.compare(0, mark.size(), mark) == 0 ? text.substr(mark.size()) : text;
 }
 
 std::string trimmed(const std::string& s) {

@@ -50,3 +50,5 @@ Trace planned_trace(Run r, int ranks, const Chip& chip);
 // What is asked for instead of training, as --plan or --version: prints, writes --trace, and returns the exit
 // status. Starts no MPI and takes no memory; under mpirun only the first process speaks. command: as it was typed.
 int answer(const Options& o, const std::string& command);
+// Writes to standard output. Throws Error if that is full or closed.
+void print_answer(const std::string& text);

@@ -37,7 +37,20 @@ verdict "a variable that is no option is named" "$(grep -q 'note: .* FSDP_DPETH,
 verdict "a variable sets an option" "$(grep -q ' in 3 units' "$dir/out" || echo "it does not")"
 bad "heads that do not divide dim" "dim|100|heads|3" --dim 100 --heads 3 --kv-heads 1
 bad "kv-heads that do not divide heads" "heads|4|kv-heads|3" --dim 64 --heads 4 --kv-heads 3
-bad "log that cannot be written" "--log $dir/none/log" --log "$dir/none/log"
+bad "log that cannot be written" "--log $dir/none/log|no directory" --log "$dir/none/log"
+if [ -w /dev/full ]; then
+  for words in --help --list-presets "--plan --device cpu"; do
+    # shellcheck disable=SC2086 # words
+    ./train $words >/dev/full 2>"$dir/out"
+    status=$?
+    judge "$words to a full disk" "standard output cannot be written"
+  done
+fi
+printf '\357\273\277steps = 4\n' >"$dir/marked.toml"
+good "a file of options that an editor has marked as UTF-8" "4 steps" "${small[@]:0:6}" --config "$dir/marked.toml"
+bad "two answers at a time" "--hardware and --plan|one at a time" --plan --hardware
+bad "two others" "--show-params and --show-schedule|one at a time" --show-schedule --show-params
+good "a plan with its schedule" "all_gather" --plan --show-schedule "${small[@]}"
 bad "groups that do not divide the ranks" "--shard hybrid:3|2 ranks" --shard hybrid:3
 bad "a way to shard that there is not" "--shard some|full|hybrid:K" --shard some
 bad "no limit that there is" "--limit-all-gathers 0|64|off" --limit-all-gathers 0
