@@ -51,7 +51,8 @@ done
 command=("$1")
 shift
 first_resume=()
-save=${FSDP_SAVE-}
+config=${FSDP_CONFIG-}
+save=
 device=
 while [ $# -gt 0 ]; do
   case $1 in
@@ -64,6 +65,8 @@ while [ $# -gt 0 ]; do
     *)
       command+=("$1")
       case $1 in
+        --config=*) config=${1#--config=} ;;
+        --config) config=${2-} ;;
         --save=*) save=${1#--save=} ;;
         --save) save=${2-} ;;
         --device=*) device=${1#--device=} ;;
@@ -73,6 +76,13 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+# setting NAME: what the file of options says, as ./train reads it: quotes keep what they hold, # begins a comment.
+setting() {
+  [ ! -f "$config" ] || sed -nE "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1 |
+    sed -E "s/^([\"'])(.*)\1[[:space:]]*(#.*)?\$/\2/; t; s/(^|[[:space:]]+)#.*//; s/[[:space:]]+\$//"
+}
+save=${save:-${FSDP_SAVE:-$(setting save)}}
+device=${device:-${FSDP_DEVICE:-$(setting device)}}
 [ -n "$save" ] || fail "give --save DIR: without a checkpoint there is nothing to go on from"
 
 latest() { readlink "$save/latest"; }

@@ -75,6 +75,13 @@ check "the hosts that are left run" [ "$status" = 0 ]
 check "the one that is gone is named" says "host gone does not answer"
 check "the ranks are theirs" grep -q '"ranks":2' "$dir/log"
 
+rm -rf "$dir/save"
+printf 'preset = tiny\ndevice = "cpu"\nsave = "%s"   # here\nseq = 64\nsteps = 2\n' "$dir/save" >"$dir/run.toml"
+begin -n 1 ./train --config "$dir/run.toml"
+end
+check "a file of options says where to save, and on what" [ "$status" = 0 ]
+check "and it is saved there" [ -e "$dir/save/step-2" ]
+
 for words in "./train --steps 2|--save DIR" "--restart x ./train|--restart x: give a number" "--what|--what: no such option"; do
   # shellcheck disable=SC2086 # words
   ./run.sh ${words%%|*} >"$dir/out" 2>&1
