@@ -518,6 +518,10 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
   CHECK(refusal({huge.c_str()}).size() < 200);
   CHECK(refusal({"--dim", long_value.c_str()}).size() < 200);
   refused({"--world", "8"}, {"--world", "--plan"});
+  refused({"--timeout", "1"}, {"--timeout 1", "2 seconds or more, or 0"});
+  CHECK((parsed({"--timeout", "2"}).timeout == 2 && parsed({"--timeout", "0"}).timeout == 0));
+  refused({"--bucket-mb", "5"}, {"--bucket-mb needs --wrap auto"});
+  refused({"--wrap-min-params", "5"}, {"--wrap-min-params needs --wrap auto"});
   refused({"--steps", "--dim"}, {"--steps --dim"});
 }
 

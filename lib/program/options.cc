@@ -117,7 +117,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"gather-dtype", "TYPE", &Options::gather_dtype, one_of({"fp8", "off"}), "all-gather the weights of --matmul-dtype fp8 in fp8, each tensor scaled by its amax over all ranks: down to half the bytes on the wire and in the slot", "that of --param-dtype"},
   {"save-dtype", "TYPE", &Options::save_dtype, one_of({"fp8", "off"}), "keep the MLP's hidden layer for the backward pass in fp8 (e4m3), half the size; its gradients are then of the rounded layer", "that of --param-dtype"},
   {"tf32", "", &Options::tf32, flag, "let fp32 matmuls round their inputs to TF32"},
-  {"autocast", "TYPE", &Options::autocast, one_of({"bf16", "off"}), "gather parameters in fp32 and cast them for the matmuls; gradients are reduced in fp32", "off"},
+  {"autocast", "TYPE", &Options::autocast, one_of({"bf16", "off"}), "gather parameters in fp32 and cast them for the matmuls; gradients are reduced in fp32 unless --reduce-dtype says otherwise", "off"},
   {"moments", "TYPE", &Options::moments, one_of({"fp32", "bf16"}), "type of AdamW's moments; bf16 is rounded stochastically"},
 }},
 {"Sharding", {

@@ -22,6 +22,8 @@ void options_parts::check_combinations(const Options& o) {
   REQUIRE_USER(o.stop_after != 0 || (!o.profile && o.trace.empty()),
                "--stop-after 0 takes no step, so there is nothing for --profile or --trace");
   REQUIRE_USER(o.trace.empty() || o.plan || !o.instead_of_training(), "--trace needs a step: a run, or --plan");
+  REQUIRE_USER(o.timeout == 0 || o.timeout >= 2, "--timeout %g: give 2 seconds or more, or 0 for never",
+               double(o.timeout));
   REQUIRE_USER(o.tokens == 0 || o.epochs == 0, "--tokens and --epochs both say when to stop; drop one");
   REQUIRE_USER(o.stop_after != 0 || o.save.empty(),
                "--stop-after 0 takes no step, so there is nothing for --save; --export writes the initial weights");
@@ -29,7 +31,7 @@ void options_parts::check_combinations(const Options& o) {
   REQUIRE_USER(o.graph == 0 || !o.comm_timing, "--graph 1: a graph cannot be timed from outside; drop --comm-timing");
   REQUIRE_USER(o.graph == 0 || o.gather != "mpi", "--graph 1: a CUDA graph cannot hold MPI calls; drop --gather mpi");
   REQUIRE_USER(o.wrap == "auto" || (o.bucket_mb == 0 && o.wrap_min_params == Options().wrap_min_params),
-               "--wrap-min-params and --bucket-mb need --wrap auto");
+               "%s needs --wrap auto, which makes units by size", o.bucket_mb ? "--bucket-mb" : "--wrap-min-params");
   const bool keeps = o.shard == "grad" || o.shard == "none";
   REQUIRE_USER(!keeps || o.reshard_after_forward != 1,
                "--shard %s keeps parameters unsharded; --reshard-after-forward 1 needs --shard full or hybrid:K",

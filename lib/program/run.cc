@@ -410,8 +410,8 @@ void check_collectives(const Run& r, Transport transport, bool one_host) {
                r.backend == Backend::gpu ? "collectives go over MPI here" : "this run is on the CPU");
   REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || transport != Transport::mpi,
                "--gather %s needs NCCL and one GPU per rank", o.gather.c_str());
-  REQUIRE_USER(o.gather != "copy-engine" || r.backend == Backend::gpu,
-               "--gather copy-engine needs GPUs; this run is on the CPU");
+  REQUIRE_USER(o.gather.empty() || o.gather == "mpi" || r.backend == Backend::gpu,
+               "--gather %s needs GPUs; this run is on the CPU", o.gather.c_str());
   // On CPUs MPI plays the copy engines.
   const bool gpu = r.backend == Backend::gpu;
   REQUIRE_USER(o.reduce.empty() || transport != Transport::mpi || (o.reduce == "copy-engine" && !gpu),

@@ -65,7 +65,7 @@ static void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_
                   t.only_planned && row.contains("result") ? " (planned)" : "");
     }
     left -= runs(t) ? launch_s + steps_of(t) * t.plan.seconds : 0;
-    if (left > 5) std::printf("  about %s left\n", duration_text(left).c_str());
+    if (left > 5 && run.machine.gpu) std::printf("  about %s left\n", duration_text(left).c_str());
     std::fflush(stdout);
   }
 }
