@@ -13,9 +13,10 @@ import argparse
 import array
 import os
 import re
+import signal
 import sys
 
-from prepare import ARRAY, HEADER, MAGIC, NONE, Wrong, add_tokenizers, tokenizer_of
+from prepare import ARRAY, HEADER, MAGIC, NONE, Wrong, add_tokenizers, recorded, tokenizer_of
 
 SAMPLE = re.compile(r"(sample after step \d+: )?(\d+(?:[ ,]+\d+)*)\s*$")
 BLOCK = 1 << 20  # tokens at once
@@ -59,7 +60,7 @@ def decode_file(f, path, tokenizer, most, out):
         raise Wrong(f"{path}: truncated: it ends inside its header")
     _, width, vocab, count, _, end, _, name = HEADER.unpack(header)
     name = name.rstrip(b"\0").decode(errors="backslashreplace")
-    if name != tokenizer.name:
+    if name != recorded(tokenizer.name):
         raise Wrong(f"{path}: made with {name}, not with {tokenizer.name}; name it by --tokenizer or --tiktoken")
     if width not in ARRAY or os.fstat(f.fileno()).st_size != HEADER.size + width * count:
         raise Wrong(f"{path}: its header and its length do not fit together")
@@ -98,9 +99,13 @@ def main():
         if not args.file:
             require_no_tokens(args, "what comes in")
             sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # who writes hears it too, and ends what comes in
             return decode_lines(sys.stdin, tokenizer, out)
         with open(args.file, "rb") as f:
-            is_tokens = f.read(len(MAGIC)) == MAGIC
+            start = f.read(1024)
+            is_tokens = start.startswith(MAGIC)
+            if not is_tokens and b"\0" in start:
+                raise Wrong(f"{args.file}: neither text nor a file of prepare.py's, which says its tokenizer")
             f.seek(0)
             if is_tokens:
                 decode_file(f, args.file, tokenizer, args.tokens or 1 << 62, out)

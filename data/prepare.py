@@ -21,6 +21,7 @@ import array
 import collections
 import concurrent.futures.process
 import contextlib
+import glob
 import hashlib
 import json
 import multiprocessing
@@ -155,6 +156,11 @@ def tokenizer_of(args):
     return Bytes()
 
 
+def recorded(name):
+    """A tokenizer's name as a file's header has room for it."""
+    return "".join(c if " " <= c <= "~" else "?" for c in name)[:215]
+
+
 def width_of(vocab):
     return 1 if vocab <= 256 else 2 if vocab <= 65536 else 4
 
@@ -165,7 +171,7 @@ def width_of(vocab):
 
 def text_pieces(path, separator):
     """A text file in pieces, in constant memory. A line end right behind a separator belongs to it."""
-    cut = separator.encode() if separator else b""
+    cut = os.fsencode(separator) if separator else b""
     with open(path, "rb") as f:
         rest, offset = b"", 0
         begun = False  # a document of which a piece has gone before
@@ -321,6 +327,10 @@ class Output:
         self.width = width_of(tokenizer.vocab)
         self.file, self.made, self.tokens, self.text = None, [], 0, 0
         self.require_free(self.name(0))
+        if shard_tokens:  # readers take all of the name: one that is left of more would join in
+            stem, ending = (glob.escape(part) for part in os.path.splitext(path))
+            for other in sorted(glob.glob(f"{stem}_[0-9][0-9][0-9][0-9][0-9]*{ending or '.bin'}")):
+                self.require_free(other)
 
     def name(self, number):
         if not self.shard_tokens:
@@ -360,10 +370,9 @@ class Output:
 
     def end(self):
         t = self.tokenizer
-        name = "".join(c if " " <= c <= "~" else "?" for c in t.name).encode()[:215]
         with self.writing():
             self.file.seek(0)
-            self.file.write(HEADER.pack(MAGIC, self.width, t.vocab, self.tokens, self.text, t.end, 0, name))
+            self.file.write(HEADER.pack(MAGIC, self.width, t.vocab, self.tokens, self.text, t.end, 0, recorded(t.name).encode()))
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()

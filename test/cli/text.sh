@@ -62,6 +62,10 @@ if [ -n "$python" ]; then
   (ulimit -f 1 && to_tokens few.txt --out none.bin && echo $status >"$t/status")
   status=$(cat "$t/status")
   judge "a disk that is full at the end" "--out: none.bin.tmp-" "File too large; make room there"
+  to_tokens few.txt --shard-tokens 500 --out sh.bin
+  rm "$t/sh_00000.bin"
+  to_tokens few.txt --shard-tokens 5000 --out sh.bin
+  judge "a shard that is left of other tokens" "sh_00001.bin exists"
   # A signal to all of its processes, as by Ctrl-C.
   mkfifo "$t/endless.txt" # so that it cannot be done before
   for signal in INT TERM; do
@@ -96,6 +100,9 @@ os.execv(sys.executable, [sys.executable] + sys.argv[1:])' "$OLDPWD/data/prepare
   judge "a name of a tokenizer that is no UTF-8" "$t/latin.bin" 'caf\xe9'
   head -c 5000 /dev/zero | tr '\0' 7 | decode
   judge "a number of any length" "line 1: 77777777777777777777 is not a token of bytes"
+  printf 'TOKENS01\0\0' >"$t/other.bin"
+  decode "$t/other.bin"
+  judge "tokens of nobody knows what" "$t/other.bin" "neither text nor"
   verdict "lines are as they are" "$(printf 'a\r\n104 105\nb\r\n' | "$python" data/decode.py | cmp - <(printf 'a\r\nhi\nb\r\n') 2>&1)"
 else
   skip "text to tokens: there is no python3"
