@@ -45,7 +45,9 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ $# -gt 0 ] || fail "no command; ./run.sh [-n RANKS] [--restart N] ./train --save DIR ..."
-[ "$most" != 0 ] || fail "-n 0: give a number of ranks, 1 or more"
+[ -z "$most" ] || [ "$((10#$most))" -gt 0 ] || fail "-n $most: give a number of ranks, 1 or more"
+
+command -v "$1" >/dev/null || fail "$1: no such program"
 
 # The command without --resume, whose place is taken by the checkpoint of this run as soon as there is one.
 command=("$1")
@@ -78,7 +80,7 @@ while [ $# -gt 0 ]; do
 done
 # setting NAME: what the file of options says, as ./train reads it: quotes keep what they hold, # begins a comment.
 setting() {
-  [ ! -f "$config" ] || sed -nE "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1 |
+  [ ! -f "$config" ] || sed -nE "1s/^\xef\xbb\xbf//; s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1 |
     sed -E "s/^([\"'])(.*)\1[[:space:]]*(#.*)?\$/\2/; t; s/(^|[[:space:]]+)#.*//; s/[[:space:]]+\$//"
 }
 save=${save:-${FSDP_SAVE:-$(setting save)}}
@@ -93,12 +95,12 @@ choose_ranks() {
   if [ -n "$hostfile" ]; then
     local line host slots answering=
     ranks=0
-    while read -r line; do
+    while read -r line || [ -n "$line" ]; do
       line=${line%%#*}
       host=${line%%[[:space:]]*}
       [ -n "$host" ] || continue
       slots=1
-      [[ $line =~ slots=([0-9]+) ]] && slots=${BASH_REMATCH[1]}
+      [[ $line =~ [[:space:]]slots[[:space:]]*=[[:space:]]*([0-9]+) ]] && slots=${BASH_REMATCH[1]}
       if [ "$host" = localhost ] || ssh -o BatchMode=yes -o ConnectTimeout=5 "$host" true </dev/null; then
         answering+="${answering:+,}$host:$slots"
         ranks=$((ranks + slots))

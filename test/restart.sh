@@ -68,7 +68,7 @@ check "after as many starts as were asked for" [ "$(grep -c 'ended with status 1
 
 # A host that ssh does not reach has no ranks.
 printf '#!/bin/bash\necho "$@" >>"%s/ssh"\nexit 255\n' "$dir" >"$dir/bin/ssh" && chmod +x "$dir/bin/ssh"
-printf 'localhost slots=2\n# a note\ngone slots=8\n' >"$dir/hosts"
+printf 'gone slots=8\n# a note\nlocalhost max_slots=4 slots = 2' >"$dir/hosts" # the last line has no end
 PATH=$dir/bin:$PATH begin --hostfile "$dir/hosts" ./train --device cpu --preset tiny --seq 64 --steps 2 --save "$dir/save" --log "$dir/log"
 end
 check "the hosts that are left run" [ "$status" = 0 ]
@@ -82,7 +82,7 @@ end
 check "a file of options says where to save, and on what" [ "$status" = 0 ]
 check "and it is saved there" [ -e "$dir/save/step-2" ]
 
-for words in "./train --steps 2|--save DIR" "--restart x ./train|--restart x: give a number" "--what|--what: no such option"; do
+for words in "./train --steps 2|--save DIR" "-n 00 ./train|-n 00: give a number" "./nosuch --save x|./nosuch: no such program" "--restart x ./train|--restart x: give a number" "--what|--what: no such option"; do
   # shellcheck disable=SC2086 # words
   ./run.sh ${words%%|*} >"$dir/out" 2>&1
   status=$?

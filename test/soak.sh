@@ -7,6 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 minutes=${1-30}
+[[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "error: MINUTES=$minutes: give minutes, a whole number from 1" >&2 && exit 2; }
 gpus=$(. ./probe.sh && probe_gpus && echo "${fact[gpus]:-0}")
 ./train --version | grep -q 'CUDA none' && gpus=0
 if [ "$gpus" = 0 ]; then
