@@ -30,6 +30,7 @@
 #include "build/version.h"
 #include "lib/device/device.h"
 #include "lib/program/chips.h"
+#include "lib/program/files.h"
 #include "lib/program/notes.h"
 #include "lib/program/plots.h"
 #include "lib/program/process.h"
@@ -46,6 +47,11 @@ using nlohmann::json;
 using ll = long long;
 using Values = std::vector<int64_t>;
 
+void flush_output() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout))
+    throw Error(strf("standard output cannot be written: %s", std::strerror(errno)));
+}
+
 // -------------------------------------------------------------------------------------------------------- settings
 
 struct Settings {
@@ -53,7 +59,7 @@ struct Settings {
   std::string gpu;  // of a machine that is not here: nothing runs
   Values values, only;
   std::string window, out, command;
-  int64_t ranks = 0, steps = 0, rounds = 1, timeout = 900;
+  int64_t ranks = 0, steps = 0, rounds = 1, timeout = 0;
   double warm_seconds = -1;  // the machine's
   bool list = false, dry_run = false, go_on = false, peer = false;
   bool rank = false;              // one of the ranks that --sweep collectives has started
@@ -107,7 +113,7 @@ Settings parse(int argc, char** argv) {
   app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as --window needs)")->type_name("N")->check(count)->needs(sweep);
   app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24; on a CPU 3:6)")->type_name("RANGE")->needs(sweep);
   app.add_option("--warm", s.warm_seconds, "seconds of steps before step 1, until the clocks have settled (default: 3; on a CPU 0)")->type_name("SECONDS")->check(CLI::Range(0.0, 600.0))->needs(sweep);
-  app.add_option("--timeout", s.timeout, strf("seconds that a row may take (default: %lld)", ll(s.timeout)))->type_name("SECONDS")->check(count)->needs(sweep);
+  app.add_option("--timeout", s.timeout, strf("seconds that a row may take (default: %lld)", ll(SweepRun().timeout_s)))->type_name("SECONDS")->check(count)->needs(sweep);
   app.add_option("--values", s.values, "attention: tokens; collectives: MiB (default: a list that suits the machine)")->type_name("LIST")->delimiter(',')->check(CLI::Range(int64_t(1), int64_t(1) << 40))->needs(sweep);
   app.add_option("--gpu", s.gpu, "plan every row for --ranks of this chip, which need not be here, and run none; list or print for them: " + listed(chip_words()))->type_name("CHIP")->check(CLI::IsMember(chip_words()));
   app.add_option("--out", s.out, "file of the rows, JSON lines (default: results/SWEEP-Ngpu.jsonl, results/SWEEP-cpu.jsonl); of --plot, the picture")->type_name("FILE");
@@ -127,6 +133,7 @@ Settings parse(int argc, char** argv) {
     app.parse(int(end - argv), argv);
   } catch (const CLI::CallForHelp&) {
     std::printf("%s", app.help().c_str());
+    flush_output();
     std::exit(0);
   } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
   s.plot.out = s.out, s.plot.kind = plot_kind(s.kind);
@@ -135,8 +142,16 @@ Settings parse(int argc, char** argv) {
   for (Words* files : {&s.notes, &s.plot.files})  // CLI11's word for an option that is given no value
     files->erase(std::remove(files->begin(), files->end(), ""), files->end());
   REQUIRE_USER(!s.writes_notes || !s.notes.empty(), "--notes: name the documents, as in --notes NOTES.md README.md");
-  REQUIRE_USER(s.list || !s.names.empty() || !s.summary.empty() || s.draws || s.plots || s.writes_notes,
-               "choose --sweep NAME, --list, --summary, --plot, --plots or --notes; see ./bench --help");
+  const std::pair<const char*, bool> actions[] = {
+      {"--sweep", !s.names.empty()}, {"--list", s.list},   {"--summary", !s.summary.empty()},
+      {"--plot", s.draws},           {"--plots", s.plots}, {"--notes", s.writes_notes}};
+  const char* asked = nullptr;
+  for (const auto& [option, is_given] : actions) {
+    REQUIRE_USER(!is_given || !asked, "%s and %s: ask for one at a time", asked, option);
+    if (is_given) asked = option;
+  }
+  REQUIRE_USER(asked, "choose --sweep NAME, --list, --summary, --plot, --plots or --notes; see ./bench --help");
+  REQUIRE_USER(s.extra.empty() || !s.names.empty(), "options of ./train behind -- are for --sweep");
   REQUIRE_USER(s.out.empty() || !s.names.empty() || s.draws, "--out is for --sweep and --plot");
   if (s.names == Words{"all"}) {
     s.names.clear();
@@ -151,6 +166,17 @@ Settings parse(int argc, char** argv) {
   return s;
 }
 
+// A row's command is to say what ran: it would be the same with a variable that ./train reads and without.
+void check_environment() {
+  for (char** variable = environ; *variable; ++variable) {
+    const std::string text = *variable, name = text.substr(0, text.find('='));
+    const bool ours = name.rfind("FSDP_", 0) == 0 && name.rfind("FSDP_TEST_", 0) != 0;
+    REQUIRE_USER(!ours || name == "FSDP_ALLOW_SINGLE_RANK",
+                 "%s is set, which ./train takes and no row would say; unset it, and give options of ./train behind --",
+                 name.c_str());
+  }
+}
+
 // Refuses what says how rows run where none does: those of --gpu are planned, whatever sweeps they are of.
 void check_planned(const Settings& s) {
   if (s.gpu.empty() || s.list || s.dry_run) return;
@@ -158,6 +184,7 @@ void check_planned(const Settings& s) {
   const std::pair<bool, const char*> of_runs[] = {{s.steps, "--steps"},
                                                   {!s.window.empty(), "--window"},
                                                   {s.rounds > 1, "--rounds"},
+                                                  {s.timeout, "--timeout"},
                                                   {s.warm_seconds >= 0, "--warm"}};
   for (const auto& [given, option] : of_runs)
     REQUIRE_USER(!given, "%s with --gpu %s: rows are planned, of one step; leave it out", option, s.gpu.c_str());
@@ -176,7 +203,7 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!trains && !s.only.empty(), "--only"), refuse(!steps && s.rounds > 1, "--rounds");
   refuse(!steps && s.warm_seconds >= 0, "--warm"), refuse(!trains && s.dry_run, "--dry-run");
   refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
-  refuse(!steps && !collectives && s.ranks, "--ranks");
+  refuse(!steps && !collectives && s.ranks, "--ranks"), refuse(!steps && !collectives && s.timeout, "--timeout");
   refuse(trains && !s.values.empty(), "--values");
 }
 
@@ -219,7 +246,10 @@ SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   run.extra = s.extra, run.only.insert(s.only.begin(), s.only.end());
   run.begin = s.go_on ? Begin::where_it_stopped : Begin::anew;
   run.peers = s.peer ? Peers::on : Peers::off;
-  run.rounds = s.rounds, run.steps = s.steps, run.timeout_s = s.timeout;
+  run.rounds = s.rounds, run.steps = s.steps;
+  if (s.timeout) run.timeout_s = s.timeout;
+  REQUIRE_USER(s.warm_seconds <= 0 || run.machine.gpu,
+               "--warm: on a CPU nobody knows before how many steps that would be; leave it out");
   run.warm_seconds = s.warm_seconds >= 0 ? s.warm_seconds : run.machine.gpu ? 3 : 0;
   read_window(s, &run);
   const bool one = sweep.kind == SweepKind::layers || sweep.kind == SweepKind::kernels;
@@ -250,7 +280,7 @@ int sweep_collectives(const Settings& s, const SweepRun& run) {
   std::printf("collectives of %s ranks, medians of 20 calls; %s\n\n", ranks.c_str(),
               run.hardware.value("name", "?").c_str());
   std::fflush(stdout);
-  const std::string error = run_ranks(run.machine.ranks, {}, words, output, s.timeout);
+  const std::string error = run_ranks(run.machine.ranks, {}, words, output, run.timeout_s);
   REQUIRE_USER(error.empty(), "%s", error.c_str());
   std::printf("%s", read_file(output).c_str());
   std::remove(output.c_str());
@@ -267,6 +297,7 @@ bool is_row_of(const Sweep& sweep, const json& row) {
 // Sweeps that are timed by themselves. What their file held stays until they have ended.
 int time_rows(const Settings& s, const SweepRun& run) {
   const Sweep& sweep = *run.sweep;
+  const std::shared_ptr<DirectoryLock> lock = lock_rows(run.path);
   const std::vector<json> before = read_json_lines(run.path);
   const auto is_row = [&](const json& row) { return is_row_of(sweep, row); };
   REQUIRE_USER(before.empty() ? read_file(run.path).empty() : std::all_of(before.begin(), before.end(), is_row),
@@ -286,8 +317,8 @@ int time_rows(const Settings& s, const SweepRun& run) {
     const Values values = !s.values.empty() ? s.values : gpu_count() > 0 ? sweep.on_gpus : sweep.on_cpu;
     status = time_attention_layers(rows, values) ? 0 : 1;
   }
-  REQUIRE_USER(std::rename(rows.path.c_str(), run.path.c_str()) == 0, "--out %s cannot be written: %s",
-               run.path.c_str(), std::strerror(errno));
+  files::replace(run.path, read_file(rows.path));
+  std::remove(rows.path.c_str());
   return status;
 }
 
@@ -337,6 +368,7 @@ int run_bench(const Settings& s) {
     std::printf("%s\n", plot(s.plot).c_str());
     return 0;
   }
+  check_environment();
   mkdir("build", 0777), mkdir("build/bench", 0777);
   if (s.out.empty() && !s.list && !s.dry_run) mkdir("results", 0777);
   if (s.list) return list_sweeps(s);
@@ -360,7 +392,9 @@ int main(int argc, char** argv) {
   try {
     const Settings s = parse(argc, argv);
     if (s.rank) return collectives_rank({unfinished(s.out), s.command, FSDP_COMMIT}, s.values, &argc, &argv);
-    return run_bench(s);
+    const int status = run_bench(s);
+    flush_output();
+    return status;
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());
     return 2;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <utility>
 
@@ -127,6 +128,28 @@ void append_whole(File* file, const std::string& piece, int64_t* bytes) {
     throw;
   }
   *bytes += int64_t(piece.size());
+}
+
+void require_replaceable(const std::string& path) {
+  struct stat s;
+  if (::stat(path.c_str(), &s) == 0 && !S_ISREG(s.st_mode))
+    throw FileError(path + " is no regular file, and is not replaced; choose another");
+}
+
+void replace(const std::string& path, const std::string& text) {
+  require_replaceable(path);
+  std::error_code none;
+  const std::string to = std::filesystem::weakly_canonical(path, none), part = to + ".part";
+  remove(part);
+  try {
+    const std::unique_ptr<File> file = create(part);
+    file->write(text.data(), int64_t(text.size()));
+    file->flush_and_close();
+    rename(part, to);
+  } catch (...) {
+    ::unlink(part.c_str());
+    throw;
+  }
 }
 
 std::unique_ptr<File> create_in(const std::string& dir, const std::string& name) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lib/device/error.h"
+#include "lib/program/files.h"
 #include "lib/program/process.h"
 #include "lib/program/tables.h"
 
@@ -150,9 +151,7 @@ int write_notes(const Words& paths, const std::string& results_dir) {
     else changed.emplace_back(path, after);
   }
   for (const auto& [path, text] : changed) {
-    std::ofstream out(path, std::ios::binary);
-    out << text;
-    REQUIRE_USER(out.flush(), "%s cannot be written", path.c_str());
+    files::replace(path, text);
     std::printf("%s: written\n", path.c_str());
   }
   return 0;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "lib/device/error.h"
+#include "lib/program/files.h"
 #include "lib/program/format.h"
 #include "lib/program/plot_parts.h"
 #include "lib/program/process.h"
@@ -160,12 +161,18 @@ std::string plot_script(const PlotRequest& r, const std::string& out) {
 
 std::string plot(const PlotRequest& r) {
   const std::string out = out_of(r), part = out + ".part";
+  files::require_replaceable(out);
   for (const std::string& path : r.files)
     REQUIRE_USER(path != out, "--out %s is the file to plot; choose another", out.c_str());
   const std::string there = read_file(out);
   REQUIRE_USER(there.empty() || there.find("<svg") < 1000,
                "--out %s: not a picture (SVG), so it is not overwritten; choose another", out.c_str());
-  const bool unit = kind_of(r) == PlotKind::unit;
+  const PlotKind kind = kind_of(r);
+  const bool unit = kind == PlotKind::unit;
+  REQUIRE_USER(!unit || (r.files.empty() && r.title.empty()),
+               "--kind unit draws a preset's block: no files, no --title");
+  REQUIRE_USER(r.key.empty() || kind == PlotKind::bars || kind == PlotKind::scaling,
+               "--key names a figure of rows, which bars and scaling show; leave it out");
   const std::string text = unit ? unit_svg(r.preset, r.ranks) : plot_script(r, part);
   {
     std::ofstream file(part);

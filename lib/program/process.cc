@@ -29,13 +29,12 @@ void end_child_and_exit(int signal) {
 }
 
 // In the child: becomes the command, in a process group of its own, and is asked to end where the parent is killed.
-[[noreturn]] void become(char** argv, const std::string& output, pid_t parent) {
+[[noreturn]] void become(char** argv, int out, pid_t parent) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGTERM);
   if (getppid() != parent) _exit(127);  // it was killed before the call
-  const int in = open("/dev/null", O_RDONLY), out = open(output.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
-  dup2(in, 0);
-  if (out >= 0) dup2(out, 1), dup2(out, 2);
+  const int in = open("/dev/null", O_RDONLY);
+  dup2(in, 0), dup2(out, 1), dup2(out, 2);
   execvp(argv[0], argv);
   std::fprintf(stderr, "error: %s: %s\n", argv[0], std::strerror(errno));
   _exit(127);
@@ -52,9 +51,13 @@ std::string run(const std::vector<std::string>& command, const std::string& outp
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
+  const int out = open(output.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (out < 0) return strf("%s cannot be written: %s", output.c_str(), std::strerror(errno));
   const pid_t parent = getpid(), child = fork();
-  if (child < 0) return strf("fork: %s", std::strerror(errno));
-  if (child == 0) become(argv.data(), output, parent);
+  if (child == 0) become(argv.data(), out, parent);
+  const int why = errno;
+  close(out);
+  if (child < 0) return strf("fork: %s", std::strerror(why));
   setpgid(child, child);
   running = child;
   const auto start = std::chrono::steady_clock::now();

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "lib/device/error.h"
+#include "lib/program/files.h"
 #include "lib/program/format.h"
 #include "lib/program/process.h"
 #include "lib/program/tables.h"
@@ -284,12 +285,11 @@ int print_summary(const Words& paths, const std::string& over, const std::string
   std::printf("%s\nspeed-up over %s\n%s\n", summary_markdown(summary).c_str(),
               summary["over"].get<std::string>().c_str(), summary["recommendation"].get<std::string>().c_str());
   if (json_path.empty()) return 0;
+  files::require_replaceable(json_path);
   const std::string there = read_file(json_path);
   const json before = json::parse(there, nullptr, /*allow_exceptions=*/false);
   REQUIRE_USER(there.empty() || (before.is_object() && before.contains("recommendation")),
                "--json %s: not a summary, so it is not overwritten; choose another", json_path.c_str());
-  std::ofstream out(json_path);
-  out << summary.dump(2) << "\n";
-  REQUIRE_USER(out.flush(), "--json %s cannot be written: %s", json_path.c_str(), std::strerror(errno));
+  files::replace(json_path, summary.dump(2) + "\n");
   return 0;
 }

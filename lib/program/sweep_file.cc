@@ -1,16 +1,27 @@
 #include "lib/program/sweep_parts.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
-#include <fstream>
+#include <filesystem>
 #include <tuple>
+#include <utility>
 
 #include <sys/stat.h>
 
 #include "lib/device/error.h"
+#include "lib/program/files.h"
 #include "lib/program/tables.h"
+
+std::shared_ptr<DirectoryLock> lock_rows(const std::string& path) {
+  const std::filesystem::path whole = std::filesystem::absolute(path), dir = whole.parent_path();
+  const std::string name = whole.filename();
+  REQUIRE_USER(std::filesystem::is_directory(dir),
+               "--out %s: there is no directory %s; make it, or choose another file", path.c_str(), dir.c_str());
+  try {
+    files::require_replaceable(path);
+    return std::make_shared<DirectoryLock>(dir, "." + name + ".lock", ("writing " + name).c_str());
+  } catch (const Error& e) { throw UsageError(strf("--out: %s", e.what())); }
+}
 
 namespace sweep_parts {
 
@@ -37,17 +48,32 @@ const json* ResultFile::kept(const json& like) const {
   const json* there = find(like);
   if (!there || there->contains("error")) return nullptr;
   const auto same = [&](const char* key, auto none) { return there->value(key, none) == like.value(key, none); };
+  const auto chip = [](const json& row) { return row.value(json::json_pointer("/hardware/name"), ""); };
   const bool same_command = without_log(there->value("command", "")) == without_log(like.value("command", ""));
-  if (same("ranks", int64_t(0)) && same_command) return there;
+  const char* other = !same("ranks", int64_t(0))                           ? "with another number of ranks"
+                      : !same_command                                      ? "by another command"
+                      : like.contains("window") && !same("window", json()) ? "for other steps that count"
+                      : chip(*there) != chip(like)                         ? "on other hardware"
+                                                                           : nullptr;
+  if (!other) return there;
   std::printf("%s %d, %s, %s: %s has it %s, and it runs again\n", like.value("sweep", "").c_str(),
               like.value("number", 0), like.value("row", "").c_str(), like.value("who", "").c_str(), path.c_str(),
-              same_command ? "with another number of ranks" : "by another command");
+              other);
   return nullptr;
 }
 
 void ResultFile::put(const json& row) {
-  const auto same = [&](const json& j) { return key(j) == key(row); };
-  rows.erase(std::remove_if(rows.begin(), rows.end(), same), rows.end());
+  const auto is = [&](const json& j, const char* who) {
+    return j.value("row", "") == row.value("row", "") && j.value("who", "") == who;
+  };
+  const json* before_it = row.value("who", "") == ours ? find(row) : nullptr;
+  const bool peers_go = before_it && trains_otherwise(*before_it, row);
+  const auto goes = [&](const json& j) {
+    const bool same_run = is(j, row.value("who", "").c_str()) && j.value("variant", "") == row.value("variant", "");
+    return key(j) == key(row) || (peers_go && is(j, theirs)) ||
+           (same_run && without_log(j.value("command", "")) != without_log(row.value("command", "")));
+  };
+  rows.erase(std::remove_if(rows.begin(), rows.end(), goes), rows.end());
   rows.push_back(row);
   const auto before = [](const json& a, const json& b) {
     const auto order = [](const json& j) {
@@ -61,19 +87,16 @@ void ResultFile::put(const json& row) {
 }
 
 void ResultFile::write() const {
-  const std::string beside = path + ".part";
-  {
-    std::ofstream out(beside);
-    for (const json& j : rows) out << j.dump() << "\n";
-    out.flush();
-    REQUIRE_USER(out, "%s cannot be written: %s", beside.c_str(), std::strerror(errno));
-  }
-  REQUIRE_USER(std::rename(beside.c_str(), path.c_str()) == 0, "%s cannot be written: %s", path.c_str(),
-               std::strerror(errno));
+  std::string text;
+  for (const json& j : rows) text += j.dump() + "\n";
+  try {
+    files::replace(path, text);
+  } catch (const files::FileError& e) { throw UsageError(e.what()); }
 }
 
 ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks) {
-  ResultFile file{run.path, read_json_lines(run.path)};
+  std::shared_ptr<DirectoryLock> lock = lock_rows(run.path);
+  ResultFile file{run.path, read_json_lines(run.path), std::move(lock)};
   const bool foreign = std::any_of(file.rows.begin(), file.rows.end(), [&](const json& j) {
     return !j.contains("sweep") || j["sweep"] != run.sweep->name;
   });

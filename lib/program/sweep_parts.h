@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,11 +23,15 @@ constexpr char ours[] = "fsdp.cu", theirs[] = "PyTorch";  // "who" of a row
 struct ResultFile {
   std::string path;
   std::vector<json> rows;
+  std::shared_ptr<DirectoryLock> lock = {};  // see lock_rows
   const json* find(const json& like) const;  // null: it is not there
-  // The row that --continue keeps: a good one of the same command on as many ranks. null: it is to run; where that is
+  // The row that --continue keeps: a good one of the same command on as many ranks of such a chip, whose window is the
+  // same. null: it is to run; where that is
   // because the file's row is of another run, that is said.
   const json* kept(const json& like) const;
-  void put(const json& row);  // replaces the same one
+  // Replaces the same one. With it go other rounds of it by another command, and PyTorch's where it trains otherwise
+  // than the row that they stood beside.
+  void put(const json& row);
   void write() const;
 };
 // ---- sweep_task.cc
@@ -43,6 +48,7 @@ struct Task {
   int64_t warm = 0, steps = 0, first = 0, last = 0;
 };
 std::vector<Task> tasks_of(const SweepRun& run);
+bool trains_otherwise(const json& before, const json& now);  // of ours: than PyTorch was told
 // Begun anew it is empty but for what was measured of rows that are now refused.
 ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks);
 bool runs(const Task& t);

@@ -54,6 +54,7 @@ static void run_rows(const SweepRun& run, const std::vector<Task>& tasks, int64_
     }
     json like = row_of(run, t, ours, "", round);
     like["command"] = t.only_planned ? planned_command(run, t) : train_command(run, t);
+    if (t.last > 0 && !t.only_planned) like["window"] = {t.warm + t.first, t.warm + t.last};
     const json* there = file->find(like);
     if (!t.refused.empty() && there && there->contains("result")) {
       std::printf("%s %lld, %s: the row that %s has stays; now it is refused: %s\n", run.sweep->name, ll(t.number),
@@ -96,6 +97,7 @@ json ask_hardware() {
     std::remove(output.c_str());
     return j;
   }
+  if (const std::string said = error_line(output); !said.empty()) throw Error("./train --hardware: " + said);
   throw Error(strf("./train --hardware printed no JSON line%s%s; see %s", why.empty() ? "" : ": ", why.c_str(),
                    output.c_str()));
 }
@@ -128,7 +130,11 @@ int run_sweep(const SweepRun& run) {
     run_rows(run, tasks, round, &file);
     if (run.peers == Peers::on) run_all_peers(run, tasks, round, &file);
   }
-  return std::any_of(file.rows.begin(), file.rows.end(), [](const json& j) { return j.contains("result"); }) ? 0 : 1;
+  const auto is_good = [&](const json& j) {
+    const auto is_its = [&](const Task& t) { return t.number == j.value("number", int64_t(0)); };
+    return j.contains("result") && std::any_of(tasks.begin(), tasks.end(), is_its);
+  };
+  return std::any_of(file.rows.begin(), file.rows.end(), is_good) ? 0 : 1;
 }
 
 void print_commands(const SweepRun& run) {

@@ -10,12 +10,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "nlohmann/json.hpp"
 
+#include "lib/program/directory_lock.h"
 #include "lib/program/sweeps.h"
 
 enum class Peers { off, on };
@@ -45,6 +47,10 @@ nlohmann::json ask_hardware();
 // UsageError for a file that is not a sweep's, rows that are not there, or extra options that every row refuses or that
 // are not for a row to say.
 int run_sweep(const SweepRun& run);
+
+// For as long as rows are written to a file: two that did so at a time would each lose the other's. Throws UsageError
+// that names who has it, or says what is there that is no regular file.
+std::shared_ptr<DirectoryLock> lock_rows(const std::string& path);
 
 // What would run, a command a line; nothing is.
 void print_commands(const SweepRun& run);

@@ -133,8 +133,20 @@ TrainFiles recorded_files(const SweepRun& run, int64_t number) {
   return {stem_of(run, number) + ".jsonl", stem_of(run, number) + "-trace.json"};
 }
 
+bool trains_otherwise(const json& before, const json& now) {
+  const json none = json::object(), was = before.value("config", none), is = now.value("config", none);
+  for (const std::string& key : keys_of({told, told_of_units, told_of_sizes, told_of_fp8}))
+    if (was.contains(key) && is.contains(key) && was[key] != is[key]) return true;
+  return false;
+}
+
 // What ./bench tells every row itself, and what to give it in place of those behind --.
 static void refuse_own_options(const Words& extra) {
+  for (const char* option : {"--help", "-h", "--version", "--hardware", "--list-presets", "--completion",
+                             "--show-params", "--show-schedule"})
+    for (const std::string& word : extra)
+      REQUIRE_USER(word.substr(0, word.find('=')) != option, "%s behind --: it prints something, and no row trains",
+                   option);
   const std::pair<const char*, const char*> own[] = {{"--steps", "give --steps N before the --"},
                                                      {"--gpu", "give --gpu CHIP before the --"},
                                                      {"--world", "give --ranks N before the --"},

@@ -315,11 +315,11 @@ json hardware(const Device& dev) {
 }  // namespace
 
 bool time_attention_kernels(const RowFile& rows) {
-  REQUIRE_USER(gpu_count() > 0, "--attention: no GPU here");
+  REQUIRE_USER(gpu_count() > 0, "--sweep kernels: no GPU here");
   Device dev(Backend::gpu, 0);
   dev.mode = Mode::run;
   const int cc = dev.compute_capability;
-  REQUIRE_USER(cc >= 80, "--attention: %s has compute capability %d.%d; the kernels need 8.0 or newer",
+  REQUIRE_USER(cc >= 80, "--sweep kernels: %s has compute capability %d.%d; the kernels need 8.0 or newer",
                dev.name.c_str(), cc / 10, cc % 10);
   std::vector<std::pair<int, const char*>> kernels = {{80, "sm_80 (mma.sync)"}};
   if (cc == 90) kernels.insert(kernels.begin(), {90, "sm_90a (wgmma)"});
@@ -353,6 +353,6 @@ bool time_attention_kernels(const RowFile& rows) {
 }
 #else
 bool time_attention_kernels(const RowFile&) {
-  throw UsageError("--attention: this build has no GPU backend; rebuild with CUDA");
+  throw UsageError("--sweep kernels: this build has no GPU backend; rebuild with CUDA");
 }
 #endif

@@ -40,6 +40,50 @@ wrong=""
 bench --sweep depth --continue --only 2 --steps 3 --window 2:3 --ranks 1 --out "$dir/depth.jsonl" -- --seq 32 --batch 1 --profile
 grep -q '"ranks":1,.*"row":"2"' "$dir/depth.jsonl" || wrong="$wrong; a row on other ranks stays"
 verdict "--continue makes rows of another run again" "$wrong"
+bench --sweep depth --continue --only 2 --steps 3 --window 3:3 --ranks 1 --out "$dir/depth.jsonl" -- --seq 32 --batch 1 --profile
+wrong=""
+grep -q '"row":"2",.*"window":\[3,3\]' "$dir/depth.jsonl" || wrong="a row of other steps stays"
+sed -i '/"row":"2"/s/"name":"[^"]*"/"name":"another chip"/' "$dir/depth.jsonl"
+bench --sweep depth --continue --only 2 --steps 3 --window 3:3 --ranks 1 --out "$dir/depth.jsonl" -- --seq 32 --batch 1 --profile
+grep -q 'depth 2, .*: .* has it on other hardware, and it runs again' "$dir/out" || wrong="$wrong; a row of other hardware stays"
+verdict "--continue makes rows of other steps and of other hardware again" "$wrong"
+# A round of another command is no round of the row, and PyTorch's row stands beside what it was beside.
+bench --sweep depth --only 1 --rounds 2 "${tiny_steps[@]}" --out "$dir/rounds.jsonl" -- --seq 64 --batch 1
+wrong=""
+[ "$(wc -l <"$dir/rounds.jsonl")" = 2 ] || wrong="not two rounds"
+grep -m 1 '"row":"1"' "$dir/rounds.jsonl" | sed 's/"who":"fsdp.cu"/"who":"PyTorch"/' >"$dir/theirs"
+cat "$dir/theirs" >>"$dir/rounds.jsonl"
+bench --sweep depth --only 1 "${tiny_steps[@]}" --out "$dir/rounds.jsonl" -- --seq 64 --batch 1
+[ "$(grep -c PyTorch "$dir/rounds.jsonl") $(wc -l <"$dir/rounds.jsonl")" = "1 3" ] || wrong="$wrong; the same again takes rows away"
+bench --sweep depth --only 1 "${tiny_steps[@]}" --out "$dir/rounds.jsonl" -- --seq 32 --batch 1
+[ "$(grep -c '"seq":32,' "$dir/rounds.jsonl") $(wc -l <"$dir/rounds.jsonl")" = "1 1" ] || wrong="$wrong; rows of other options stay beside it"
+verdict "rows of one command stand together" "$wrong"
+bench --sweep depth --only 1 --steps 3000 --timeout 1 --out "$dir/depth.jsonl"
+verdict "no good row among those asked for is a failure" "$([ "$status" = 1 ] && grep -q "timed out" "$dir/out" || echo "exit status $status")"
+# Files that are no files, and one that another sweep is writing.
+mkfifo "$dir/fifo"
+for out in /dev/null "$dir/fifo"; do
+  bench --sweep depth --only 1 --out "$out"
+  judge "rows to $out" "--out: $out" "no regular file"
+done
+(exec 9>"$dir/.held.jsonl.lock" && flock 9 && bench --sweep depth --only 1 --out "$dir/held.jsonl" && echo "$status" >"$dir/status")
+status=$(cat "$dir/status")
+judge "two sweeps with one file" "another run is writing held.jsonl"
+FSDP_GRAD_ACCUM=3 bench --sweep depth --only 1 --out "$dir/held.jsonl"
+judge "an option that no row would say" "FSDP_GRAD_ACCUM"
+bench --sweep depth --only 1 --out "$dir/held.jsonl" -- --show-params
+judge "an option that trains nothing" "--show-params"
+bench --list --plots
+judge "two actions" "--list and --plots"
+bench --sweep depth --only 1 --warm 5 --out "$dir/held.jsonl"
+judge "warming up for so long, on a CPU" "--warm"
+bench --sweep attention --values 64 --timeout 5 --out "$dir/held.jsonl"
+judge "a limit that nothing has" "--sweep attention" "--timeout"
+if [ -w /dev/full ]; then
+  ./bench --list >/dev/full 2>"$dir/out"
+  status=$?
+  judge "a list to a full disk" "standard output cannot be written"
+fi
 
 # What ./train refuses is said before a file is touched, and takes no row its result.
 cp "$dir/before.jsonl" "$dir/depth.jsonl"
@@ -301,7 +345,7 @@ done
 bench --sweep attention --gpu h200 --ranks 2
 judge "what has no plan" "--sweep attention" "plan"
 bench --sweep depth --out /nonexistent/rows.jsonl
-judge "rows that cannot be written" "/nonexistent/rows.jsonl"
+judge "rows that cannot be written" "/nonexistent/rows.jsonl" "no directory"
 bench --sweep seq --out "$dir/depth.jsonl"
 judge "another sweep's rows" "$dir/depth.jsonl" "--sweep seq"
 echo "not rows" >"$dir/text"
