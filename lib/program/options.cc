@@ -258,6 +258,13 @@ T parse_number(const Spec& s, const Given& given) {
     if (error != std::errc() || end != text.data() + text.size()) refuse(s, given);
   }
   if (!in_range(s, double(x))) refuse(s, given);
+  if constexpr (std::is_same_v<T, double>) {
+    // The step computes with it in fp32, where another number could be one that is refused.
+    const float narrow = float(x);
+    for (const char* name : {"lr", "beta1", "beta2", "eps", "clip", "norm-eps"})
+      REQUIRE_USER(s.name != std::string(name) || (in_range(s, double(narrow)) && (x == 0) == (narrow == 0)),
+                   "%s: in fp32, in which a step computes, that is %g; give another", given.as.c_str(), double(narrow));
+  }
   return x;
 }
 

@@ -38,6 +38,8 @@ void options_parts::check_combinations(const Options& o) {
                o.shard.c_str());
   REQUIRE_USER(o.limit_all_gathers.empty() || (!keeps && o.reshard_after_forward != 0),
                "--limit-all-gathers: without resharding after the forward every unit has its own slot");
+  REQUIRE_USER(!o.gives("backward-prefetch") || (!keeps && o.reshard_after_forward != 0),
+               "--backward-prefetch: without resharding after the forward the backward pass gathers nothing");
   REQUIRE_USER(o.world == 0 || o.plan || o.show_schedule || o.show_params,
                "--world is for --plan, --show-schedule and --show-params; a run has the ranks of mpirun -np");
   REQUIRE_USER(o.gpu.empty() || o.plan, "--gpu is for --plan; a run uses the GPUs of its hosts");

@@ -371,6 +371,8 @@ Run resolve(const Options& o, int world_size, int gpus, const Progress& before) 
                         (gpu ? strf(": matmuls run in %s", name_of(r.dtype)) : " on the CPU"));
   shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
   resolve_batch(o, p, world_size, &r);
+  if (o.accum_sync == "last" && r.grad_accum == 1)
+    r.notices.push_back("--accum-sync last has no effect: a step is one micro-batch");
   r.nan_skips = nan_skips(o);
   r.model.fp8 = o.matmul_dtype == "fp8", r.model.save_fp8 = o.save_dtype == "fp8";
   r.model.fp8_scaling = o.fp8_scaling == "row" ? fp8::Scaling::row : fp8::Scaling::tensor;

@@ -53,6 +53,15 @@ bad "two others" "--show-params and --show-schedule|one at a time" --show-schedu
 good "a plan with its schedule" "all_gather" --plan --show-schedule "${small[@]}"
 bad "groups that do not divide the ranks" "--shard hybrid:3|2 ranks" --shard hybrid:3
 bad "a way to shard that there is not" "--shard some|full|hybrid:K" --shard some
+for given in "--eps 1e-46" "--clip 1e-46" "--beta1 0.99999999" "--beta2 0.99999999" "--lr 1e-50"; do
+  # shellcheck disable=SC2086 # words
+  bad "$given, which is another number in fp32" "$given: in fp32" $given
+done
+for keeps in "--shard grad" "--shard none" "--reshard-after-forward 0"; do
+  # shellcheck disable=SC2086 # words
+  bad "prefetching what is there, with $keeps" "--backward-prefetch: without resharding" $keeps --backward-prefetch post
+done
+good "sums over one micro-batch" "note: --accum-sync last has no effect" "${small[@]}" --accum-sync last
 bad "no limit that there is" "--limit-all-gathers 0|64|off" --limit-all-gathers 0
 bad "a limit where all stay" "--limit-all-gathers" --shard grad --limit-all-gathers 3
 bad "resharding what stays whole" "--shard none|--reshard-after-forward 1" --shard none --reshard-after-forward 1
