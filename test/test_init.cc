@@ -401,6 +401,9 @@ TEST_CASE("a folder that is not whole is refused", "[init]") {
     CHECK(has(refusal("config.json", replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1")),
               "tensor 'model.layers.1."));
     CHECK(has(refusal(two, [](std::string* text) { text->resize(text->size() - 2); }), two));
+    const std::string nan = refusal(two, [](std::string* text) { text->replace(text->size() - 2, 2, "\xc0\xff"); });
+    CHECK(has(nan, std::string(two) + ": a weight of tensor '"));
+    CHECK(has(nan, "' is nan, at place "));
     CHECK(has(refusal(two, replace("BF16", "F64 ")), two));
     CHECK(has(refusal(two, replace("BF16", "I16 ")), two));
     // A header that is right, of a model that is another.
