@@ -195,6 +195,7 @@ StepRecord step_record(Training<T, G>& t, int64_t step) {
   s.lr = learning_rate(r, step);
   s.step_ms = elapsed_ms(was.started, was.done);
   if (step == t.first) s.ended = t.first_ended;
+  s.is_last = step == t.issued && !t.stop.empty();
   s.tokens_per_sec = double(r.tokens_per_step()) / s.step_ms * 1e3;
   s.mfu = mfu(t.dev.name, t.job.gpus_used, t.flops, 1e-3 * s.step_ms);
   s.peak_mib = mib(t.dev.mem.device_reported_bytes());

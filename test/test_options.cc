@@ -599,6 +599,14 @@ TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
     CHECK(line.substr(0, all.size()) == all.substr(0, line.size()));
   }
   CHECK(live_line(r, 2345678, 1e6, nan, 199).find("exposed 12.3 + 4.5 ms") != std::string::npos);
+  StepRecord early = {};
+  early.step = 7;
+  early.val_loss = nan;
+  CHECK(!is_due(early, 100, 10));
+  early.is_last = true;
+  CHECK(is_due(early, 100, 10));
+  r.loss = -nan;
+  CHECK(step_line(r, 100, 1).find("loss nan") != std::string::npos);
   r.mfu = -1, r.loss = nan;
   j = step_json(r);
   CHECK(j["mfu"].is_null());

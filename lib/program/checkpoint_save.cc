@@ -18,6 +18,7 @@
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/checksum.h"
 #include "lib/program/files.h"
+#include "lib/program/format.h"
 
 using nlohmann::json;
 using ll = long long;
@@ -141,7 +142,7 @@ void require_finite(const std::string& tensor, const char* weights, int64_t firs
     std::memcpy(&x, weights + i * 4, 4);
     if (!std::isfinite(x))
       throw Error(
-          strf("tensor '%s' has %g at place %lld: the run has diverged", tensor.c_str(), double(x), ll(first + i)));
+          strf("tensor '%s' has %g at place %lld: the run has diverged", tensor.c_str(), plain_nan(x), ll(first + i)));
   }
 }
 

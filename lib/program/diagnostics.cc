@@ -289,7 +289,7 @@ json Diagnostics::progress(const StepRecord& s, const Step& of, const NsaStats* 
 }
 
 void Diagnostics::rows(const StepRecord& s, const NsaStats* gates, double tokens_per_sec) {
-  attempt([&] { training_->add(strf("%lld,%.6f,%.6e,%.0f", ll(s.step), s.loss, s.lr, tokens_per_sec)); });
+  attempt([&] { training_->add(strf("%lld,%.6f,%.6e,%.0f", ll(s.step), plain_nan(s.loss), s.lr, tokens_per_sec)); });
   if (!gates) return;
   attempt([&] {
     k_stats_->add(strf("%lld,%.4f,%lld,%lld,%.4f", ll(s.step), gates->keys_mean, ll(gates->keys_max), ll(gates->rows),

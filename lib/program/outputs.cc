@@ -54,7 +54,7 @@ std::vector<std::string> checkpoint_directories(const Options& o) {
 
 // The directories that a run makes are there when it opens its files.
 void require_directory(const Options& o, const char* option, const std::string& path) {
-  const fs::path parent = resolved(path).parent_path();
+  const fs::path parent = resolved(files::without_slash(path)).parent_path();
   std::error_code none;
   bool there = fs::exists(parent, none);
   for (const std::string& made : {o.save, o.diagnostics, o.tensorboard}) {
@@ -104,9 +104,16 @@ void check_outputs(const Options& o) {
                    o.tensorboard.c_str(), dir.c_str());
     check_tensorboard(o.tensorboard);
   }
-  if (!o.log.empty()) require_directory(o, "--log", o.log), check_log(o.log);
-  if (!o.trace.empty()) check_trace(o.trace);
-  if (!o.export_to.empty()) check_export(o.export_to);
+  for (const auto& [option, path] : outputs)
+    if (!path.empty()) require_directory(o, option, path);
+  // Where the run makes the directory, nothing is there yet.
+  const auto may_be_there = [](const std::string& path) {
+    std::error_code none;
+    return !path.empty() && fs::exists(resolved(files::without_slash(path)).parent_path(), none);
+  };
+  if (!o.log.empty()) check_log(o.log);
+  if (may_be_there(o.trace)) check_trace(o.trace);
+  if (may_be_there(o.export_to)) check_export(o.export_to);
 }
 
 OutputLocks lock_outputs(const Options& o) {

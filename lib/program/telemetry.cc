@@ -31,7 +31,7 @@ std::string now_iso8601() {
 }
 
 bool is_due(const StepRecord& r, int64_t total_steps, int64_t log_every) {
-  return r.step % log_every == 0 || r.step == 1 || r.step >= total_steps || !std::isnan(r.val_loss);
+  return r.step % log_every == 0 || r.step == 1 || r.step >= total_steps || r.is_last || !std::isnan(r.val_loss);
 }
 
 namespace {
@@ -224,7 +224,8 @@ void Telemetry::add_event(const StepRecord& r) {
 // validation and each tenth of the run.
 void Telemetry::redraw(const StepRecord& r, double seconds_left, double average) {
   const int64_t tenth = std::max<int64_t>(1, o_.total_steps / 10);
-  const bool keep = r.step == first_ || r.step >= o_.total_steps || !std::isnan(r.val_loss) || r.step % tenth == 0;
+  const bool keep =
+      r.step == first_ || r.step >= o_.total_steps || r.is_last || !std::isnan(r.val_loss) || r.step % tenth == 0;
   const auto now = Clock::now();
   if (!keep && live_ && now - drawn_ < std::chrono::milliseconds(50)) return;
   const std::string line =

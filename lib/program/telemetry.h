@@ -21,6 +21,7 @@ struct StepRecord {
   double val_loss;                              // NaN: none at this step
   std::string ended = {};                       // when, if known, as the device came there: now_iso8601()'s
   nlohmann::json more = {};                     // an object: what else goes into the log
+  bool is_last = false;                         // the run ends here, before its last step
 };
 
 // Throws UsageError if --log may not write to that path: anything but a regular file; a file that is neither empty nor
@@ -78,7 +79,7 @@ class Telemetry {
   double loss_sum_ = 0, loss_weight_ = 0;  // of the smoothed loss
 };
 
-// Whether --log-every says this one: the first, the last and what has a validation always.
+// Whether --log-every says this one: the first, the last, where the run stops early too, and what has a validation.
 bool is_due(const StepRecord& r, int64_t total_steps, int64_t log_every);
 // The line of a step. seconds_left: of the run; negative: not known.
 std::string step_line(const StepRecord& r, int64_t total_steps, double seconds_left);

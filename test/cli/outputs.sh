@@ -30,7 +30,7 @@ bad "an export onto a link" "--export|$dir/mine/soft.safetensors|not a regular f
 bad "an export onto a device" "--export|/dev/null is not a directory" --export /dev/null
 verdict "files of the user's are as they were" "$(tar -C "$dir/mine" -df "$dir/mine.tar" 2>&1; [ ! -e "$dir/mine/new" ] || echo "new is there")"
 verdict "/dev/null is a device" "$([ -c /dev/null ] || echo "it is not")"
-bad "an export to nowhere" "--export|/nonexistent/model|No such file" --export /nonexistent/model
+bad "an export to nowhere" "--export|/nonexistent/model|no directory" --export /nonexistent/model
 mkdir "$dir/folder.safetensors"
 bad "an export onto a directory" "--export|Is a directory" --export "$dir/folder.safetensors"
 bad "files of a size for one file" "--export-shard-mb" --export "$dir/model.safetensors" --export-shard-mb 7
@@ -69,6 +69,12 @@ verdict "the trace of a run" "$wrong"
 mpi -np 1 bash -c 'ulimit -f 8 && exec "$@"' - ./train "${small[@]}" --trace "$dir/too-long.json"
 judge "a trace on a full disk" "--trace" "write failed"
 verdict "the run comes to its end, and leaves no half trace" "$(grep -q '^step *2/2' "$dir/out" && ! ls "$dir"/too-long.json* >/dev/null 2>&1 || echo "not so")"
+mpi -np 2 ./train "${small[@]}" --save "$dir/made" --trace "$dir/made/trace.json" --export "$dir/made/model" --log "$dir/made/log"
+verdict "outputs in the directory that the run makes" "$([ "$status" = 0 ] && [ -s "$dir/made/trace.json" ] && [ -e "$dir/made/model/config.json" ] && [ -s "$dir/made/log" ] || echo "exit status $status, or they are not there")"
+bad "a trace to nowhere" "--trace $dir/none/trace.json|no directory $dir/none" --trace "$dir/none/trace.json"
+good "a run that stops early" "stopped after step" --device cpu --preset tiny --seq 64 --batch 1 --steps 100000 --minutes 0.005 --log-every 1000 --log "$dir/early.jsonl"
+last=$(sed -n 's/^stopped after step \([0-9]*\):.*/\1/p' "$dir/out")
+verdict "its last step is told" "$(grep -q "^step *$last/" "$dir/out" && grep -q "\"step\":$last," "$dir/early.jsonl" || echo "step $last is not")"
 good "the trace of a plan" "MiB" --plan --world 2 --preset m7c --trace "$dir/trace.json"
 verdict "a plan's trace replaces a run's" "$(grep -q '"source":"plan"' "$dir/trace.json" || echo "it does not")"
 echo "{}" >"$dir/foreign.json"
