@@ -15,6 +15,8 @@
 #include "lib/device/device.h"
 #include "lib/program/files.h"
 
+namespace fs = std::filesystem;
+
 using ll = long long;
 
 // --------------------------------------------------------------------------------------------------------------- names
@@ -62,7 +64,6 @@ std::string tmp_of(const std::string& dir, int64_t step) { return dir + "/" + tm
 std::string old_of(const std::string& dir, int64_t step) { return dir + "/" + old_start + name_of_step(step); }
 
 bool in_checkpoint(const std::string& path, const std::string& dir) {
-  namespace fs = std::filesystem;
   std::error_code none;
   const bool is_step = fs::exists(dir + "/" + manifest_name, none);
   const fs::path to_be = fs::weakly_canonical(files::without_slash(dir), none);  // where there is no directory yet
@@ -90,7 +91,8 @@ std::string find_checkpoint(const std::string& resume, const std::string& save_d
   const std::string path = files::without_slash(resume == "latest" ? save_dir : resume);
   REQUIRE_USER(has(path), "--resume %s: %s: %s", resume.c_str(), path.c_str(), std::strerror(errno));
   if (has(path + "/manifest.json")) return path;
-  if (has(path + "/latest")) {
+  // A directory of that name is the user's own.
+  if (has(path + "/latest") && (has(path + "/latest/manifest.json") || files::kind_of(path + "/latest") == S_IFLNK)) {
     char target[4096];
     const ssize_t n = ::readlink((path + "/latest").c_str(), target, sizeof target);
     // By the step's own name, for whoever reads it in a message.
@@ -139,17 +141,26 @@ Steps check_save(const std::string& dir, const std::string& resume) {
                            to.c_str(), name.c_str(), manifest_name.c_str()));
     } catch (const Error& e) { throw UsageError(strf("--save %s: %s", dir.c_str(), e.what())); }
   }
+  std::error_code none;
+  for (fs::path at = fs::weakly_canonical(to, none); at.has_relative_path(); at = at.parent_path())
+    REQUIRE_USER(step_of(at.filename()) < 0 || !fs::exists(at / manifest_name, none),
+                 "--save %s is inside the checkpoint %s; choose another directory", dir.c_str(), at.c_str());
   try {
     there = find_checkpoint(to, to);
   } catch (const UsageError&) { return steps; }  // none
-  struct stat a, b;
-  const bool goes_on = !resume.empty() && ::stat(to.c_str(), &a) == 0 &&
-                       ::stat(files::parent_of(find_checkpoint(resume, to)).c_str(), &b) == 0 && a.st_dev == b.st_dev &&
-                       a.st_ino == b.st_ino;
+  // Behind links, and by a path from anywhere.
+  const fs::path from = resume.empty() ? fs::path() : fs::canonical(find_checkpoint(resume, to), none);
+  const bool goes_on = !from.empty() && fs::equivalent(from.parent_path(), to, none);
   REQUIRE_USER(
       goes_on,
       "--save %s: %s is there, of another run; --resume latest goes on from it, and another directory keeps it",
       dir.c_str(), there.c_str());
+  // Later steps are replaced, and with them only what is a checkpoint's.
+  try {
+    for (const auto& [step, identity] : steps)
+      if (step_of(from.filename()) >= 0 && step > step_of(from.filename()))
+        require_step_files(to + "/" + name_of_step(step));
+  } catch (const Error& e) { throw UsageError(strf("--save %s: %s", dir.c_str(), e.what())); }
   return steps;
 }
 
@@ -243,6 +254,26 @@ void probe(const std::string& dir) {
 }
 }  // namespace
 
+void require_shared(TextChannel* talk, const World& world, const char* option, const std::string& start) {
+  if (world.size == 1) return;
+  std::string made, error;
+  try {
+    if (world.rank == 0) made = files::create_unique(start)->path;
+  } catch (const Error& e) { error = strf("%s: %s", option, e.what()); }
+  const auto agree_on = [&] {
+    error = talk->agree(error);
+    if (!error.empty()) throw UsageError(error);
+  };
+  agree_on();
+  const std::string path = talk->broadcast(made);
+  if (::access(path.c_str(), F_OK) != 0)
+    error = strf("%s: rank %d: %s is another directory than rank 0's; give one that the ranks of all hosts share",
+                 option, world.rank, files::parent_of(path).c_str());
+  error = talk->agree(error);
+  if (world.rank == 0) ::unlink(made.c_str());
+  agree_on();
+}
+
 SaveDirectory::SaveDirectory(const World& world, const std::string& given, std::optional<Steps> found)
     : dir(files::without_slash(given)) {
   TextChannel talk(world);
@@ -264,4 +295,5 @@ SaveDirectory::SaveDirectory(const World& world, const std::string& given, std::
       notes.push_back("what an earlier save left could not be deleted: " + left);
   });
   agree_on(strf("rank %d: ", world.rank), [&] { probe(dir); });
+  require_shared(&talk, world, "--save", dir + "/" + probe_start);
 }

@@ -68,13 +68,18 @@ std::vector<std::string> remove_leftovers(const std::string& dir);
 
 // ------------------------------------------------------------------------------------------------------ this run's
 
+// Throws UsageError, alike on all ranks, with `option` in front, if what rank 0 creates under a name that begins with
+// `start` is not seen by all: on other hosts it is another directory of that name. Collective over the channel's world.
+void require_shared(TextChannel* talk, const World& world, const char* option, const std::string& start);
+
 // What a run holds of the directory that it saves to (where the file system has no locks, require_known is what keeps
 // two runs apart), from before it opens its outputs: a run that may not save must
 // not have touched those of the run that does.
 struct SaveDirectory {
   // Collective; makes dir, locks it, removes what a killed run left in it, and writes and removes a file there from
-  // every rank. found: what check_save returned on rank 0; by itself what is there now. Throws UsageError, the same on
-  // all ranks: another run has dir too, or has saved to it since `found`; a rank cannot write there.
+  // every rank, which all of them must see. found: what check_save returned on rank 0; by itself what is there now.
+  // Throws UsageError, the same on all ranks: another run has dir too, or has saved to it since `found`; a rank cannot
+  // write there, or has another directory of that name.
   SaveDirectory(const World& world, const std::string& dir, std::optional<Steps> found = std::nullopt);
 
   std::string dir;                      // without a slash at its end

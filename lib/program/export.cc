@@ -12,6 +12,7 @@
 
 #include "nlohmann/json.hpp"
 
+#include "lib/program/checkpoint_directory.h"
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/files.h"
 #include "lib/program/hf_llama.h"
@@ -203,6 +204,12 @@ void check_export(const std::string& path) {
     if (is_safetensors_name(path)) check_file(path);
     else check_folder(files::without_slash(path));
   } catch (const Error& e) { throw Error(strf("--export: %s", e.what())); }
+}
+
+void check_export_shared(const std::string& path, const World& world) {
+  TextChannel talk(world);
+  require_shared(&talk, world, "--export",
+                 is_safetensors_name(path) ? start_of_export(path) : start_of_folder(files::without_slash(path)));
 }
 
 void export_safetensors(const std::string& path, Dtype dtype, Device& dev, const World& world,

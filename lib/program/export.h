@@ -19,6 +19,8 @@
 // Throws Error if a model is there, or if rank 0 cannot write there now: so that it is known before a model is trained.
 // Leaves nothing.
 void check_export(const std::string& path);
+// Throws UsageError on all ranks if they do not see the same directory there. Collective over `world`.
+void check_export_shared(const std::string& path, const World& world);
 
 // Of a run, as its options say: collective, in Mode::run. parts: this rank's (parts_of, to save). Throws Error, the
 // same on all ranks. Returns what was made, for people.

@@ -1,6 +1,7 @@
 #include "lib/program/resume.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <initializer_list>
 #include <string>
 #include <vector>
@@ -40,11 +41,15 @@ std::string change(const json& then, const json& now) {
 }  // namespace
 
 json state_at(const Run& r, int64_t step) {
+  json options = settings(r);
+  // A run that goes on from here may be started elsewhere.
+  std::error_code none;
+  if (!r.o.init.empty()) options["init"] = std::filesystem::absolute(r.o.init, none).lexically_normal();
   return {{"step", step},
           {"sequences", step * r.global_batch},
           {"trained_tokens", r.before.tokens + (step - r.before.steps) * r.tokens_per_step()},
           {"commit", commit()},
-          {"options", settings(r)},
+          {"options", options},
           {"tokens", {{"vocab", r.tokens.vocab}, {"tokenizer", r.tokens.tokenizer}}},
           {"data_files", files_json(r)}};
 }
@@ -98,6 +103,7 @@ void take_up(const json& state, Options* o) {
   // The same command on other ranks goes on with the same global batch.
   if (!o->gives("global-batch")) also({"global-batch"}), o->keeps_global_batch = o->gives("batch");
   if (!o->gives("batch") && !o->gives("grad-accum")) also({"grad-accum"});
+  if (!o->save.empty()) also({"save-every", "keep"});
   if (!o->gives("tokens") && !o->gives("epochs")) also({"steps"});
   for (const std::string& name : not_told(was, *o)) names.push_back(name);
   take_over(was, names, o);

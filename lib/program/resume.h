@@ -16,7 +16,7 @@
 nlohmann::json state_at(const Run& r, int64_t step);
 
 // What the command line leaves open is the checkpoint's, but for what a run may shed: frozen parameters are trained
-// when they are not named again, and how a model is sharded and kept, and who moves it, is each run's own.
+// when they are not named again, and how a model is sharded and kept in memory, and who moves it, is each run's own.
 void take_up(const nlohmann::json& state, Options* o);
 
 // What --resume names, with a value for every option. Collective over `world`. Throws as load_state and read_state do.

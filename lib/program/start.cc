@@ -9,6 +9,7 @@
 #include "lib/comm/flight.h"
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
+#include "lib/program/export.h"
 #include "lib/program/halt.h"
 #include "lib/program/init.h"
 #include "lib/program/outputs.h"
@@ -127,6 +128,7 @@ void agree_on_run(Options o, const std::vector<std::string>& notices, int gpus, 
   together([&] {
     if (world.rank == 0) job->locks = lock_outputs(o);
   });
+  if (!o.export_to.empty()) check_export_shared(o.export_to, world);
 }
 
 // Finds out who talks to whom and how, opens the device, and plans the step's memory.

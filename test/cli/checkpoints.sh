@@ -126,6 +126,43 @@ judge "a checkpoint with an option of another type" "$dir/v1/step-2/manifest.jso
 to_go_on=(--device cpu --preset tiny --seq 64 --batch 1 --steps 100000 --minutes 0.005 --save "$dir/partly" --export "$dir/partly.safetensors")
 good "a run that is to go on leaves out its export" "--export is left out: --minutes reached" "${to_go_on[@]}"
 good "and the same command goes on" "resuming after step" "${to_go_on[@]}" --resume latest
+# By whatever path: a link, a dot, from inside.
+ln -s saved/step-3 "$dir/best"
+wrong=""
+for as in "$dir/best" "$dir/saved/step-3/." "$dir/saved/../saved/step-3/"; do
+  mpi -np 2 ./train "${run[@]}" --save "$dir/saved" --resume "$as" --stop-after 3
+  [ "$status" = 0 ] || wrong="$wrong; not by $as: $(grep ^error "$dir/out")"
+done
+verdict "a run goes on from its own step, however it is named" "$wrong"
+# What would be in the way of a later save is said at the start.
+touch "$dir/saved/step-6/note.txt"
+mpi -np 2 ./train "${run[@]}" --save "$dir/saved" --resume "$dir/saved/step-3"
+judge "a user's file in a step that is to be replaced" "--save $dir/saved" "step-6/note.txt does not belong"
+rm "$dir/saved/step-6/note.txt"
+mpi -np 2 ./train "${run[@]}" --save "$dir/saved/step-6/inside"
+judge "a save inside a checkpoint" "--save $dir/saved/step-6/inside" "inside the checkpoint"
+# What was kept is kept, and saved as often.
+kept=(--device cpu --preset tiny --seq 64 --batch 1 --steps 6 --save "$dir/kept")
+mpi -np 2 ./train "${kept[@]}" --stop-after 3 --save-every 1 --keep 0
+mpi -np 2 ./train --device cpu --save "$dir/kept" --resume latest
+verdict "a run goes on keeping and saving as it was told" \
+  "$([ "$status" = 0 ] && [ -d "$dir/kept/step-1" ] && [ -d "$dir/kept/step-6" ] && [ "$(ls -d "$dir/kept"/step-* | wc -l)" -ge 4 ] || echo "there are $(ls "$dir/kept" | xargs)")"
+# Two hosts with a disk each, of the same name.
+mkdir -p "$dir/h1/out" "$dir/h2/out" "$dir/h1/saved" "$dir/h2/saved"
+apart() { # OPTION...: a rank in each
+  # shellcheck disable=SC2086 # a list of flags
+  timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 1 -wdir "$dir/h1" "$PWD/train" "${small[@]}" "$@" : \
+    -np 1 -wdir "$dir/h2" "$PWD/train" "${small[@]}" "$@" >"$dir/out" 2>&1 </dev/null
+  status=$?
+}
+apart --save saved
+judge "a directory of each host's own" "--save: rank 1: saved is another directory than rank 0's"
+verdict "nothing is left in either" "$(find "$dir/h1" "$dir/h2" -type f)"
+apart --export out/model.safetensors
+judge "an export to each host's own" "--export: rank 1: out is another directory than rank 0's"
+apart --export out/model
+judge "a folder of each host's own" "--export: rank 1: out is another directory than rank 0's"
+verdict "and nothing is left of those" "$(find "$dir/h1" "$dir/h2" -type f)"
 # A directory holds one run.
 mpi -np 2 ./train "${run[@]}" --save "$dir/saved"
 judge "a save over another run" "--save $dir/saved" "step-6 is there" "--resume latest"
