@@ -29,9 +29,11 @@
 
 #include "build/version.h"
 #include "lib/device/device.h"
+#include "lib/device/terminal.h"
 #include "lib/program/chips.h"
 #include "lib/program/files.h"
 #include "lib/program/notes.h"
+#include "lib/program/options.h"
 #include "lib/program/plots.h"
 #include "lib/program/process.h"
 #include "lib/program/rows.h"
@@ -46,11 +48,6 @@ namespace {
 using nlohmann::json;
 using ll = long long;
 using Values = std::vector<int64_t>;
-
-void flush_output() {
-  if (std::fflush(stdout) != 0 || std::ferror(stdout))
-    throw Error(strf("standard output cannot be written: %s", std::strerror(errno)));
-}
 
 // -------------------------------------------------------------------------------------------------------- settings
 
@@ -133,7 +130,7 @@ Settings parse(int argc, char** argv) {
     app.parse(int(end - argv), argv);
   } catch (const CLI::CallForHelp&) {
     std::printf("%s", app.help().c_str());
-    flush_output();
+    terminal::flush_output();
     std::exit(0);
   } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
   s.plot.out = s.out, s.plot.kind = plot_kind(s.kind);
@@ -142,14 +139,12 @@ Settings parse(int argc, char** argv) {
   for (Words* files : {&s.notes, &s.plot.files})  // CLI11's word for an option that is given no value
     files->erase(std::remove(files->begin(), files->end(), ""), files->end());
   REQUIRE_USER(!s.writes_notes || !s.notes.empty(), "--notes: name the documents, as in --notes NOTES.md README.md");
-  const std::pair<const char*, bool> actions[] = {
-      {"--sweep", !s.names.empty()}, {"--list", s.list},   {"--summary", !s.summary.empty()},
-      {"--plot", s.draws},           {"--plots", s.plots}, {"--notes", s.writes_notes}};
-  const char* asked = nullptr;
-  for (const auto& [option, is_given] : actions) {
-    REQUIRE_USER(!is_given || !asked, "%s and %s: ask for one at a time", asked, option);
-    if (is_given) asked = option;
-  }
+  const bool asked = only_one({{"--sweep", !s.names.empty()},
+                               {"--list", s.list},
+                               {"--summary", !s.summary.empty()},
+                               {"--plot", s.draws},
+                               {"--plots", s.plots},
+                               {"--notes", s.writes_notes}});
   REQUIRE_USER(asked, "choose --sweep NAME, --list, --summary, --plot, --plots or --notes; see ./bench --help");
   REQUIRE_USER(s.extra.empty() || !s.names.empty(), "options of ./train behind -- are for --sweep");
   REQUIRE_USER(s.out.empty() || !s.names.empty() || s.draws, "--out is for --sweep and --plot");
@@ -393,7 +388,7 @@ int main(int argc, char** argv) {
     const Settings s = parse(argc, argv);
     if (s.rank) return collectives_rank({unfinished(s.out), s.command, FSDP_COMMIT}, s.values, &argc, &argv);
     const int status = run_bench(s);
-    flush_output();
+    terminal::flush_output();
     return status;
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());

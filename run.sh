@@ -78,9 +78,11 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+
 # setting NAME: what the file of options says, as ./train reads it: quotes keep what they hold, # begins a comment.
 setting() {
-  [ ! -f "$config" ] || sed -nE "1s/^\xef\xbb\xbf//; s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1 |
+  [ ! -f "$config" ] ||
+    sed -nE "1s/^\xef\xbb\xbf//; s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1 |
     sed -E "s/^([\"'])(.*)\1[[:space:]]*(#.*)?\$/\2/; t; s/(^|[[:space:]]+)#.*//; s/[[:space:]]+\$//"
 }
 save=${save:-${FSDP_SAVE:-$(setting save)}}

@@ -370,9 +370,10 @@ class Output:
 
     def end(self):
         t = self.tokenizer
+        name = recorded(t.name).encode()
         with self.writing():
             self.file.seek(0)
-            self.file.write(HEADER.pack(MAGIC, self.width, t.vocab, self.tokens, self.text, t.end, 0, recorded(t.name).encode()))
+            self.file.write(HEADER.pack(MAGIC, self.width, t.vocab, self.tokens, self.text, t.end, 0, name))
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()

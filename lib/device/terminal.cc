@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -66,6 +67,11 @@ std::string with_colours(Stream s, const std::string& line) {
 void say(const std::string& line) {
   std::fprintf(stderr, "%s%s\n", clear_line(error), with_colours(error, line).c_str());
   std::fflush(stderr);
+}
+
+void flush_output() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout))
+    throw Error(strf("standard output cannot be written: %s", std::strerror(errno)));
 }
 
 }  // namespace terminal

@@ -28,4 +28,7 @@ std::string with_colours(Stream s, const std::string& line);
 // A line on standard error, in one piece.
 void say(const std::string& line);
 
+// Throws Error if what was printed could not be written: standard output is full or closed.
+void flush_output();
+
 }  // namespace terminal

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -169,6 +170,12 @@ nlohmann::json load_checkpoint(const std::string& resume, const std::string& sav
 
 // -------------------------------------------------------------------------------- what a save is made of (and tests)
 
+// The first of `count` weights in fp32 that is not finite, if there is one.
+struct NotFinite {
+  int64_t place;
+  double value;
+};
+std::optional<NotFinite> not_finite(const char* weights, int64_t count);
 // Throws Error that names the first of these weights of a tensor, numbers `first` on of fp32, that is not finite.
 void require_finite(const std::string& tensor, const char* weights, int64_t first, int64_t count);
 // A rank's file, from `bytes`: its parts, one behind the other. Returns its entry in the manifest.

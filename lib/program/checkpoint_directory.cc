@@ -156,10 +156,10 @@ Steps check_save(const std::string& dir, const std::string& resume) {
       "--save %s: %s is there, of another run; --resume latest goes on from it, and another directory keeps it",
       dir.c_str(), there.c_str());
   // Later steps are replaced, and with them only what is a checkpoint's.
+  const int64_t begun = step_of(from.filename());  // negative: it was renamed
   try {
     for (const auto& [step, identity] : steps)
-      if (step_of(from.filename()) >= 0 && step > step_of(from.filename()))
-        require_step_files(to + "/" + name_of_step(step));
+      if (begun >= 0 && step > begun) require_step_files(to + "/" + name_of_step(step));
   } catch (const Error& e) { throw UsageError(strf("--save %s: %s", dir.c_str(), e.what())); }
   return steps;
 }
@@ -254,24 +254,21 @@ void probe(const std::string& dir) {
 }
 }  // namespace
 
-void require_shared(TextChannel* talk, const World& world, const char* option, const std::string& start) {
+void require_shared(const World& world, const char* option, const std::string& start) {
   if (world.size == 1) return;
   std::string made, error;
   try {
     if (world.rank == 0) made = files::create_unique(start)->path;
   } catch (const Error& e) { error = strf("%s: %s", option, e.what()); }
-  const auto agree_on = [&] {
-    error = talk->agree(error);
-    if (!error.empty()) throw UsageError(error);
-  };
-  agree_on();
-  const std::string path = talk->broadcast(made);
+  error = agree(error);
+  if (!error.empty()) throw UsageError(error);
+  const std::string path = broadcast_text(made);
   if (::access(path.c_str(), F_OK) != 0)
     error = strf("%s: rank %d: %s is another directory than rank 0's; give one that the ranks of all hosts share",
                  option, world.rank, files::parent_of(path).c_str());
-  error = talk->agree(error);
+  error = agree(error);
   if (world.rank == 0) ::unlink(made.c_str());
-  agree_on();
+  if (!error.empty()) throw UsageError(error);
 }
 
 SaveDirectory::SaveDirectory(const World& world, const std::string& given, std::optional<Steps> found)
@@ -295,5 +292,5 @@ SaveDirectory::SaveDirectory(const World& world, const std::string& given, std::
       notes.push_back("what an earlier save left could not be deleted: " + left);
   });
   agree_on(strf("rank %d: ", world.rank), [&] { probe(dir); });
-  require_shared(&talk, world, "--save", dir + "/" + probe_start);
+  require_shared(world, "--save", dir + "/" + probe_start);
 }

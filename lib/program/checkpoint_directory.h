@@ -69,8 +69,8 @@ std::vector<std::string> remove_leftovers(const std::string& dir);
 // ------------------------------------------------------------------------------------------------------ this run's
 
 // Throws UsageError, alike on all ranks, with `option` in front, if what rank 0 creates under a name that begins with
-// `start` is not seen by all: on other hosts it is another directory of that name. Collective over the channel's world.
-void require_shared(TextChannel* talk, const World& world, const char* option, const std::string& start);
+// `start` is not seen by all: on other hosts it is another directory of that name. Collective on all ranks.
+void require_shared(const World& world, const char* option, const std::string& start);
 
 // What a run holds of the directory that it saves to (where the file system has no locks, require_known is what keeps
 // two runs apart), from before it opens its outputs: a run that may not save must

@@ -136,14 +136,19 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   return remove_old_steps(dir, step, keep);
 }
 
-void require_finite(const std::string& tensor, const char* weights, int64_t first, int64_t count) {
+std::optional<NotFinite> not_finite(const char* weights, int64_t count) {
   for (int64_t i = 0; i < count; i++) {
     float x;
     std::memcpy(&x, weights + i * 4, 4);
-    if (!std::isfinite(x))
-      throw Error(
-          strf("tensor '%s' has %g at place %lld: the run has diverged", tensor.c_str(), plain_nan(x), ll(first + i)));
+    if (!std::isfinite(x)) return NotFinite{i, plain_nan(x)};
   }
+  return std::nullopt;
+}
+
+void require_finite(const std::string& tensor, const char* weights, int64_t first, int64_t count) {
+  if (const auto found = not_finite(weights, count))
+    throw Error(strf("tensor '%s' has %g at place %lld: the run has diverged", tensor.c_str(), found->value,
+                     ll(first + found->place)));
 }
 
 namespace {

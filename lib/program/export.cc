@@ -207,8 +207,7 @@ void check_export(const std::string& path) {
 }
 
 void check_export_shared(const std::string& path, const World& world) {
-  TextChannel talk(world);
-  require_shared(&talk, world, "--export",
+  require_shared(world, "--export",
                  is_safetensors_name(path) ? start_of_export(path) : start_of_folder(files::without_slash(path)));
 }
 

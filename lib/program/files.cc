@@ -139,15 +139,14 @@ void require_replaceable(const std::string& path) {
 void replace(const std::string& path, const std::string& text) {
   require_replaceable(path);
   std::error_code none;
-  const std::string to = std::filesystem::weakly_canonical(path, none), part = to + ".part";
-  remove(part);
+  const std::string to = std::filesystem::weakly_canonical(path, none);
+  const std::unique_ptr<File> file = create_unique(to + ".tmp-");
   try {
-    const std::unique_ptr<File> file = create(part);
     file->write(text.data(), int64_t(text.size()));
     file->flush_and_close();
-    rename(part, to);
+    rename(file->path, to);
   } catch (...) {
-    ::unlink(part.c_str());
+    ::unlink(file->path.c_str());
     throw;
   }
 }

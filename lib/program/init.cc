@@ -1,13 +1,11 @@
 #include "lib/program/init.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <set>
 #include <utility>
 
 #include "lib/program/files.h"
-#include "lib/program/format.h"
 #include "lib/program/hf_llama.h"
 
 using nlohmann::json;
@@ -135,11 +133,10 @@ void read_parts(const ModelFolder& from, Device& dev, const std::vector<Part>& p
       const int64_t n = std::min(most, part->count - at);
       files::read_at(*file, narrow.get(), n * size, tensor->offset + (part->first + at) * size);
       widen_elements(wide.get(), narrow.get(), tensor->dtype, n);
-      for (int64_t i = 0; i < n; i++)
-        if (!std::isfinite(wide.get()[i]))
-          throw Error(strf("%s: a weight of tensor '%s' is %g, at place %lld; get the folder again", path.c_str(),
-                           part->tensor.c_str(), plain_nan(wide.get()[i]),
-                           static_cast<long long>(part->first + at + i)));
+      const char* weights = reinterpret_cast<const char*>(wide.get());
+      if (const auto found = not_finite(weights, n))
+        throw Error(strf("%s: a weight of tensor '%s' is %g, at place %lld; get the folder again", path.c_str(),
+                         part->tensor.c_str(), found->value, static_cast<long long>(part->first + at + found->place)));
       dev.compute().copy(part->data + at * 4, wide.get(), n * 4);
       dev.compute().synchronize();
     }

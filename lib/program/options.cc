@@ -28,6 +28,10 @@ constexpr double most = double(most_exact);
 Allowed from(double lo, double hi) { return {lo, hi}; }
 Allowed above(double lo, double hi) { return {lo, hi, "lo"}; }
 Allowed from_to_below(double lo, double hi) { return {lo, hi, "hi"}; }
+Allowed in_fp32(Allowed a) {
+  a.fp32 = true;
+  return a;
+}
 Allowed at_least(double lo) { return {lo, most}; }
 Allowed one_of(std::vector<const char*> words) { return {0, 0, "", std::move(words), {}}; }
 Allowed any_as(std::vector<const char*> suggested) { return {0, 0, "", {}, std::move(suggested)}; }
@@ -58,7 +62,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"seq", "N", &Options::seq, from(1, 1 << 24), "tokens per sequence", "the preset's"},
   {"rope-base", "X", &Options::rope_base, from(1, 1e12), "base of the rotary angles"},
   {"rope-scaling", "HOW", &Options::rope_scaling, any, "none; llama3:F:LOW:HIGH:N: divide low rotary frequencies by F, as Llama 3.1 does with llama3:8:1:4:8192"},
-  {"norm-eps", "X", &Options::norm_eps, above(0, 1), "what norms add to the variance"},
+  {"norm-eps", "X", &Options::norm_eps, in_fp32(above(0, 1)), "what norms add to the variance"},
   {"tie-embeddings", "", &Options::tie_embeddings, flag, "use the embedding's weight for the head"},
   {"freeze", "NAMES", &Options::freeze, any, "parameters not to train: name prefixes, separated by commas (--show-params lists the names)", "none"},
 }},
@@ -78,16 +82,16 @@ const std::vector<Spec> options_parts::specs = flat({
   {"grad-accum", "N", &Options::grad_accum, from(1, 1 << 16), "micro-batches per step"},
 }},
 {"Optimizer", {
-  {"lr", "X", &Options::lr, above(0, 10), "peak learning rate"},
+  {"lr", "X", &Options::lr, in_fp32(above(0, 10)), "peak learning rate"},
   {"min-lr-ratio", "X", &Options::min_lr_ratio, from(0, 1), "the cosine schedule ends at this fraction of the peak"},
   {"warmup", "STEPS", &Options::warmup, at_least(0), "linear warm-up", "a tenth of the steps, at most 100"},
   {"clip-norm", "P", &Options::clip_norm, one_of({"1", "2", "3", "inf"}), "the norm that --clip bounds and the log shows"},
   {"on-nan", "WHAT", &Options::on_nan, any_as({"stop", "skip", "skip:"}), "at a loss or gradient norm that is not finite: stop; or skip[:K], leave the step out, at most K in a row (10)"},
-  {"beta1", "X", &Options::beta1, from_to_below(0, 1), "AdamW's beta1"},
-  {"beta2", "X", &Options::beta2, from_to_below(0, 1), "AdamW's beta2"},
-  {"eps", "X", &Options::eps, above(0, 1), "AdamW's epsilon"},
+  {"beta1", "X", &Options::beta1, in_fp32(from_to_below(0, 1)), "AdamW's beta1"},
+  {"beta2", "X", &Options::beta2, in_fp32(from_to_below(0, 1)), "AdamW's beta2"},
+  {"eps", "X", &Options::eps, in_fp32(above(0, 1)), "AdamW's epsilon"},
   {"weight-decay", "X", &Options::weight_decay, from(0, 10), "AdamW's weight decay, on matrices only"},
-  {"clip", "X", &Options::clip, from(0, 1e9), "maximum global gradient norm; 0: no clipping"},
+  {"clip", "X", &Options::clip, in_fp32(from(0, 1e9)), "maximum global gradient norm; 0: no clipping"},
   {"steps", "N", &Options::steps, at_least(1), "length of the schedule", "200 on a GPU, 32 on a CPU"},
   {"stop-after", "STEPS", &Options::stop_after, at_least(0), "stop early; the schedule keeps its length; 0: before the first step, to --export, --eval or --sample with the initial or the resumed weights", "at the end of the schedule"},
   {"tokens", "N", &Options::tokens, at_least(1), "stop after this many tokens, those before --resume included; sets the length of the schedule unless --steps does", "no limit"},
@@ -258,13 +262,9 @@ T parse_number(const Spec& s, const Given& given) {
     if (error != std::errc() || end != text.data() + text.size()) refuse(s, given);
   }
   if (!in_range(s, double(x))) refuse(s, given);
-  if constexpr (std::is_same_v<T, double>) {
-    // The step computes with it in fp32, where another number could be one that is refused.
-    const float narrow = float(x);
-    for (const char* name : {"lr", "beta1", "beta2", "eps", "clip", "norm-eps"})
-      REQUIRE_USER(s.name != std::string(name) || (in_range(s, double(narrow)) && (x == 0) == (narrow == 0)),
-                   "%s: in fp32, in which a step computes, that is %g; give another", given.as.c_str(), double(narrow));
-  }
+  const double narrow = double(float(x));
+  REQUIRE_USER(!s.allowed.fp32 || (in_range(s, narrow) && (x == 0) == (narrow == 0)),
+               "%s: in fp32, in which a step computes, that is %g; give another", given.as.c_str(), narrow);
   return x;
 }
 

@@ -128,6 +128,8 @@ bool parse_options(int argc, const char* const* argv, Options* out, std::string*
 // whoever takes the checkpoint's options over does so then.
 void check_carried_combinations(const Options& o);
 std::string completion_script();  // --completion's, for bash
+// Whether one of these was asked for. Throws UsageError if two were: a program does one thing at a time.
+bool only_one(const std::vector<std::pair<const char*, bool>>& asked);
 // Every option as a JSON object, for the log's header and for comparing ranks.
 nlohmann::json to_json(const Options& o);
 std::string key_of(std::string name);  // there, of an option

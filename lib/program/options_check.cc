@@ -45,6 +45,15 @@ void options_parts::check_combinations(const Options& o) {
   REQUIRE_USER(o.gpu.empty() || o.plan, "--gpu is for --plan; a run uses the GPUs of its hosts");
 }
 
+bool only_one(const std::vector<std::pair<const char*, bool>>& asked) {
+  const char* first = nullptr;
+  for (const auto& [option, is_given] : asked) {
+    REQUIRE_USER(!is_given || !first, "%s and %s: ask for one at a time", first, option);
+    if (is_given) first = option;
+  }
+  return first != nullptr;
+}
+
 void check_carried_combinations(const Options& o) {
   for (const char* name : {"val-data", "val-batches"})
     REQUIRE_USER(o.val_every > 0 || !o.gives(name), "--%s needs --val-every STEPS", name);

@@ -19,6 +19,7 @@ struct Allowed {
   const char* open = "";
   std::vector<const char*> words = {};      // strings: one of these; none: anything
   std::vector<const char*> suggested = {};  // strings: for completion, among others
+  bool fp32 = false;                        // numbers: a step computes with it in fp32
 };
 
 struct Spec {

@@ -52,18 +52,21 @@ std::vector<std::string> checkpoint_directories(const Options& o) {
   return directories;
 }
 
-// The directories that a run makes are there when it opens its files.
-void require_directory(const Options& o, const char* option, const std::string& path) {
+// Whether a file's directory is there already. Throws UsageError if it is not, and the run will not make it before it
+// opens its files.
+bool has_directory(const Options& o, const char* option, const std::string& path) {
   const fs::path parent = resolved(files::without_slash(path)).parent_path();
   std::error_code none;
-  bool there = fs::exists(parent, none);
+  if (fs::exists(parent, none)) return true;
+  bool made_later = false;
   for (const std::string& made : {o.save, o.diagnostics, o.tensorboard}) {
     if (made.empty()) continue;
     const fs::path dir = resolved(files::without_slash(made));
-    there = there || std::mismatch(parent.begin(), parent.end(), dir.begin(), dir.end()).first == parent.end();
+    made_later |= std::mismatch(parent.begin(), parent.end(), dir.begin(), dir.end()).first == parent.end();
   }
-  REQUIRE_USER(there, "%s %s: there is no directory %s; make it, or choose another file", option, path.c_str(),
+  REQUIRE_USER(made_later, "%s %s: there is no directory %s; make it, or choose another file", option, path.c_str(),
                parent.c_str());
+  return false;
 }
 
 }  // namespace
@@ -104,16 +107,9 @@ void check_outputs(const Options& o) {
                    o.tensorboard.c_str(), dir.c_str());
     check_tensorboard(o.tensorboard);
   }
-  for (const auto& [option, path] : outputs)
-    if (!path.empty()) require_directory(o, option, path);
-  // Where the run makes the directory, nothing is there yet.
-  const auto may_be_there = [](const std::string& path) {
-    std::error_code none;
-    return !path.empty() && fs::exists(resolved(files::without_slash(path)).parent_path(), none);
-  };
-  if (!o.log.empty()) check_log(o.log);
-  if (may_be_there(o.trace)) check_trace(o.trace);
-  if (may_be_there(o.export_to)) check_export(o.export_to);
+  if (!o.log.empty() && has_directory(o, "--log", o.log)) check_log(o.log);
+  if (!o.trace.empty() && has_directory(o, "--trace", o.trace)) check_trace(o.trace);
+  if (!o.export_to.empty() && has_directory(o, "--export", o.export_to)) check_export(o.export_to);
 }
 
 OutputLocks lock_outputs(const Options& o) {

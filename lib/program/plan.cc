@@ -1,11 +1,9 @@
 #include "lib/program/plan.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <utility>
 
@@ -351,32 +349,23 @@ std::string hardware_text() {
   return all.dump() + "\n";
 }
 
-void require_one_answer(const Options& o) {
-  const std::pair<const char*, bool> answers[] = {
-      {"--version", o.version},           {"--hardware", o.hardware},
-      {"--list-presets", o.list_presets}, {"--completion", !o.completion.empty()},
-      {"--show-params", o.show_params},   {o.plan ? "--plan" : "--show-schedule", o.plan || o.show_schedule}};
-  const char* asked = nullptr;
-  for (const auto& [option, is_given] : answers) {
-    REQUIRE_USER(!is_given || !asked, "%s and %s each print something of their own; ask for one at a time", asked,
-                 option);
-    if (is_given) asked = option;
-  }
-}
-
 }  // namespace
 
 void print_answer(const std::string& text) {
   std::fputs(text.c_str(), stdout);
-  if (std::fflush(stdout) != 0 || std::ferror(stdout))
-    throw Error(strf("standard output cannot be written: %s", std::strerror(errno)));
+  terminal::flush_output();
 }
 
 int answer(const Options& o, const std::string& command) {
   const Launcher by = launcher_of(std::getenv);
   if (by.of_mpi() && by.rank != 0) return 0;
   const int ranks = o.world ? int(o.world) : by.of_mpi() ? by.ranks : 1;
-  require_one_answer(o);
+  only_one({{"--version", o.version},
+            {"--hardware", o.hardware},
+            {"--list-presets", o.list_presets},
+            {"--completion", !o.completion.empty()},
+            {"--show-params", o.show_params},
+            {o.plan ? "--plan" : "--show-schedule", o.plan || o.show_schedule}});
   for (const std::string& warning : o.warnings) terminal::say("note: " + warning);
   std::string text;
   const auto resolved = [&] {

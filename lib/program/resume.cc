@@ -66,7 +66,7 @@ const std::vector<std::string> carried = {
 const std::vector<std::string> following = {"param-dtype", "autocast", "reduce-dtype", "fp8-scaling", "gather-dtype"};
 
 // One that does not say how many tokens it has seen is older than runs of several lengths.
-Progress progress_of(const json& state) {
+Trained trained_until(const json& state) {
   const json& was = state.at("options");
   const int64_t step = state.at("step");
   if (state.contains("trained_tokens")) return {step, state.at("trained_tokens")};
@@ -123,7 +123,7 @@ Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus
   try {
     take_up(saved.state, &o);
     check_carried_combinations(o);
-    return resolve(o, world_size, gpus, progress_of(saved.state));
+    return resolve(o, world_size, gpus, trained_until(saved.state));
   } catch (const UsageError& e) { throw of_checkpoint(e, saved.step_dir); }
 }
 

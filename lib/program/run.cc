@@ -346,7 +346,7 @@ int64_t nan_skips(const Options& o) {
 
 }  // namespace
 
-Run resolve(const Options& o, int world_size, int gpus, const Progress& before) {
+Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
   Run r;
   r.o = o, r.notices = o.warnings, r.before = before;
   const bool only_planned = o.plan || o.show_schedule;

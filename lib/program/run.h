@@ -15,7 +15,7 @@
 #include "model.h"
 
 // How far training has come.
-struct Progress {
+struct Trained {
   int64_t steps = 0, tokens = 0;
 };
 
@@ -29,7 +29,7 @@ struct Run {
   int64_t batch = 0, grad_accum = 1,
           global_batch = 0;                      // sequences a rank's micro-batch; micro-batches; sequences a step
   int64_t steps = 0, last_step = 0, warmup = 0;  // length of the schedule; where this run ends
-  Progress before;                               // what the checkpoint that it goes on from has behind it
+  Trained before;                                // what the checkpoint that it goes on from has behind it
   int64_t nan_skips = 0;                         // bad steps in a row that --on-nan skips; 0: it stops
   std::vector<std::string> notices;              // what was chosen that a user may not expect
   std::vector<DataFile> data_files = {};         // that --data names, once they are open
@@ -40,7 +40,7 @@ struct Run {
 
 // gpus: those that this process can use. before: --tokens counts from the first token of all, whatever was the length
 // of sequences then.
-Run resolve(const Options& o, int world_size, int gpus, const Progress& before = {});
+Run resolve(const Options& o, int world_size, int gpus, const Trained& before = {});
 
 // With --epochs the schedule follows from the data, which is opened when the rest is resolved: the whole steps in that
 // many passes over so many sequences. Without, nothing changes. Throws UsageError if there is no whole step.

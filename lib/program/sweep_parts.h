@@ -26,8 +26,7 @@ struct ResultFile {
   std::shared_ptr<DirectoryLock> lock = {};  // see lock_rows
   const json* find(const json& like) const;  // null: it is not there
   // The row that --continue keeps: a good one of the same command on as many ranks of such a chip, whose window is the
-  // same. null: it is to run; where that is
-  // because the file's row is of another run, that is said.
+  // same. null: it is to run; where that is because the file's row is of another run, that is said.
   const json* kept(const json& like) const;
   // Replaces the same one. With it go other rounds of it by another command, and PyTorch's where it trains otherwise
   // than the row that they stood beside.

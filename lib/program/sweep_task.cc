@@ -140,23 +140,27 @@ bool trains_otherwise(const json& before, const json& now) {
   return false;
 }
 
-// What ./bench tells every row itself, and what to give it in place of those behind --.
+// What ./bench tells every row itself, with what to give it in place of those behind --, and what trains nothing.
 static void refuse_own_options(const Words& extra) {
-  for (const char* option : {"--help", "-h", "--version", "--hardware", "--list-presets", "--completion",
-                             "--show-params", "--show-schedule"})
+  const std::string sets = "./bench sets it for each row; ", prints = "it prints something, and no row trains";
+  const std::pair<const char*, std::string> own[] = {
+      {"--steps", sets + "give --steps N before the --"},
+      {"--gpu", sets + "give --gpu CHIP before the --"},
+      {"--world", sets + "give --ranks N before the --"},
+      {"--plan", sets + "give --gpu CHIP before the --, for plans of it"},
+      {"--device", sets + "rows run on GPUs where the machine has some"},
+      {"--log", sets + "--out FILE is where the rows go"},
+      {"--help", prints},
+      {"-h", prints},
+      {"--version", prints},
+      {"--hardware", prints},
+      {"--list-presets", prints},
+      {"--completion", prints},
+      {"--show-params", prints},
+      {"--show-schedule", prints}};
+  for (const auto& [option, why] : own)
     for (const std::string& word : extra)
-      REQUIRE_USER(word.substr(0, word.find('=')) != option, "%s behind --: it prints something, and no row trains",
-                   option);
-  const std::pair<const char*, const char*> own[] = {{"--steps", "give --steps N before the --"},
-                                                     {"--gpu", "give --gpu CHIP before the --"},
-                                                     {"--world", "give --ranks N before the --"},
-                                                     {"--plan", "give --gpu CHIP before the --, for plans of it"},
-                                                     {"--device", "rows run on GPUs where the machine has some"},
-                                                     {"--log", "--out FILE is where the rows go"}};
-  for (const auto& [option, instead] : own)
-    for (const std::string& word : extra)
-      REQUIRE_USER(word.substr(0, word.find('=')) != option, "%s behind --: ./bench sets it for each row; %s", option,
-                   instead);
+      REQUIRE_USER(word.substr(0, word.find('=')) != option, "%s behind --: %s", option, why.c_str());
 }
 
 std::vector<Task> tasks_of(const SweepRun& run) {

@@ -32,15 +32,14 @@ enum class Lines { live, plain };
 struct TelemetryOptions {
   std::string log = "";          // a file; empty: none
   std::string tensorboard = "";  // a directory; empty: none
-  bool append =
-      false;  // behind the whole lines that an earlier part of the run wrote; otherwise what is there is replaced
+  bool append = false;  // behind the whole lines of an earlier part of the run; otherwise what is there is replaced
   int64_t first_step = 1, total_steps = 1, log_every = 1;
   Lines lines = Lines::live;  // where people watch standard output; plain anywhere else
 };
 
 // Rank 0 owns one. The terminal gets one live line (rewritten in place), anything else a plain line a step; the JSON
-// file gets the header first, then an object a step, flushed each time, TensorBoard's an event; from when on
-// something cannot be written, and from when on it can again, is said.
+// file gets the header first, then an object a step, flushed each time, TensorBoard's an event. When
+// something cannot be written, and when it can again, is said.
 class Telemetry {
  public:
   // Throws UsageError, before training starts, if a file cannot be written, for what check_log refuses, and if another

@@ -24,8 +24,6 @@ namespace {
 const char* const format = "fsdp.cu trace";
 const char* const before_events = ",\"traceEvents\":[";
 
-std::string start_of_trace(const std::string& path) { return path + ".tmp-"; }
-
 // The first line of a trace, without its last member.
 bool is_trace(const std::string& first_line) {
   const size_t at = first_line.rfind(before_events);
@@ -194,7 +192,7 @@ void check_trace(const std::string& path) {
                  "--trace %s: not a trace of a step, so it is not overwritten; remove it or choose another file",
                  path.c_str());
   try {
-    files::remove(files::create_unique(start_of_trace(path))->path);
+    files::remove(files::create_unique(path + ".tmp-")->path);
   } catch (const Error& e) { throw UsageError(strf("--trace: %s", e.what())); }
 }
 
@@ -216,13 +214,7 @@ void write_trace(const std::string& path, const Trace& trace, const json& about)
                          .dump(-1, ' ', false, json::error_handler_t::replace);  // the command is as it was typed
   text.pop_back();                                                               // the brace
   text += before_events + to.text + "\n]}\n";
-  const std::unique_ptr<files::File> file = files::create_unique(start_of_trace(path));
   try {
-    file->write(text.data(), int64_t(text.size()));
-    file->flush_and_close();
-    files::rename(file->path, path);
-  } catch (const Error& e) {
-    files::remove(file->path);
-    throw Error(strf("--trace: %s", e.what()));
-  }
+    files::replace(path, text);
+  } catch (const Error& e) { throw Error(strf("--trace: %s", e.what())); }
 }
