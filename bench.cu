@@ -167,7 +167,8 @@ void check_environment() {
     const std::string text = *variable, name = text.substr(0, text.find('='));
     const bool ours = name.rfind("FSDP_", 0) == 0 && name.rfind("FSDP_TEST_", 0) != 0;
     REQUIRE_USER(!ours || name == "FSDP_ALLOW_SINGLE_RANK",
-                 "%s is set, which ./train takes and no row would say; unset it, and give options of ./train behind --",
+                 "%s is set: every row would run with it, and no row's command would show it; unset it, and give "
+                 "options of ./train behind --",
                  name.c_str());
   }
 }
@@ -244,7 +245,7 @@ SweepRun run_of(const Settings& s, const Sweep& sweep, const json& hardware) {
   run.rounds = s.rounds, run.steps = s.steps;
   if (s.timeout) run.timeout_s = s.timeout;
   REQUIRE_USER(s.warm_seconds <= 0 || run.machine.gpu,
-               "--warm: on a CPU nobody knows before how many steps that would be; leave it out");
+               "--warm needs GPUs: nothing is known of a CPU's step time before it runs; leave it out");
   run.warm_seconds = s.warm_seconds >= 0 ? s.warm_seconds : run.machine.gpu ? 3 : 0;
   read_window(s, &run);
   const bool one = sweep.kind == SweepKind::layers || sweep.kind == SweepKind::kernels;

@@ -105,7 +105,7 @@ def main():
             start = f.read(1024)
             is_tokens = start.startswith(MAGIC)
             if not is_tokens and b"\0" in start:
-                raise Wrong(f"{args.file}: neither text nor a file of prepare.py's, which says its tokenizer")
+                raise Wrong(f"{args.file}: neither text nor a token file that names its tokenizer, as prepare.py's do")
             f.seek(0)
             if is_tokens:
                 decode_file(f, args.file, tokenizer, args.tokens or 1 << 62, out)

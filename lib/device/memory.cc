@@ -348,8 +348,9 @@ std::string Memory::no_room(const Room& room) const {
   const std::string remedy =
       fits_before
           ? "lower --batch or --seq, or use more ranks"
-          : strf("what is there before step 1 takes %.0f MiB, whatever the batch: use more ranks or a smaller model",
-                 double(r.before_step_total) / mib);
+          : strf(
+                "what is allocated before step 1 takes %.0f MiB, whatever the batch: use more ranks or a smaller model",
+                double(r.before_step_total) / mib);
   return strf(
       "no room in memory: the plan asks for %.0f MiB (peak in %s; largest there: %s)%s%s, and %s has "
       "%.0f MiB free of %.0f%s; nothing was allocated; %s",

@@ -142,7 +142,7 @@ bool trains_otherwise(const json& before, const json& now) {
 
 // What ./bench tells every row itself, with what to give it in place of those behind --, and what trains nothing.
 static void refuse_own_options(const Words& extra) {
-  const std::string sets = "./bench sets it for each row; ", prints = "it prints something, and no row trains";
+  const std::string sets = "./bench sets it for each row; ", prints = "it prints and exits, so that no row would train";
   const std::pair<const char*, std::string> own[] = {
       {"--steps", sets + "give --steps N before the --"},
       {"--gpu", sets + "give --gpu CHIP before the --"},
