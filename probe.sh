@@ -254,7 +254,7 @@ names=(cxx mpi mpi_family mpi_flags mpi_libs mpirun mpirun_family mpirun_version
 
 # Debian's packages for what was not found: what the programs need, then what the tests need besides.
 name_missing() {
-  local list=() dev=libopenmpi-dev run=openmpi-bin
+  local list=() tests=() dev=libopenmpi-dev run=openmpi-bin
   [ "${fact[mpirun_family]-}" != MPICH ] || dev=libmpich-dev
   [ "${fact[mpi_family]-}" != MPICH ] || run=mpich
   case ${compiler[0]##*/} in
@@ -269,8 +269,9 @@ name_missing() {
   [ -n "${fact[xxhash]-}" ] || list+=(libxxhash-dev)
   [ -n "${fact[protozero]-}" ] || list+=(libprotozero-dev)
   fact[missing]="${list[*]}"
-  fact[missing_tests]=
-  [ -n "${fact[catch2]-}" ] || fact[missing_tests]=catch2
+  [ -n "${fact[catch2]-}" ] || tests+=(catch2)
+  { command -v pkill && command -v pgrep; } >/dev/null || tests+=(procps)
+  fact[missing_tests]="${tests[*]}"
   fact[mpi_mismatch]=
   if [ -n "${fact[mpi_family]-}" ] && [ -n "${fact[mpirun_family]-}" ] &&
     [ "${fact[mpi_family]}" != "${fact[mpirun_family]}" ]; then

@@ -23,7 +23,7 @@ list_missing() {
     exit 1
   fi
   packages=${fact[missing]}
-  # Training needs no Catch2.
+  # Training needs neither Catch2 nor what finds processes.
   [ "$1" = run ] || packages="$packages${packages:+ }${fact[missing_tests]}"
 }
 

@@ -26,7 +26,7 @@ package() { mkdir -p "$dir/packages/$1"/{bin,include/{CLI,nlohmann,protozero,cat
 # The real compiler's opinion of the source, without the system's headers; a library is there if the machine has its file.
 package base # copies, so that nothing here can write to the machine that the test runs on
 for name in bash sh env make ls cp sed grep awk sort uniq paste head tail tr cat mktemp rm mkdir mv stat cksum nproc dirname \
-  cmp touch chmod; do
+  cmp touch chmod pkill pgrep; do
   cp -L "$(type -P $name)" bin/
 done
 
@@ -245,6 +245,12 @@ equal "training needs no Catch2" "$status $(asked)" "0 "
 at ./setup.sh test
 judge "the tests need Catch2" 0 "installing catch2"
 equal "the tests need Catch2 alone" "$(asked)" catch2
+machine "${all[@]}"
+rm "$root/bin/pkill"
+at ./setup.sh run
+equal "training looks for no processes" "$status $(asked)" "0 "
+at ./setup.sh test
+equal "the tests do" "$(asked)" "catch2 procps"
 machine "${all[@]}" catch2-v3
 at ./setup.sh test
 equal "Catch2 version 3 will do" "$status $(asked)" "0 "
