@@ -56,11 +56,14 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   p.tiles = p.segment / p.tile;
   p.pairs = a.B * a.HKV;
   p.pairs_at_once = std::clamp<int64_t>((int64_t(512) << 20) / (p.segment * p.slots * group * row), 1, p.pairs);
-  const int64_t unit_rows = !backward ? 1024 : a.T < 16384 ? 2048 : 4096;
-  p.unit = std::max<int64_t>(unit_rows / group, 1);
   const int64_t most = p.segment * p.slots;  // entries of the lists of a pair and segment
+  const int64_t rows = p.pairs_at_once * std::min(a.T, p.segment) * p.slots * group;  // of a launch
+  // A launch of few rows has shorter units, for they are what multiprocessors share.
+  const int64_t unit_rows = backward ? std::clamp<int64_t>(rows / 256, 512, a.T < 16384 ? 2048 : 4096)
+                                     : std::clamp<int64_t>(rows / 768, 256, 1024);
+  p.unit = std::max<int64_t>(unit_rows / group, 1);
   p.max_units = std::min(p.pieces, most) + most / p.unit;
-  p.max_splits = 2 * (most / p.unit);
+  p.max_splits = most / p.unit + std::min(p.pieces, most / p.unit);  // lists of several units have more than one's
 
   const int64_t lists = p.pairs * p.segments;
   const auto take = [&](int64_t bytes) {
@@ -168,19 +171,15 @@ static Kernel backward(cudaStream_t stream, int arch, bf16* dq, bf16* dk, bf16* 
   if (arch == 90) kernel = sm90::backward_kernel<D, DV>, bytes = sm90::Backward<D, DV>::bytes, code = "sm90";
   for (int pair0 = 0; pair0 < p.pairs; pair0 += int(p.pairs_at_once)) {
     const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
-    const int64_t sums_bytes = int64_t(pairs) * a.T * (D + DV) * 4;
-    gpu::zero(stream, sums, sums_bytes, sums_bytes, 1);
     for (int s = 0; s < a.segments; ++s) {
       launch(stream, kernel, {pairs * p.max_units, sm80::block_threads, bytes}, rows, sums, splits, d_o, q, k, v, stats,
              a, pair0, s);
-      launch(stream, add_splits<D, DV>, {unsigned(pairs * split_blocks<D, DV>), 256}, sums, splits, a, pair0, s);
+      launch(stream, sum_units<D, DV>, {unsigned(pairs * sum_blocks<D, DV>), 256}, dk, dv, sums, splits, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
       const auto sum = a.parts == 1 ? sum_slots<D, true> : sum_slots<D, false>;
       launch(stream, sum, {blocks(pairs * queries * a.group * D / 8), 256}, dq, dq_compressed, rows, a, pair0, pairs,
              s);
     }
-    launch(stream, store_sums<D, DV>, {blocks(int64_t(pairs) * a.T * (D + DV) / 8), 256}, dk, dv, sums, a, pair0,
-           pairs);
   }
   return launched(code, a);
 }
@@ -263,8 +262,8 @@ static Cost cost(const NsaShape& a, bool backward) {
   const double visits = double(a.B * a.H * p.parts) * blocks;
   Cost c{Work::attention};
   c.dtype = dtype_of<T>;
-  c.launches =
-      int(3 + (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * (backward ? 2 + 3 * p.segments : 2 * p.segments));
+  const int64_t rounds = (p.pairs + p.pairs_at_once - 1) / p.pairs_at_once * p.segments;
+  c.launches = int(backward ? 4 + 3 * rounds : 3 + 2 * rounds);
   const double both = double(a.D + a.v_dim()), products = 2 * (backward ? 2 * both + double(a.D) : both) * piece_keys;
   if (c.dtype == Dtype::f32) c.flops = visits * products, c.share = 0.035;
   else if (!backward && attention::selected::is_masked(a, 0)) {

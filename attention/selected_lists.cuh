@@ -13,12 +13,13 @@
 
 namespace attention::selected {
 
-// Keys [key, key + keys) of a block (CTA), and a stretch of their list. split: where in split_sums the sums of a list
-// of several units go, or -1 for the only one.
+// A piece that a block (CTA) keeps, and a stretch of its list. split: where in split_sums the sums of a list of several
+// units go; an only unit adds to what segments before left in sums, or writes where they left nothing.
 struct Unit {
+  static constexpr int adds = -1, writes = -2;
   int piece, first, count, split;
 };
-struct Split {  // the units of a piece in split_sums; count 0: its only unit adds to the sums by itself
+struct Split {  // a piece's units, and where in split_sums they begin if they are several
   int first, count;
 };
 
@@ -77,6 +78,8 @@ struct Problem {
   }
   // Pieces of which a query before t1 may see a key.
   __device__ int pieces_before(int t1) const { return ceil_div(t1, block) * parts; }
+  // Have segments before this one left sums of a piece's dK and dV?
+  __device__ bool summed_before(int piece, int s) const { return piece < pieces_before(first_query(s)); }
   // Slot r of query t, whose indices are at `chosen`: the piece, or -1. one: parts is 1.
   template <bool one = false>
   __device__ int piece_of(const int32_t* chosen, int r, int t) const {
@@ -223,10 +226,11 @@ __global__ void __launch_bounds__(1024) cut_lists(Problem a) {
     for (int k = 0; k < 3; ++k) x[k] += before[k], before[k] += all[k];
     if (piece < pieces) {
       a.starts[int64_t(list) * a.pieces + piece] = x[0];
-      a.lists[int64_t(list) * a.pieces + piece] = {x[2], splits};
+      a.lists[int64_t(list) * a.pieces + piece] = {x[2], units};
+      const int only = a.summed_before(piece, segment) ? Unit::adds : Unit::writes;
       for (int u = 0; u < units; ++u)
         a.units[int64_t(list) * a.max_units + x[1] + u] = {piece, x[0] + u * a.unit, min(a.unit, count - u * a.unit),
-                                                           splits ? x[2] + u : -1};
+                                                           splits ? x[2] + u : only};
     }
   }
   if (threadIdx.x == 0) a.unit_counts[list] = before[1];
@@ -373,7 +377,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // dK and dV of a unit's keys, as four warps hold them in accumulators of products (a warp 16 keys, a thread 2 x 2 of
-// each 16 x 8 tile): added to the segments' before, or, of a list with other units, left for add_splits.
+// each 16 x 8 tile): added to the segments' before, or, of a list with other units, left for sum_units.
 template <int N>
 __device__ __forceinline__ void add_rows(float* to, const float (&x)[N / 2], bool to_what_is_there, int keys) {
   constexpr int at_once = 8;  // reads in flight
@@ -395,66 +399,56 @@ template <int D, int DV>
 __device__ __forceinline__ void add_to_sums(float* sums, float* split_sums, const float (&dk)[D / 2],
                                             const float (&dv)[DV / 2], const Unit& unit, const Problem& a, int pair,
                                             int first_key, int keys) {
-  const bool only = unit.split < 0;
+  const bool only = unit.split < 0, adds = unit.split == Unit::adds;
   const int64_t key = only ? first_key : 0;
   float* const to = only ? sums + int64_t(pair) * a.T * (D + DV)
                          : split_sums + (int64_t(pair) * a.max_splits + unit.split) * piece_keys * (D + DV);
-  add_rows<D>(to + key * D, dk, only, keys);
-  add_rows<DV>(to + int64_t(only ? a.T : piece_keys) * D + key * DV, dv, only, keys);
+  add_rows<D>(to + key * D, dk, adds, keys);
+  add_rows<DV>(to + int64_t(only ? a.T : piece_keys) * D + key * DV, dv, adds, keys);
 }
 
-// sums: dK and dV of the segments so far. Pieces whose list has several units: their sums are added here, first unit
-// first. A block owns 1024 numbers of every 128th piece, a thread 4 of them.
+// dK and dV of the keys that queries so far may see, in sums: the units of a list of several are added, first unit
+// first, and keys that nobody selected yet are zero. The last segment's are rounded to dk and dv instead. A block owns
+// 1024 numbers of every 128th piece, a thread 4 of them.
 template <int D, int DV>
-constexpr int split_blocks = piece_keys*(D + DV) / 1024 * 128;  // of a pair
+constexpr int sum_blocks = piece_keys*(D + DV) / 1024 * 128;  // of a pair
 
 template <int D, int DV>
 __global__ void __launch_bounds__(256)
-    add_splits(float* sums, const float* split_sums, Problem a, int pair0, int segment) {
+    sum_units(bf16* dk, bf16* dv, float* sums, const float* split_sums, Problem a, int pair0, int segment) {
   begin_kernel();
   constexpr int all = piece_keys * (D + DV);  // numbers of a unit
-  const int pair = blockIdx.x / split_blocks<D, DV>, x = blockIdx.x % split_blocks<D, DV>;
-  const int i = x / 128 * 1024 + threadIdx.x * 4;
-  const bool of_keys = i < piece_keys * D;
+  const int pair = blockIdx.x / sum_blocks<D, DV>, x = blockIdx.x % sum_blocks<D, DV>;
+  const int i = x / 128 * 1024 + threadIdx.x * 4, b = (pair0 + pair) / a.HKV, head = (pair0 + pair) % a.HKV;
+  const bool of_keys = i < piece_keys * D, last = segment + 1 == a.segments;
   const int at = of_keys ? i : i - piece_keys * D, width = of_keys ? D : DV, row = of_keys ? at / D : at / DV;
   const Split* lists = a.lists + (int64_t(pair0 + pair) * a.segments + segment) * a.pieces;
   split_sums += int64_t(pair) * a.max_splits * all + i;
   sums += int64_t(pair) * a.T * (D + DV) + (of_keys ? 0 : int64_t(a.T) * D) + at - row * width;
+  bf16* const out = (of_keys ? dk : dv) + int64_t(b) * a.T * a.ld + head * width + at - row * width;
+  const float f = of_keys ? a.scale : 1.f;
   const int pieces = a.pieces_before(a.last_query(segment));
 #pragma unroll 4
   for (int piece = x % 128; piece < pieces; piece += 128) {
     const Split list = lists[piece];
-    if (list.count == 0 || row >= a.key_count(piece)) continue;
-    float4* to = reinterpret_cast<float4*>(sums + int64_t(a.first_key(piece) + row) * width);
-    float4 sum = *to;
+    const bool summed = a.summed_before(piece, segment), there = summed || list.count == 1;
+    if (row >= a.key_count(piece) || (!last && list.count < 2 && there)) continue;
+    const int64_t key = a.first_key(piece) + row;
+    float4* to = reinterpret_cast<float4*>(sums + key * width);
+    float4 sum = there ? *to : float4{0, 0, 0, 0};
+    if (list.count > 1) {
 #pragma unroll 8
-    for (int u = 0; u < list.count; ++u) {
-      const float4 y = *reinterpret_cast<const float4*>(split_sums + int64_t(list.first + u) * all);
-      sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
+      for (int u = 0; u < list.count; ++u) {
+        const float4 y = *reinterpret_cast<const float4*>(split_sums + int64_t(list.first + u) * all);
+        sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
+      }
     }
-    *to = sum;
+    if (last) {
+      *reinterpret_cast<uint2*>(out + key * a.ld) = {pack_bf16(sum.x * f, sum.y * f), pack_bf16(sum.z * f, sum.w * f)};
+    } else {
+      *to = sum;
+    }
   }
-}
-
-// dk and dv from the sums, rounded once. A thread owns 8 columns of a key.
-template <int D, int DV>
-__global__ void __launch_bounds__(256)
-    store_sums(bf16* dk, bf16* dv, const float* sums, Problem a, int pair0, int pairs) {
-  begin_kernel();
-  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x, of_pair = int64_t(a.T) * (D + DV) / 8;
-  const int pair = int(i / of_pair), b = (pair0 + pair) / a.HKV, head = (pair0 + pair) % a.HKV;
-  if (pair >= pairs) return;
-  const int64_t in_pair = i % of_pair;
-  const bool which = in_pair >= int64_t(a.T) * D / 8;
-  const int64_t at = which ? in_pair - int64_t(a.T) * D / 8 : in_pair;
-  const int width = which ? DV : D, c = int(which ? at % (DV / 8) : at % (D / 8)) * 8;
-  const int t = int(which ? at / (DV / 8) : at / (D / 8));
-  const float* from = sums + i * 8;
-  const float4 x = *reinterpret_cast<const float4*>(from), y = *reinterpret_cast<const float4*>(from + 4);
-  const float f = which ? 1.f : a.scale;
-  *reinterpret_cast<uint4*>((which ? dv : dk) + (int64_t(b) * a.T + t) * a.ld + head * width + c) = {
-      pack_bf16(x.x * f, x.y * f), pack_bf16(x.z * f, x.w * f), pack_bf16(y.x * f, y.y * f),
-      pack_bf16(y.z * f, y.w * f)};
 }
 
 }  // namespace attention::selected
