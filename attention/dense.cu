@@ -57,11 +57,13 @@ static int kv_parts(const AttentionShape& a) {
 }
 
 // Does one kernel make all gradients, or a pair of them? Blocks of the one wait for each other while they begin, which
-// long sequences outweigh. Measured on an H200 with 32 heads of 128: level at 8 x 4096 tokens, 10 % faster at 32,768.
+// long sequences and many sequences outweigh. Measured on an H100, alone and in steps, with groups of 4 and 6 heads:
+// results/gpu-tests-2026-11-25.log.
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
-  if (a.sees != Sees::causal || kernels == BackwardKernels::pair) return false;
-  if (a.D != a.v_dim()) return false;
-  return kernels == BackwardKernels::one || (a.T >= 32768 && a.D == 128);
+  if (a.sees != Sees::causal || a.D != a.v_dim() || kernels == BackwardKernels::pair) return false;
+  if (kernels == BackwardKernels::one) return true;
+  if (a.D == 64) return a.T >= 2048 && a.B * a.HKV >= 32;
+  return a.D == 128 && a.T >= (a.H <= 4 * a.HKV ? 8192 : 32768);
 }
 
 // Numbers of the workspace for sums of parts of dK and dV.

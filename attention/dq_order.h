@@ -8,7 +8,8 @@
 // block waits only for blocks that were drawn before it, so a launch of any size ends.
 //
 // Sums are in fp32, in as many slots as units are in work at one time, a chunk: unit u has slot u % chunk, and its
-// first summand waits for the last of unit u - chunk.
+// first summand waits for the last of unit u - chunk. Chunks are of one size where units allow it: a shorter last one
+// has too few blocks for a GPU, and they are as long as any.
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -24,9 +25,7 @@ struct DqOrder {
         k_tiles(ceil_div(a.T, keys)),
         group(a.group),
         units(a.B * a.HKV),
-        chunk(ceil_div(264, k_tiles)) {  // of blocks twice as many as a large GPU's multiprocessors
-    if (chunk > units) chunk = units;
-  }
+        chunk(chunk_of(a.D)) {}
 
   int blocks() const { return units * k_tiles; }
   HD int counts() const { return chunk * group * q_tiles; }
@@ -38,6 +37,16 @@ struct DqOrder {
     const int first = n / (chunk * k_tiles) * chunk, here = units - first < chunk ? units - first : chunk;
     n -= first * k_tiles;
     *unit = first + n % here, *j = n / here;
+  }
+  // Units of a chunk: enough blocks that they seldom wait for a slot (measured: results/gpu-tests-2026-11-25.log), and
+  // of that many units or up to twice as many what leaves the last chunk least short.
+  int chunk_of(int D) const {
+    const int least = ceil_div(D == 64 ? 128 : 256, k_tiles);
+    const auto missing = [&](int n) { return (n - units % n) % n; };  // units that a last chunk of n lacks
+    int best = least;
+    for (int n = least + 1; n < 2 * least; ++n)
+      if (missing(n) * best < missing(best) * n) best = n;
+    return best < units ? best : units;
   }
   // How many tiles of keys add to query tile i.
   HD int summands(int i) const { return i * queries / keys + 1; }
