@@ -304,6 +304,8 @@ judge "rows over a file of something else" "$dir/mine.txt" "not overwritten"
 verdict "a file of something else stays" "$(grep -q "not rows" "$dir/mine.txt" || echo "it is gone")"
 bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
+bench --sweep attention --ranks 1 --values 64 --out "$dir/attention.jsonl"
+rows "$dir/attention.jsonl" 4 '"attention"'
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
 for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100" "--world 2" --plan "--device gpu"; do
