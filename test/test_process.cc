@@ -54,8 +54,8 @@ TEST_CASE("a timeout ends a child and its children", "[process]") {
 
 TEST_CASE("progress begins a child's timeout anew", "[process]") {
   const std::string output = strf("build/test-process-%d.log", int(getpid()));
-  CHECK(run({"sleep", "1.2"}, output, 1, [] { return Progress::some; }).empty());
-  CHECK(run({"sleep", "300"}, output, 1, [] { return Progress::none; }) == "timed out after 1 s");
+  CHECK(run({"sleep", "1.2"}, output, 1, [] { return Sign::of_life; }).empty());
+  CHECK(run({"sleep", "300"}, output, 1, [] { return Sign::none; }) == "timed out after 1 s");
   std::remove(output.c_str());
 }
 

@@ -47,7 +47,7 @@ void end_child_on_signals() {
 }
 
 std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s,
-                const std::function<Progress()>& meanwhile) {
+                const std::function<Sign()>& meanwhile) {
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
@@ -67,7 +67,7 @@ std::string run(const std::vector<std::string>& command, const std::string& outp
     const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (meanwhile && s > called + 0.5) {
       called = s;
-      if (meanwhile() == Progress::some && signals == 0) end = s + double(timeout_s);
+      if (meanwhile() == Sign::of_life && signals == 0) end = s + double(timeout_s);
     }
     // mpirun ends its ranks on SIGTERM; what ignores that is killed.
     if (signals == 0 && s > end) kill(-child, SIGTERM), signals = 1;

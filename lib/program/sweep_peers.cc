@@ -82,7 +82,7 @@ static void run_peers(const SweepRun& run, std::vector<PeerTask> left, int64_t r
         if (found == said.end()) break;
         keep(found->second, "");
       }
-      return done > before ? Progress::some : Progress::none;
+      return done > before ? Sign::of_life : Sign::none;
     };
     const std::string failed = ::run(command, output, run.timeout_s, read_lines);
     read_lines();
