@@ -5,6 +5,7 @@
 #   test/faults.sh short    one of each kind
 # The last line is for test/run: RESULT passed failed skipped.
 cd "$(dirname "$0")/.." || exit
+export LC_ALL=C # numbers of awk, the order of sort
 # shellcheck source=../setup.sh disable=SC1091
 . ./setup.sh env 4
 top=$PWD

@@ -1,6 +1,7 @@
 #!/bin/bash
 # What run.sh does when a run ends. The last line is for test/run: RESULT passed failed skipped.
 cd "$(dirname "$0")/.." || exit
+export LC_ALL=C # numbers of awk, the order of sort
 dir=$(mktemp -d) || exit
 trap 'rm -rf "$dir"' EXIT
 passed=0

@@ -5,6 +5,7 @@
 # passed failed skipped.
 # shellcheck disable=SC2016 # the tools' scripts expand when they run
 cd "$(dirname "$0")/.." || exit
+export LC_ALL=C # numbers of awk, the order of sort
 top=$PWD
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

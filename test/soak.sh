@@ -6,6 +6,7 @@
 # A line a run goes to results/soak-Ngpu.jsonl; the exit status is 0 if all held. SEED=n repeats the choices.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
+export LC_ALL=C # numbers of awk, the order of sort
 minutes=${1-30}
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "error: MINUTES=$minutes: give minutes, a whole number from 1" >&2 && exit 2; }
 gpus=$(. ./probe.sh && probe_gpus && echo "${fact[gpus]:-0}")

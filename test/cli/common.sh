@@ -3,6 +3,7 @@
 # names the culprit, and end all ranks with a non-zero status soon.
 # shellcheck shell=bash
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
+export LC_ALL=C # numbers of awk, the order of sort
 # shellcheck source=../../setup.sh disable=SC1091
 . ./setup.sh env 2
 # shellcheck source=../verdict.sh
