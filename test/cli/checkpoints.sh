@@ -104,7 +104,7 @@ as_then() { # NAME: the run that went on from it did so with the losses that wer
     awk '$1 == 3 { d = $2 - 5.580460 } $1 == 4 { d = $2 - 5.630047 } d < -1e-5 || d > 1e-5 || $1 != NR + 2 { bad = 1 }
       END { exit NR != 2 || bad }' ||
     wrong="$wrong; the losses are $(grep -o '"loss":[^,]*' "$dir/v1.jsonl" | xargs)"
-  ! grep -q "not as in" "$dir/out" || wrong="$wrong; it says that something changed"
+  ! grep -q "differs from the checkpoint" "$dir/out" || wrong="$wrong; it says that something changed"
   verdict "$1" "$wrong"
 }
 rewrite() { # JSON: what another program would have written into the manifest's state; null takes a key out
