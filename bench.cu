@@ -287,8 +287,7 @@ int sweep_collectives(const Settings& s, const SweepRun& run) {
 // Whether a file's row is one of those that this sweep times.
 bool is_row_of(const Sweep& sweep, const json& row) {
   if (sweep.kind == SweepKind::collectives) return row.contains("collective");
-  const bool layer = row.contains("result") && row["result"].contains("parts_ms");
-  return row.contains("attention") && layer == (sweep.kind == SweepKind::layers);
+  return row.contains("attention") && is_layer(row) == (sweep.kind == SweepKind::layers);
 }
 
 // Sweeps that are timed by themselves. What their file held stays until they have ended.
@@ -314,7 +313,8 @@ int time_rows(const Settings& s, const SweepRun& run) {
     const Values values = !s.values.empty() ? s.values : gpu_count() > 0 ? sweep.on_gpus : sweep.on_cpu;
     status = time_attention_layers(rows, values) ? 0 : 1;
   }
-  files::replace(run.path, read_file(rows.path));
+  if (status == 0 || before.empty()) files::replace(run.path, read_file(rows.path));
+  else std::printf("nothing could be timed: %s stays as it was\n", run.path.c_str());
   std::remove(rows.path.c_str());
   return status;
 }

@@ -36,11 +36,6 @@ std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? 
 std::string layer_heads(const json& row) {
   return heads(row) + (row.contains("/attention/DV"_json_pointer) ? ", " + head_dim(row) : "");
 }
-bool is_layer(const json& row) {
-  const std::string kernel = string_of(row, "kernel");
-  return row.contains("attention") && (kernel == "nsa" || kernel == "dense");
-}
-
 // One column: a name of the row, or a figure.
 struct PlainColumn {
   const char* title;
@@ -124,6 +119,11 @@ std::string plain_table_of(const Rows& rows, const PlainForm& form) {
 }
 
 }  // namespace
+
+bool is_layer(const json& row) {
+  const std::string kernel = string_of(row, "kernel");
+  return row.contains("attention") && (kernel == "nsa" || kernel == "dense");
+}
 
 std::string plain_table(const std::vector<json>& rows) {
   std::string text;

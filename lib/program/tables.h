@@ -33,6 +33,7 @@ std::vector<nlohmann::json> read_rows(const Words& paths);
 // sweeps attention, kernels and collectives) get the columns of their kind, rows with targets those of the table
 // targets. Rows of one sweep.
 std::string sweep_table(const std::vector<nlohmann::json>& rows);
+bool is_layer(const nlohmann::json& row);  // of the sweep attention; others with an "attention" are of kernels
 
 // ratio: ours over PyTorch's; before, goal, aim: the row's target, whose figure is named where figure stands.
 enum class Whose { theirs, pytorch, ours, ratio, figure, before, goal, aim };

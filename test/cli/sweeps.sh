@@ -329,6 +329,14 @@ verdict "none of them is touched" "$(cmp "$dir/before.jsonl" "$dir/depth.jsonl";
 cp "$dir/collectives.jsonl" "$dir/before.jsonl"
 timeout -s INT -k 5 2 ./bench --sweep collectives --values 64,256 --ranks 2 --out "$dir/collectives.jsonl" >"$dir/out" 2>&1 </dev/null
 verdict "rows stay when a timing is broken off" "$(cmp "$dir/before.jsonl" "$dir/collectives.jsonl")"
+cp "$dir/attention.jsonl" "$dir/before.jsonl"
+bench --sweep attention --values 1073741824 --out "$dir/attention.jsonl"
+verdict "rows stay when nothing could be timed" "$([ "$status" = 1 ] || echo "exit status $status"; cmp "$dir/before.jsonl" "$dir/attention.jsonl")"
+bench --sweep attention --values 1073741824 --out "$dir/large.jsonl"
+wrong=""
+grep -q '"error":"' "$dir/large.jsonl" || wrong="there was room"
+bench --sweep attention --values 64 --out "$dir/large.jsonl"
+verdict "rows for which there was no room are replaced" "${wrong:-$(grep -c '"result"' "$dir/large.jsonl" | grep -vx 4)}"
 bench --sweep collectives --values 0
 judge "a value of nothing" "--values"
 bench --sweep nothing
