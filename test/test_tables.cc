@@ -264,6 +264,8 @@ TEST_CASE("errors are told in a word", "[tables]") {
   CHECK(error_word("badshape: 768") == "badshape");
   CHECK(error_word("timed out after 900 s") == "timeout");
   CHECK(error_word("exit status 1") == "failed");
+  CHECK(error_word("x: write failed: No space left on device; make room there") == "failed");
+  CHECK(error_word("rank 1: CUDA OOM") == "OOM");
 }
 
 TEST_CASE("every table of the documents can be made, and says what made it", "[tables]") {

@@ -4,6 +4,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <regex>
 
 #include "lib/device/error.h"
 #include "lib/program/process.h"
@@ -179,9 +180,10 @@ std::string error_word(const std::string& error) {
   std::string lower = error;
   for (char& c : lower) c = char(std::tolower(static_cast<unsigned char>(c)));
   const auto says = [&](const char* what) { return lower.find(what) != std::string::npos; };
+  static const std::regex oom("(^|[^a-z])oom([^a-z]|$)");  // not "make room"
   const std::string before = error.substr(0, error.find(':'));
   if (before == "OOM" || before == "OOM bwd" || before == "OOM?" || before == "badshape") return before;
-  if (says("out of memory") || says("oom") || says("does not fit")) return "OOM";
+  if (says("out of memory") || std::regex_search(lower, oom) || says("does not fit")) return "OOM";
   if (says("timed out")) return "timeout";
   return "failed";
 }
