@@ -333,8 +333,12 @@ TEST_CASE("a tokenizer goes with the model", "[init]") {
     fs::copy(fixture, from), std::ofstream(from + "/tokenizer.json") << "{\"words\": 3}";
     fs::create_directory(to), std::ofstream(to + "/tokenizer.model") << "mine";
     std::ofstream(from + "/tokenizer.model") << "theirs";
+    fs::create_directory(from + "/added_tokens.json");
   }
   barrier();
+  const std::string unread = read_beside_model(from).unread;  // what an export tells
+  CHECK(unread.rfind("; without added_tokens.json: " + from + "/added_tokens.json", 0) == 0);
+  CHECK(!has(unread, "tokenizer"));
   Loaded<float, float> model(test_world(), "--batch 1 --init " + from);
   model.write(to);
   barrier();

@@ -302,7 +302,8 @@ std::string export_model(const Run& r, Device& dev, const World& world, const st
     const BesideModel beside = read_beside_model(r.o.init);
     config.update(beside.token_ids);
     for (const auto& [name, text] : beside.files) texts[name] = text;
-    if (!beside.found) without = strf("; without tokenizer and token ids: %s is not there any more", r.o.init.c_str());
+    without = beside.unread;
+    if (!beside.found) without += strf("; without tokenizer and token ids: %s is not there any more", r.o.init.c_str());
   }
   texts[config_name] = config.dump(2) + "\n";
   export_folder(to, texts, names, r.o.export_shard_mb << 20, dtype, dev, world, parts);

@@ -142,8 +142,8 @@ BesideModel read_beside_model(const std::string& dir) {
   for (const char* name : {generation_name, "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                            "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"})
     try {
-      all.files[name] = files::read_all(dir + "/" + name, most_text);
-    } catch (const Error&) {}
+      if (files::kind_of(dir + "/" + name) != 0) all.files[name] = files::read_all(dir + "/" + name, most_text);
+    } catch (const Error& e) { all.unread += strf("; without %s: %s", name, e.what()); }
   try {
     const std::string path = dir + "/" + config_name;
     const json config = parse_json(files::read_all(path, most_text), path, remedy);

@@ -41,6 +41,7 @@ ModelFolder parse_model_folder(const std::string& dir, const std::string& text);
 struct BesideModel {
   bool found = false;  // config.json at least
   std::map<std::string, std::string> files;
+  std::string unread;  // for each that is there and cannot be read: "; without NAME: why"
   nlohmann::json token_ids = nlohmann::json::object();
 };
 BesideModel read_beside_model(const std::string& dir);
