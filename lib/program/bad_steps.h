@@ -35,7 +35,6 @@ class BadSteps {
   std::string take(int64_t step, const StepScalars& of, const std::vector<Unit>& units, const double* sums,
                    const std::function<std::string()>& replay, const std::function<void(const std::string&)>& note);
   int64_t skipped() const { return skipped_; }  // of this run
-  bool latest_was_bad() const { return in_a_row_ > 0; }
 
  private:
   const Run& r_;
