@@ -207,7 +207,7 @@ void remove_step(const std::string& path) {
   if (first.empty())
     attempt([&] {
       files::change(
-          "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+          "rmdir", path, [&] { return ::rmdir(path.c_str()); }, {ENOENT});
     });
   if (!first.empty()) throw files::FileError(first);
 }

@@ -117,7 +117,7 @@ std::vector<std::string> publish(const std::string& dir, int64_t step, int64_t k
   if (::lstat(path.c_str(), &s) == 0) {
     require_step_files(path);
     auto exchange = [&] { return ::renameat2(AT_FDCWD, tmp.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE); };
-    if (files::change("exchange", path, exchange, EINVAL) < 0) {
+    if (files::change("exchange", path, exchange, files::no_such_rename) < 0) {
       const std::string old = old_of(dir, step);
       remove_step(old);
       files::rename(path, old);

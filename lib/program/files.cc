@@ -61,8 +61,7 @@ std::unique_ptr<File> create_unique(const std::string& start) {
   std::random_device random;
   for (;;) {
     const std::string path = start + strf("%08x", random());
-    const int64_t fd = change(
-        "open", path, [&] { return ::open(path.c_str(), new_file, 0666); }, EEXIST);
+    const int64_t fd = change("open", path, [&] { return ::open(path.c_str(), new_file, 0666); }, {EEXIST});
     if (fd >= 0) return std::make_unique<File>(int(fd), path);
   }
 }
@@ -161,8 +160,7 @@ std::unique_ptr<File> create_in(const std::string& dir, const std::string& name)
 }
 
 void make_dir(const std::string& path) {
-  change(
-      "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);
+  change("mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, {EEXIST});
 }
 
 void make_dirs(const std::string& path) {
@@ -183,15 +181,13 @@ std::string make_unique_dir(const std::string& start) {
   std::random_device random;
   for (;;) {
     const std::string path = start + strf("%08x", random());
-    const int64_t made = change(
-        "mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, EEXIST);
+    const int64_t made = change("mkdir", path, [&] { return ::mkdir(path.c_str(), 0777); }, {EEXIST});
     if (made >= 0) return path;
   }
 }
 
 void remove_dir(const std::string& path) {
-  change(
-      "rmdir", path, [&] { return ::rmdir(path.c_str()); }, ENOENT);
+  change("rmdir", path, [&] { return ::rmdir(path.c_str()); }, {ENOENT});
 }
 
 void flush_dir(const std::string& path) {
@@ -199,8 +195,7 @@ void flush_dir(const std::string& path) {
   if (fd < 0) fail("open", path, errno);
   File dir(fd, path);
   // Some file systems know no such thing: EINVAL.
-  change(
-      "fsync", path, [&] { return ::fsync(fd); }, EINVAL);
+  change("fsync", path, [&] { return ::fsync(fd); }, {EINVAL});
 }
 
 void rename(const std::string& from, const std::string& to) {
@@ -209,10 +204,9 @@ void rename(const std::string& from, const std::string& to) {
 
 void rename_new(const std::string& from, const std::string& to) {
   auto without_replacing = [&] { return ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE); };
-  if (change("rename", to, without_replacing, EINVAL) >= 0) return;
+  if (change("rename", to, without_replacing, no_such_rename) >= 0) return;
   // This file system knows no such rename (NFS). Where it knows hard links, one is refused if the name is taken.
-  if (change(
-          "link", to, [&] { return ::link(from.c_str(), to.c_str()); }, EPERM) >= 0) {
+  if (change("link", to, [&] { return ::link(from.c_str(), to.c_str()); }, {EPERM, ENOSYS, EOPNOTSUPP}) >= 0) {
     remove(from);
     return;
   }
@@ -221,8 +215,7 @@ void rename_new(const std::string& from, const std::string& to) {
 }
 
 void remove(const std::string& path) {
-  change(
-      "unlink", path, [&] { return ::unlink(path.c_str()); }, ENOENT);
+  change("unlink", path, [&] { return ::unlink(path.c_str()); }, {ENOENT});
 }
 
 std::vector<std::string> names_in(const std::string& path) {

@@ -12,6 +12,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <functional>
@@ -33,10 +34,10 @@ struct FileError : Error {
 };
 [[noreturn]] void fail(const char* call, const std::string& path, int code);
 
-// Makes a system call that changes the disk; all of them pass here. Returns what f returns. `allowed` is an errno that
+// Makes a system call that changes the disk; all of them pass here. Returns what f returns. `allowed`: each errno that
 // is no error: then -1.
 template <class F>
-int64_t change(const char* call, const std::string& path, F f, int allowed = 0) {
+int64_t change(const char* call, const std::string& path, F f, const std::vector<int>& allowed = {}) {
   int64_t result = -1;
   int code = checkpoint_hook ? checkpoint_hook(call, path) : 0;
   while (code == 0) {
@@ -44,9 +45,11 @@ int64_t change(const char* call, const std::string& path, F f, int allowed = 0) 
     if (result >= 0) return result;
     if (errno != EINTR) code = errno;
   }
-  if (code != allowed) fail(call, path, code);
+  if (std::find(allowed.begin(), allowed.end(), code) == allowed.end()) fail(call, path, code);
   return -1;
 }
+// What file systems say that know no renameat2 with flags.
+inline const std::vector<int> no_such_rename = {EINVAL, ENOSYS, EOPNOTSUPP};
 
 // Owns a descriptor. What is written is only safe after flush_and_close().
 struct File {
@@ -93,6 +96,6 @@ std::vector<std::string> names_in(const std::string& dir);        // sorted, wit
 mode_t kind_of(const std::string& path);                          // S_IFREG, S_IFLNK...; 0: nothing is there
 
 std::string parent_of(const std::string& path);
-std::string without_slash(std::string path);  // at its end
+std::string without_slash(std::string path);     // at its end
 
 }  // namespace files
