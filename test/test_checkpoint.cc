@@ -574,6 +574,10 @@ TEST_CASE("who saves to a directory already is named", "[checkpoint]") {
   // What a process that was killed left keeps nobody out; a link that leads elsewhere is not followed.
   write_all(dir + "/.lock", "host gone, process 1");
   { const DirectoryLock lock(dir, ".lock", "saving"); }
+  write_all(dir + "/.lock", "mine");
+  CHECK(has(error_of([&] { DirectoryLock lock(dir, ".lock", "saving"); }), "/.lock is not a lock of this program"));
+  CHECK(read_all(dir + "/.lock") == "mine");
+  REQUIRE(::unlink((dir + "/.lock").c_str()) == 0);
   REQUIRE(::symlink("/dev/null", (dir + "/.lock").c_str()) == 0);
   CHECK(has(error_of([&] { DirectoryLock lock(dir, ".lock", "saving"); }), "/.lock: open failed"));
 }
