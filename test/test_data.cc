@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "lib/program/data.h"
+#include "lib/program/files.h"
 #include "test/catch.h"
 
 namespace {
@@ -509,7 +510,7 @@ TEST_CASE("many files are one that holds them all", "[data]") {
     }
   auto names = [&](const std::string& patterns) {
     std::string text;
-    for (const std::string& path : data_files(patterns)) text += file_name(path) + " ";
+    for (const std::string& path : data_files(patterns)) text += files::file_name(path) + " ";
     return text;
   };
   CHECK(names(dir + "shard_*.bin") == "shard_0.bin shard_1.bin shard_2.bin ");

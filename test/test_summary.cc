@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "lib/program/files.h"
 #include "lib/program/process.h"
 #include "lib/program/summary.h"
 #include "test/errors.h"
@@ -77,6 +78,13 @@ TEST_CASE("a summary of rows has the speed-up over the baseline and follows from
             "--over none: choose one of: fsdp, fsdp.cu; ddp_fp32, PyTorch"));
   CHECK(has(usage_error_of([&] { summarize({path}, "slow"); }), "--over slow: this run has no speed: OOM"));
   CHECK(has(summary_markdown(s), "| fsdp         | fsdp.cu |    2,500 |   x 2.50 |"));
+}
+
+TEST_CASE("a run is called by its file, without directory and ending", "[summary]") {
+  CHECK(files::stem("./baseline") == "baseline");
+  CHECK(files::stem("run.1/training") == "training");
+  CHECK(files::stem("/runs/a.b.jsonl") == "a.b");
+  CHECK(files::stem("runs/.hidden") == ".hidden");
 }
 
 TEST_CASE("what was planned has no speed-up over what was measured", "[summary]") {

@@ -72,5 +72,3 @@ std::string difference(const TokenKind& a, const TokenKind& b) {
     return strf("a vocabulary of %lld and %lld", static_cast<long long>(a.vocab), static_cast<long long>(b.vocab));
   return "";
 }
-
-std::string file_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }

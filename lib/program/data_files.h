@@ -28,4 +28,3 @@ std::string difference(const TokenKind& a, const TokenKind& b);
 // Throws UsageError: nothing matches a pattern, a file is named twice, a name is empty. A name without a pattern is
 // taken as it is, whether or not there is such a file.
 std::vector<std::string> data_files(const std::string& names);
-std::string file_name(const std::string& path);  // without its directory

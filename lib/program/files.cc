@@ -236,6 +236,13 @@ mode_t kind_of(const std::string& path) {
   return ::lstat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
 }
 
+std::string file_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+std::string stem(const std::string& path) {
+  const std::string file = file_name(path);
+  const size_t dot = file.rfind('.');
+  return dot == 0 ? file : file.substr(0, dot);
+}
+
 std::string parent_of(const std::string& path) {
   const size_t slash = path.rfind('/');
   return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);

@@ -96,6 +96,8 @@ std::vector<std::string> names_in(const std::string& dir);        // sorted, wit
 mode_t kind_of(const std::string& path);                          // S_IFREG, S_IFLNK...; 0: nothing is there
 
 std::string parent_of(const std::string& path);
+std::string file_name(const std::string& path);  // without its directory
+std::string stem(const std::string& path);       // and without its ending
 std::string without_slash(std::string path);     // at its end
 
 }  // namespace files

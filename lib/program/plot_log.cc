@@ -5,6 +5,7 @@
 #include <map>
 
 #include "lib/device/error.h"
+#include "lib/program/files.h"
 #include "lib/program/format.h"
 #include "lib/program/plot_parts.h"
 #include "lib/program/process.h"
@@ -46,15 +47,12 @@ std::string points(const std::map<int64_t, json>& steps, const char* key) {
 }
 bool has_points(const std::string& text) { return text.find_first_not_of('\n') != std::string::npos; }
 
-std::string file_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
-
 // As short as tells them apart: the file's name without its ending, else what was typed.
 Words names_of(const Words& paths) {
   Words names;
   for (const std::string& path : paths) {
-    const std::string file = file_name(path), name = file.substr(0, std::max<size_t>(1, file.rfind('.')));
-    const auto same = [&](const std::string& other) { return file_name(other) == file; };
-    names.push_back(std::count_if(paths.begin(), paths.end(), same) > 1 ? path : name);
+    const auto same = [&](const std::string& other) { return files::file_name(other) == files::file_name(path); };
+    names.push_back(std::count_if(paths.begin(), paths.end(), same) > 1 ? path : files::stem(path));
   }
   return names;
 }

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "lib/device/error.h"
+#include "lib/program/files.h"
 #include "lib/program/plot_parts.h"
 #include "lib/program/process.h"
 #include "lib/program/tables.h"
@@ -31,11 +32,6 @@ std::string title_of_key(const std::string& key) {
   return key;
 }
 std::string key_of(const PlotRequest& r) { return r.key.empty() ? "step_ms" : r.key; }
-
-std::string stem(const std::string& path) {
-  const size_t slash = path.rfind('/'), from = slash == std::string::npos ? 0 : slash + 1, dot = path.rfind('.');
-  return path.substr(from, dot == std::string::npos || dot <= from ? dot : dot - from);
-}
 
 std::vector<json> rows_of(const PlotRequest& r) {
   std::vector<json> rows;
@@ -130,7 +126,7 @@ void require_any(const std::vector<Series>& all, const PlotRequest& r) {
 }
 
 std::string title_of(const PlotRequest& r, const std::vector<json>& rows) {
-  return r.title.empty() ? rows[0].value("sweep", stem(r.files[0])) + ": " + title_of_key(key_of(r)) : r.title;
+  return r.title.empty() ? rows[0].value("sweep", files::stem(r.files[0])) + ": " + title_of_key(key_of(r)) : r.title;
 }
 
 // ------------------------------------------------------------------------------------------------------------- loss
@@ -159,7 +155,7 @@ std::vector<Curve> curves_of(const PlotRequest& r) {
       }
       continue;
     }
-    Curve c = {stem(path), ""};
+    Curve c = {files::stem(path), ""};
     for (const json& j : read_json_lines(path)) {
       if (!j.contains("step") || !j["step"].is_number()) continue;
       c.steps++;

@@ -17,7 +17,7 @@ namespace {
 // Without directories: data may be moved.
 json files_json(const Run& r) {
   json files = json::array();
-  for (const DataFile& f : r.data_files) files.push_back({{"file", file_name(f.path)}, {"tokens", f.tokens}});
+  for (const DataFile& f : r.data_files) files.push_back({{"file", files::file_name(f.path)}, {"tokens", f.tokens}});
   return files;
 }
 

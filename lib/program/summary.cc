@@ -52,11 +52,6 @@ void add_losses(const Numbers& losses, json* run) {
   (*run)["tail_loss_deviation"] = number_or_words(n > 1 ? std::sqrt(squares / double(n - 1)) : 0);
 }
 
-std::string stem(const std::string& path) {
-  const size_t slash = path.rfind('/'), from = slash == std::string::npos ? 0 : slash + 1, dot = path.rfind('.');
-  return path.substr(from, dot == std::string::npos || dot <= from ? dot : dot - from);
-}
-
 json of_row(const json& row) {
   json run = {{"name", row["row"]}, {"who", who_of(row)}};
   if (row.contains("planned")) run["planned"] = true;
@@ -137,13 +132,13 @@ void add_runs(const std::string& path, json* runs) {
                "peers/torch_fsdp.py",
                path.c_str());
   if (is_log_header(lines[0])) {
-    runs->push_back(of_log(lines, stem(path)));
+    runs->push_back(of_log(lines, files::stem(path)));
   } else if (lines[0].contains("row")) {
     for (const json& row : merged_rounds(read_rows({path})))
       if (row.contains("row") && (row.contains("result") || row.contains("error"))) runs->push_back(of_row(row));
   } else if (std::any_of(lines.begin(), lines.end(), [](const json& j) { return j.contains("ok"); })) {
     for (const json& j : lines)
-      if (j.contains("ok")) runs->push_back(of_peer_line(j, stem(path)));
+      if (j.contains("ok")) runs->push_back(of_peer_line(j, files::stem(path)));
   } else {
     throw UsageError(path + " is no training log, has no rows of a sweep and no lines of peers/torch_fsdp.py");
   }
