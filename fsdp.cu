@@ -91,8 +91,8 @@ int64_t Fsdp<T, G>::slot_numel(int u) const {
 }
 
 // A slot of its own for each unit that stays resident once it is gathered; the others share as many as the options
-// allow, each as large as the largest of them. In fp32 on one rank the master copy is the unsharded unit, and its slot
-// takes no memory.
+// allow, each as large as the largest of them. In fp32 on one rank a unit's own slot is the master copy, and takes no
+// memory.
 template <class T, class G>
 void Fsdp<T, G>::keep_gather_slots() {
   const Purpose purpose = Purpose::gather_slots;
@@ -100,7 +100,7 @@ void Fsdp<T, G>::keep_gather_slots() {
     const bool is_master =
         std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1 && units_[size_t(owner)].in_fp8 == 0;
     T* p = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : dev_.mem.keep<T>(numel, name, purpose);
-    const bool gathered = owner < 0 || shards(owner) > 1;
+    const bool gathered = (owner < 0 ? shard_world_.size : shards(owner)) > 1;
     float* wide = options_.gather_wide && gathered ? dev_.mem.keep<float>(numel, name + ", fp32", purpose) : nullptr;
     slots_.emplace_back(dev_, name, p, wide);
     slots_.back().owner = owner;
@@ -293,7 +293,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   if (unit.in_fp8 > 0) {
     ASSERT(!slot->wide);
     fp8_.gather(u, {shard_rank(u), shards(u), master, sharded}, slot->p, gather_channel_, &issued_);
-  } else if (slot->wide && sharded) {
+  } else if (slot->wide) {
     unshard(slot->wide);
     ops::cast(stream, slot->p, slot->wide, unit.padded);
   } else {
@@ -459,8 +459,8 @@ void Fsdp<T, G>::reduce(int u) {
   if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
 }
 
-// gradient (padded): this rank's. Adds this rank's shard of the sum over all ranks to `shard`, or sets it;
-// norm: of that, if asked for.
+// gradient (padded): this rank's. Leaves this rank's shard of the sum over all ranks in `to`: in fp32, added or set, or
+// in bf16. norm: of that, if asked for.
 template <class T, class G>
 template <class E>
 void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
