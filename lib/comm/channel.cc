@@ -233,14 +233,17 @@ void Channel::open_window() {
 #endif
 }
 
-// The flight record of a channel over NCCL is made on the device, for a watchdog, and there is none without one.
+// The flight record of a channel over NCCL is made on the device, for a watchdog with a timeout, and there is none
+// without one. NCCL's errors are always looked for.
 void Channel::watch(const std::string& name) {
-  if (transport_ == Transport::nccl && !flight::is_polled()) return;
-  impl_->lane = flight::open_lane(name.c_str());
+  const bool over_nccl = transport_ == Transport::nccl;
+  if (!over_nccl || flight::is_polled()) impl_->lane = flight::open_lane(name.c_str());
 #if FSDP_NCCL
-  if (transport_ != Transport::nccl) return;
-  impl_->progress = std::make_unique<Progress>(dev_, stream_, impl_->lane);
-  dev_.on_graph_launch = flight::launch_graph;
+  if (!over_nccl) return;
+  if (impl_->lane >= 0) {
+    impl_->progress = std::make_unique<Progress>(dev_, stream_, impl_->lane);
+    dev_.on_graph_launch = flight::launch_graph;
+  }
   impl_->watched = watch_errors([comm = impl_->nccl, name]() -> std::string {
     ncclResult_t code = ncclSuccess;
     if (ncclCommGetAsyncError(comm, &code) != ncclSuccess || code == ncclSuccess || code == ncclInProgress) return "";
