@@ -12,10 +12,10 @@
 // logarithm of the softmax's denominator; -inf where a query sees no key, and o is zero there. Backwards write every
 // gradient without atomics: each sum has one order, so two runs agree bit for bit.
 //
-// bf16 on a GPU: D 64 or 128, tensor cores (wgmma on sm_90a, mma.sync on sm_80 and newer), or D 192 with DV 128
-// (mma.sync, on GPUs with 128 KiB of shared memory); float on a GPU: any D <= 128 that 8 divides, simple kernels; both:
-// addresses (but lse's) and row strides are multiples of 16 bytes. CPU: any D and DV, float, bf16 and double. Anything
-// else throws Error.
+// bf16 on a GPU: D 64 or 128, or D 192 with DV 128 where a block has more than 99 KiB of shared memory (wgmma on
+// sm_90a, mma.sync on sm_80 and newer); float on a GPU: any D <= 128 that 8 divides, three TF32 products for each;
+// both: addresses (but lse's) and row strides are multiples of 16 bytes. CPU: any D and DV, float, bf16 and double.
+// Anything else throws Error.
 #pragma once
 
 #include <string>
@@ -58,7 +58,7 @@ constexpr bool has_gpu_kernels(Dtype t, int64_t D, int64_t DV) {
 
 // Which kernel a call launched, for logs and tests.
 struct Kernel {
-  const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: no tensor cores), plain loops; null: none ran
+  const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: of float), plain loops; null: none ran
   const char* variant = "";
   bool general = false;  // the fallback for any shape, where other shapes have a specialised kernel
 };
@@ -75,8 +75,8 @@ Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k,
 // at its start and takes memory for sums of dq. `suits`: whichever is faster.
 enum class BackwardKernels { suits, pair, one };
 
-// Numbers of acc_t<T> in the backward's workspace: rowsum(do * o) (B,H,T), partial sums of dk and dv where few keys are
-// seen by many queries, and one kernel's sums of dq.
+// Numbers of acc_t<T> in the backward's workspace: lse and rowsum(do * o), each (B,H,T) in rows rounded up to 128,
+// partial sums of dk and dv where few keys are seen by many queries, and one kernel's sums of dq.
 template <class T>
 int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels = BackwardKernels::suits);
 

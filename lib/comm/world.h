@@ -12,7 +12,8 @@
 //   or_abort([&] { train(); });                     // what one rank throws from here on ends all
 //   finish_mpi();
 //
-// All but shard_group, replica_group, on_one_host and abort_all_ranks is collective over all ranks.
+// Collective over all ranks: init_mpi, number_by_host, finish_mpi, barrier, broadcast_text, gather_texts, agree,
+// require_same, and TextChannel but for abandon.
 #pragma once
 
 #include <atomic>
