@@ -210,7 +210,6 @@ std::string report_step(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
   StepInFlight& was = t.slot(step);
   synchronize(t.validates(step) ? was.validation_done : was.done);
-  t.dev.check();
   const StepScalars& of = was.trained[0];
   const double at_one = double(step) * t.job.world.size;
   if (of.steps != at_one && t.speaks())  // all ranks see it, and one says it

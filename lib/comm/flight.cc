@@ -315,8 +315,12 @@ void poll() {
   }
 }
 
+static int host_lane() {
+  static const int lane = open_lane("host");
+  return lane;
+}
 OnHost::OnHost(const char* what) {
-  static const int host = open_lane("host");
+  const int host = host_lane();
   if (depth++ > 0) return;
   std::lock_guard<std::mutex> lock(mutex);
   issue_locked(host, what, "", 0);
@@ -325,8 +329,7 @@ OnHost::OnHost(const char* what) {
 OnHost::~OnHost() {
   if (--depth > 0) return;
   std::lock_guard<std::mutex> lock(mutex);
-  for (int i = 0; i < most_lanes; i++)
-    if (lanes[i].name == "host") finish_locked(i, 0);
+  finish_locked(host_lane(), 0);
 }
 
 void begin_step(int64_t step) { mine->step = step, mine->progress++; }

@@ -134,7 +134,7 @@ void add(const CUpti_Activity* any) {
   auto push = [&](Record::Kind kind, const char* name, const auto& from, int64_t bytes, bool peer) {
     Record r;
     r.kind = kind, r.name = name, r.peer = peer, r.bytes = bytes;
-    r.stream = from.streamId, r.device = int(from.deviceId), r.start_ns = from.start, r.end_ns = from.end;
+    r.stream = from.streamId, r.start_ns = from.start, r.end_ns = from.end;
     s.records.push_back(std::move(r));
     s.correlations.push_back(from.correlationId);
   };

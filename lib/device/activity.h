@@ -27,7 +27,6 @@ struct Record {
   std::string name;     // of a kernel as short_name has it; "copy, host to device"; "clear"
   bool peer = false;    // a copy between GPUs
   uint32_t stream = 0;  // as stream_number counts
-  int device = 0;
   int64_t bytes = 0;                  // of copies and clears
   uint64_t start_ns = 0, end_ns = 0;  // on the device, on now()'s clock
   uint64_t issued_ns = 0;             // when the host called what started it; 0: not known

@@ -364,11 +364,7 @@ void Memory::commit(int64_t reserve) {
   ASSERT(dev_.backend == Backend::cpu || dev_.ordinal != Device::plan_only);
   Room room{want, reserve, dev_.free_bytes, dev_.free_bytes, dev_.sharers};
 #if FSDP_CUDA
-  const auto look = [&] {
-    size_t f = 0, t = 0;
-    CUDA_CHECK(cudaMemGetInfo(&f, &t));
-    room.free_now = int64_t(f);
-  };
+  const auto look = [&] { room.free_now = dev_.free_bytes_now(); };
   if (dev_.backend == Backend::gpu) look();
 #endif
   if (!room.fits()) throw OutOfMemory(no_room(room));

@@ -146,7 +146,7 @@ class Memory {
   std::string no_room(const Room& room) const;
 
   Device& dev_;
-  mutable std::vector<Buf> kept_;
+  std::vector<Buf> kept_;
   size_t next_kept_ = 0;
   mutable std::vector<Program> programs_;
   int current_ = -1;
