@@ -266,6 +266,7 @@ TEST_CASE("errors are told in a word", "[tables]") {
   CHECK(error_word("exit status 1") == "failed");
   CHECK(error_word("x: write failed: No space left on device; make room there") == "failed");
   CHECK(error_word("rank 1: CUDA OOM") == "OOM");
+  CHECK(error_word("no room in memory: the plan asks for 192332 MiB") == "OOM");
 }
 
 TEST_CASE("every table of the documents can be made, and says what made it", "[tables]") {

@@ -183,7 +183,8 @@ std::string error_word(const std::string& error) {
   static const std::regex oom("(^|[^a-z])oom([^a-z]|$)");  // not "make room"
   const std::string before = error.substr(0, error.find(':'));
   if (before == "OOM" || before == "OOM bwd" || before == "OOM?" || before == "badshape") return before;
-  if (says("out of memory") || std::regex_search(lower, oom) || says("does not fit")) return "OOM";
+  if (says("out of memory") || says("no room in memory") || std::regex_search(lower, oom) || says("does not fit"))
+    return "OOM";
   if (says("timed out")) return "timeout";
   return "failed";
 }
