@@ -348,8 +348,7 @@ std::string train(const Job& job) {
       t.saver = std::make_unique<Saver>(dev, job.world, std::move(*job.save_to), r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
   if (t.speaks() && t.first > 1)
-    note(strf("resuming after step %lld, from %s", ll(t.first - 1), job.saved.step_dir.c_str()) +
-         (t.first > r.last_step ? strf("; the run ends with step %lld: none is left to take", ll(r.last_step)) : ""));
+    note(strf("resuming after step %lld, from %s", ll(t.first - 1), job.saved.step_dir.c_str()));
   if (t.speaks() && r.backend == Backend::gpu && peak_bf16_tflops(dev.name) == 0)
     note(strf("unknown chip %s: MFU is not shown", dev.name.c_str()));
 

@@ -87,7 +87,6 @@ mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --lr 10 --clip
 judge "a run that diverges before its first save" "diverged" "there is no checkpoint to resume from"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 200 --resume "$dir/diverged" --stop-after 1
 verdict "a run that diverged leaves what can be loaded" "$(grep -q "resuming after step" "$dir/out" || echo "it does not go on")"
-verdict "a run that no step is left for says so" "$(grep -q "resuming after step .*; the run ends with step 1: none is left" "$dir/out" || echo "it does not")"
 
 bad "a directory that nobody can write to" "--save|/proc/.lock" --save /proc
 verdict "a save that cannot be is refused before training" "$(! grep -q "^step" "$dir/out" || echo "it trains")"
