@@ -11,6 +11,7 @@
 
 #include "lib/device/error.h"
 #include "test/catch.h"
+#include "test/errors.h"
 
 struct ScratchDirectory {
   std::string path = "/tmp/fsdp-test-XXXXXX";
@@ -30,15 +31,6 @@ struct ScratchDirectory {
     return file(name, text);
   }
 };
-
-// What a UsageError says; "" if there is none.
-template <class F>
-std::string usage_error_of(F f) {
-  try {
-    f();
-  } catch (const UsageError& e) { return e.what(); }
-  return "";
-}
 
 inline nlohmann::json result_row(int number, const std::string& depth, const std::string& who, double ms, double mib) {
   return {{"sweep", "depth"},

@@ -13,7 +13,7 @@ using nlohmann::json;
 namespace {
 
 std::string refusal(const std::string& document) {
-  return usage_error_of([&] { written_anew(document, "N.md", "/nonexistent"); });
+  return error_of<UsageError>([&] { written_anew(document, "N.md", "/nonexistent"); });
 }
 
 }  // namespace
@@ -79,7 +79,8 @@ TEST_CASE("a wrong marker is told by its line", "[notes]") {
   CHECK(refusal("\nA <!-- figure depth-2gpu 4 ours step_ms -->1\n<!-- end -->\n") ==
         "N.md, line 2: a figure's marker needs <!-- end --> after it on the same line");
   CHECK(has(refusal("\n<!-- figure depth-2gpu -->1<!-- end -->\n"), "N.md, line 2: figure depth-2gpu: give FILE ROW"));
-  CHECK(usage_error_of([] { notes_differences("/nonexistent/N.md", "."); }) == "/nonexistent/N.md cannot be read");
+  CHECK(error_of<UsageError>([] { notes_differences("/nonexistent/N.md", "."); }) ==
+        "/nonexistent/N.md cannot be read");
 }
 
 TEST_CASE("the documents have what results/ has", "[notes]") {

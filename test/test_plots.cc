@@ -129,7 +129,7 @@ TEST_CASE("loss curves leave out what is not a number", "[plots]") {
   row["losses"] = {2.5, nullptr, 2};
   CHECK(has(script({log, dir.rows("rows.jsonl", {row})}, PlotKind::loss), "$curve1 << EOD\n1 2.5\n3 2\nEOD"));
   const std::string none = dir.file("none.jsonl", log_text({std::nan("")}));
-  CHECK(usage_error_of([&] { script({none}, PlotKind::loss); }) == none + " has no losses to plot");
+  CHECK(error_of<UsageError>([&] { script({none}, PlotKind::loss); }) == none + " has no losses to plot");
 }
 
 TEST_CASE("no two of many curves look alike", "[plots]") {
@@ -170,8 +170,11 @@ TEST_CASE("a log is drawn as loss, gradient norm and tokens/s by step", "[plots]
   CHECK(!has(both, "$grad_norm1"));
   CHECK(has(script({other}), "layout 1,1"));
   const std::string none = dir.file("none.jsonl", header.dump() + "\n");
-  CHECK(usage_error_of([&] { script({none}); }) == none + " has no steps to plot");
-  CHECK(has(usage_error_of([&] { script({log, dir.rows("rows.jsonl", depth_rows())}); }), "rows.jsonl is not a log"));
+  CHECK(error_of<UsageError>([&] { script({none}); }) == none + " has no steps to plot");
+  CHECK(has(error_of<UsageError>([&] {
+              script({log, dir.rows("rows.jsonl", depth_rows())});
+            }),
+            "rows.jsonl is not a log"));
 }
 
 TEST_CASE("a sweep over numbers is lines of theirs, PyTorch's and ours", "[plots]") {
@@ -184,7 +187,7 @@ TEST_CASE("a sweep over numbers is lines of theirs, PyTorch's and ours", "[plots
   CHECK(has(text, "set label \"OOM bwd\" at 32,"));
   CHECK(has(text, "set logscale x"));
   CHECK(has(script({path}, PlotKind::automatic, "peak_mib"), "$measured2 << EOD\n4 11078\n32 91204\nEOD"));
-  CHECK(has(usage_error_of([&] { script({path}, PlotKind::automatic, "none"); }), "no row has none"));
+  CHECK(has(error_of<UsageError>([&] { script({path}, PlotKind::automatic, "none"); }), "no row has none"));
 }
 
 TEST_CASE("rows with words are bars", "[plots]") {
@@ -218,30 +221,30 @@ TEST_CASE("the picture of a unit has its parameters and cuts", "[plots]") {
   CHECK(has(svg, "rank 1 owns 66 % of mlp.up</text>"));
   CHECK(unit_svg("rope", 4) == svg);
   CHECK(unit_svg("rope", 2) != svg);
-  CHECK(has(usage_error_of([] { unit_svg("rope", 0); }), "1 to 16 ranks"));
+  CHECK(has(error_of<UsageError>([] { unit_svg("rope", 0); }), "1 to 16 ranks"));
 }
 
 TEST_CASE("what cannot be plotted is refused in a line", "[plots]") {
   const ScratchDirectory dir;
   PlotRequest r;
-  CHECK(usage_error_of([&] { plot(r); }) == "--plot: name a file, or --kind unit");
-  CHECK(usage_error_of([] { plot_kind("pie"); }) ==
+  CHECK(error_of<UsageError>([&] { plot(r); }) == "--plot: name a file, or --kind unit");
+  CHECK(error_of<UsageError>([] { plot_kind("pie"); }) ==
         "--kind pie: choose one of timeline, memory, curves, loss, bars, scaling, unit");
-  CHECK(usage_error_of([&] { script({dir / "none"}); }) == dir / "none" + " cannot be read");
-  CHECK(usage_error_of([&] { script({dir.file("empty", "")}); }) == dir / "empty" + " is empty");
-  CHECK(has(usage_error_of([&] { script({dir.file("text", "hello\n")}); }), "not a row of ./bench --sweep"));
-  CHECK(
-      has(usage_error_of([&] { script({dir.file("text", "hello\n")}, PlotKind::timeline); }), "/text is not a trace"));
+  CHECK(error_of<UsageError>([&] { script({dir / "none"}); }) == dir / "none" + " cannot be read");
+  CHECK(error_of<UsageError>([&] { script({dir.file("empty", "")}); }) == dir / "empty" + " is empty");
+  CHECK(has(error_of<UsageError>([&] { script({dir.file("text", "hello\n")}); }), "not a row of ./bench --sweep"));
+  CHECK(has(error_of<UsageError>([&] { script({dir.file("text", "hello\n")}, PlotKind::timeline); }),
+            "/text is not a trace"));
   const std::string empty_trace = dir.file("t.json", "{\"traceEvents\": []}");
-  CHECK(usage_error_of([&] { script({empty_trace}); }) == empty_trace + ": a trace without spans");
+  CHECK(error_of<UsageError>([&] { script({empty_trace}); }) == empty_trace + ": a trace without spans");
   r.kind = PlotKind::unit, r.out = "/nonexistent/unit.svg";
-  CHECK(usage_error_of([&] { plot(r); }) == "/nonexistent/unit.svg cannot be written");
+  CHECK(error_of<UsageError>([&] { plot(r); }) == "/nonexistent/unit.svg cannot be written");
   r.kind = PlotKind::automatic, r.files = {dir.file("a.jsonl", log_text({1, 2}))}, r.out = r.files[0];
-  CHECK(has(usage_error_of([&] { plot(r); }), "is the file to plot"));
+  CHECK(has(error_of<UsageError>([&] { plot(r); }), "is the file to plot"));
   const std::string path = std::getenv("PATH");
   ::setenv("PATH", dir.path.c_str(), 1);
   r.out = dir / "a.svg";
-  const std::string missing = usage_error_of([&] { plot(r); });
+  const std::string missing = error_of<UsageError>([&] { plot(r); });
   ::setenv("PATH", path.c_str(), 1);
   CHECK(has(missing, "apt-get install gnuplot-nox"));
   CHECK(!std::filesystem::exists(dir / "a.svg"));

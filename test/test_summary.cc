@@ -74,9 +74,9 @@ TEST_CASE("a summary of rows has the speed-up over the baseline and follows from
   CHECK(has(text, "slow, PyTorch (OOM)"));
   CHECK(summarize({path}, "ddp_fp32, PyTorch")["runs"][0]["speed_up"] == 5);
   CHECK(summarize({path}, "lean")["runs"][0]["speed_up"] == 1.25);
-  CHECK(has(usage_error_of([&] { summarize({path}, "none"); }),
+  CHECK(has(error_of<UsageError>([&] { summarize({path}, "none"); }),
             "--over none: choose one of: fsdp, fsdp.cu; ddp_fp32, PyTorch"));
-  CHECK(has(usage_error_of([&] { summarize({path}, "slow"); }), "--over slow: this run has no speed: OOM"));
+  CHECK(has(error_of<UsageError>([&] { summarize({path}, "slow"); }), "--over slow: this run has no speed: OOM"));
   CHECK(has(summary_markdown(s), "| fsdp         | fsdp.cu |    2,500 |   x 2.50 |"));
 }
 
@@ -129,9 +129,10 @@ TEST_CASE("a summary of logs leaves the first steps out, and tells a loss that i
 
 TEST_CASE("a file that has no runs is refused in a line", "[summary]") {
   const ScratchDirectory dir;
-  CHECK(usage_error_of([&] { summarize({dir / "none"}, ""); }) == dir / "none" + " cannot be read");
-  CHECK(has(usage_error_of([&] { summarize({dir.file("empty", "")}, ""); }), "/empty has no line of JSON"));
-  CHECK(has(usage_error_of([&] { summarize({dir.file("text", "hello\n")}, ""); }), "/text has no line of JSON"));
-  CHECK(has(usage_error_of([&] { summarize({dir.file("other", "{\"a\": 1}\n")}, ""); }), "/other is no training log"));
-  CHECK(has(usage_error_of([&] { summarize({dir.file("log", log_of({}, 1))}, ""); }), "no run here has a speed"));
+  CHECK(error_of<UsageError>([&] { summarize({dir / "none"}, ""); }) == dir / "none" + " cannot be read");
+  CHECK(has(error_of<UsageError>([&] { summarize({dir.file("empty", "")}, ""); }), "/empty has no line of JSON"));
+  CHECK(has(error_of<UsageError>([&] { summarize({dir.file("text", "hello\n")}, ""); }), "/text has no line of JSON"));
+  CHECK(has(error_of<UsageError>([&] { summarize({dir.file("other", "{\"a\": 1}\n")}, ""); }),
+            "/other is no training log"));
+  CHECK(has(error_of<UsageError>([&] { summarize({dir.file("log", log_of({}, 1))}, ""); }), "no run here has a speed"));
 }

@@ -228,11 +228,11 @@ TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
   REQUIRE(rows.size() == 5);
   CHECK(rows[0]["number"] == 1);
   CHECK(rows[4]["number"] == 3);
-  CHECK(usage_error_of([&] { read_rows({dir / "none"}); }) == dir / "none" + " cannot be read");
-  CHECK(usage_error_of([&] { read_rows({dir.file("empty", "")}); }) == dir / "empty" + " is empty");
-  CHECK(usage_error_of([&] { read_rows({dir.file("foreign", "\nhello\n")}); }) ==
+  CHECK(error_of<UsageError>([&] { read_rows({dir / "none"}); }) == dir / "none" + " cannot be read");
+  CHECK(error_of<UsageError>([&] { read_rows({dir.file("empty", "")}); }) == dir / "empty" + " is empty");
+  CHECK(error_of<UsageError>([&] { read_rows({dir.file("foreign", "\nhello\n")}); }) ==
         dir / "foreign" + ", line 2: not a row of ./bench --sweep");
-  CHECK(usage_error_of([&] { read_rows({dir.file("other", "{\"step\": 1}\n")}); }) ==
+  CHECK(error_of<UsageError>([&] { read_rows({dir.file("other", "{\"step\": 1}\n")}); }) ==
         dir / "other" + ", line 1: not a row of ./bench --sweep");
   const std::pair<const char*, json> wrong[] = {{"/number", "1"},
                                                 {"/ranks", nullptr},
@@ -250,7 +250,7 @@ TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
   for (const auto& [pointer, value] : wrong) {
     std::vector<json> all = depth_rows();
     all[2][json::json_pointer(pointer)] = value;
-    const std::string path = dir.rows("wrong.jsonl", all), said = usage_error_of([&] { read_rows({path}); });
+    const std::string path = dir.rows("wrong.jsonl", all), said = error_of<UsageError>([&] { read_rows({path}); });
     INFO(pointer << ": " << said);
     CHECK(said.rfind(path + ", line 3: \"", 0) == 0);
     CHECK(has(said, "\" is " + value.dump() + ", not "));
@@ -297,14 +297,14 @@ TEST_CASE("every table of the documents can be made, and says what made it", "[t
   CHECK(has(render(find_table("depth"), dir.path), "350.3"));
   CHECK(
       has(render(find_table("depth-gpus"), dir.path), "\nNot measured yet: `./bench --sweep depth --peer` on 1 GPU; "));
-  CHECK(has(usage_error_of([] { find_table("dept"); }), "there is no table \"dept\"; did you mean depth?"));
+  CHECK(has(error_of<UsageError>([] { find_table("dept"); }), "there is no table \"dept\"; did you mean depth?"));
   CHECK(figure("depth-2gpu 4 ours step_ms", dir.path) == "350.3");
   CHECK(figure("depth-2gpu 32 ours peak_mib", dir.path) == "91,204");
   CHECK(figure("depth-2gpu 4 ratio step_ms", dir.path) == "0.93");
   CHECK(figure("depth-2gpu 32 theirs step_ms", dir.path) == "OOM bwd");
   CHECK(figure("seq-2gpu 4 ours step_ms", dir.path) == "-");
-  CHECK(usage_error_of([&] { figure("depth-2gpu 5 ours step_ms", dir.path); }) ==
+  CHECK(error_of<UsageError>([&] { figure("depth-2gpu 5 ours step_ms", dir.path); }) ==
         "figure depth-2gpu 5 ours step_ms: there is no row \"5\"");
-  CHECK(has(usage_error_of([&] { figure("depth-2gpu 4 ours step", dir.path); }), "\"step\" is not known"));
-  CHECK(has(usage_error_of([&] { figure("depth-2gpu 4 step_ms", dir.path); }), "give FILE ROW WHO KEY"));
+  CHECK(has(error_of<UsageError>([&] { figure("depth-2gpu 4 ours step", dir.path); }), "\"step\" is not known"));
+  CHECK(has(error_of<UsageError>([&] { figure("depth-2gpu 4 step_ms", dir.path); }), "give FILE ROW WHO KEY"));
 }

@@ -180,17 +180,18 @@ TEST_CASE("a resumed run's events take the place of those that came after its ch
 
 TEST_CASE("where a run's events may not go", "[tensorboard]") {
   const ScratchDirectory dir;
-  CHECK(usage_error_of([&] { check_tensorboard(dir / "none"); }) == "");
+  CHECK(error_of<UsageError>([&] { check_tensorboard(dir / "none"); }) == "");
   const std::string file = dir.file("file", "");
-  CHECK(usage_error_of([&] { check_tensorboard(file); }) ==
+  CHECK(error_of<UsageError>([&] { check_tensorboard(file); }) ==
         "--tensorboard " + file + ": not a directory; choose another");
   fs::create_directory(dir / "theirs");
   dir.file("theirs/events.out.tfevents.1700000000.host.1.0", "");
   for (const auto begin : {EventFile::Begin::anew, EventFile::Begin::behind_it})
-    CHECK(usage_error_of([&] {
+    CHECK(error_of<UsageError>([&] {
             EventFile(dir / "theirs", begin, 1);
           }).find("1700000000.host.1.0 there is another program's; choose a directory") != std::string::npos);
-  CHECK(usage_error_of([&] { EventFile(file + "/x", EventFile::Begin::anew, 1); }).rfind("--tensorboard: ", 0) == 0);
+  CHECK(error_of<UsageError>([&] { EventFile(file + "/x", EventFile::Begin::anew, 1); }).rfind("--tensorboard: ", 0) ==
+        0);
 }
 
 TEST_CASE("events that a full disk does not take are left out whole", "[tensorboard]") {
