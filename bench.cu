@@ -199,7 +199,7 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!trains && !s.only.empty(), "--only"), refuse(!steps && s.rounds > 1, "--rounds");
   refuse(!steps && s.warm_seconds >= 0, "--warm"), refuse(!trains && s.dry_run, "--dry-run");
   refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
-  refuse(!steps && !collectives && s.ranks > (trains ? 0 : 1), "--ranks");  // timings of kernels are one rank's
+  refuse(planned && s.ranks, "--ranks"), refuse(!trains && !collectives && s.ranks > 1, "--ranks");
   refuse(!steps && !collectives && s.timeout, "--timeout");
   refuse(trains && !s.values.empty(), "--values");
 }

@@ -36,8 +36,8 @@ namespace attention::selected {
 // Scratch, with N = min(T, segment) queries rounded up to 256 and P = min(B*HKV, what 512 MiB of slots hold, at least
 // 1) pairs a launch, in bytes and to within small change:
 //   slots     P * N * slots * H/HKV * (in the forward 2 DV, and 4 for their lse; in the backward 2 D)
-//   lists     B*HKV * (4 T * slots + (4 * tiles + 28 * segments) * pieces), tiles of 256 queries, or of a multiple of
-//             that by a power of two, where there is one that divides a segment
+//   lists     B*HKV * (4 T * slots + (4 * tiles + 28 * segments) * pieces), tiles of 256 queries, doubled while there
+//             are more than 256 of them and two still divide a segment
 //   backward  B*T*H * 8 for lse and delta, P * T * (D + DV) * 4 for dK and dV, P * max_splits * 256 (D + DV) for parts
 //             of theirs
 // So it grows with T as the tensors do, but for the lists of very long sequences, and for the slots, which are at most

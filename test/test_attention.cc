@@ -548,8 +548,7 @@ TEST_CASE("dQ's units come in even chunks", "[attention]") {
         const bool enough = order.chunk == order.units || order.chunk * order.k_tiles >= blocks;
         CHECK(enough);
         CHECK((order.chunk - 1) * order.k_tiles < 2 * blocks);  // slots are memory
-        // Of two or more units a chunk, at least, some number of them below twice the least leaves at most half
-        // missing.
+        // Of the sizes that it may choose from, one always leaves at most half of the last chunk missing.
         const int last = order.units % order.chunk;
         if (order.chunk > 1) CHECK((last == 0 || 2 * last >= order.chunk));
       }

@@ -14,7 +14,7 @@ using ll = long long;
 
 namespace {
 constexpr size_t most_lock_bytes = 400;
-constexpr char says[] = "host ";  // at the beginning of a lock that somebody holds or held
+constexpr char beginning[] = "host ";  // of what a lock says that somebody holds or held
 std::string read_text(int fd) {
   char text[most_lock_bytes];
   const ssize_t n = ::pread(fd, text, sizeof text, 0);
@@ -32,7 +32,7 @@ DirectoryLock::DirectoryLock(const std::string& dir, const std::string& name, co
     struct stat mine, there;
     const bool may_be = ::fstat(fd, &mine) == 0 && S_ISREG(mine.st_mode) && mine.st_size <= off_t(most_lock_bytes);
     const std::string holder = may_be ? read_text(fd) : "";
-    if (!may_be || !(holder.empty() || holder.rfind(says, 0) == 0))
+    if (!may_be || !(holder.empty() || holder.rfind(beginning, 0) == 0))
       throw Error(strf("%s is not a lock of this program%s", path_.c_str(), what));
     if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK) return;  // no locks here
@@ -43,7 +43,7 @@ DirectoryLock::DirectoryLock(const std::string& dir, const std::string& name, co
     if (::lstat(path_.c_str(), &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) continue;
     char host[256] = "";
     ::gethostname(host, sizeof host - 1);
-    const std::string text = strf("%s%s, process %lld", says, host, ll(::getpid()));
+    const std::string text = strf("%s%s, process %lld", beginning, host, ll(::getpid()));
     if (::ftruncate(fd, 0) != 0 || ::pwrite(fd, text.data(), text.size(), 0) != ssize_t(text.size()))
       files::fail("write", path_, errno);
     fd_ = std::exchange(file.fd, -1);

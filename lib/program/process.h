@@ -15,8 +15,8 @@ enum class Sign { none, of_life };  // of a command, since it was last asked for
 // Runs a command, found in PATH, with its standard output and error in the file `output` and nothing to read. Returns
 // "" if it exited with 0, else what went wrong: "timed out after 900 s", "exit status 2", "killed by signal 9". After
 // the timeout the command and its children get SIGTERM, 15 seconds later SIGKILL. meanwhile, where there is one, is
-// called every half second; at a sign of life the timeout begins anew. Where this process is killed, the
-// command gets SIGTERM.
+// called every half second; at a sign of life the timeout begins anew. Where this process is killed, the command gets
+// SIGTERM.
 std::string run(const std::vector<std::string>& command, const std::string& output, int64_t timeout_s,
                 const std::function<Sign()>& meanwhile = {});
 

@@ -36,6 +36,7 @@ std::string three_digits(double v) { return v < 1 ? strf("%.3f", v) : v < 100 ? 
 std::string layer_heads(const json& row) {
   return heads(row) + (row.contains("/attention/DV"_json_pointer) ? ", " + head_dim(row) : "");
 }
+
 // One column: a name of the row, or a figure.
 struct PlainColumn {
   const char* title;
