@@ -163,8 +163,8 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       float* sums = delta + rows;
       auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
       prepare(stream, lse2, delta, d_o, o, lse, a, gate, counts, order.counts() + 1);
-      const auto run = a.D == 128 ? sm90::backward_in_one<128> : sm90::backward_in_one<64>;
-      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
+      const auto run = a.D == 128 ? sm90::backward_in_one<128, Causal> : sm90::backward_in_one<64, Causal>;
+      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts, {});
       return {"sm90", "five products"};
     }
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);

@@ -92,7 +92,7 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
 
 // Masked tiles need less as a rule, but which kernels run is the GPU's to say.
 int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment) {
-  return std::max(plan(a, backward, segment).bytes, !backward && is_masked(a, segment) ? masked_bytes(a) : 0);
+  return std::max(plan(a, backward, segment).bytes, is_masked(a, backward, segment) ? masked_bytes(a, backward) : 0);
 }
 
 #if FSDP_CUDA
@@ -200,7 +200,7 @@ Kernel nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o
   const Plan p = plan(shape, false, segment);
   attention::selected::check<T>(shape, p, {o, q, k, v, scratch});
   if constexpr (std::is_same_v<T, bf16>) {
-    if (arch == 90 && is_masked(shape, segment)) {
+    if (arch == 90 && is_masked(shape, false, segment)) {
       masked_forward(stream, o, lse, q, k, v, indices, scratch, shape);
       return {"sm90", "masked tiles"};
     }
@@ -222,6 +222,11 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
   const Plan p = plan(shape, true, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
   constexpr bool narrow = std::is_same_v<T, bf16>;
+  if constexpr (narrow)
+    if (arch == 90 && is_masked(shape, true, segment)) {
+      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate);
+      return {"sm90", "masked tiles"};
+    }
   const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
   launch(stream, statistics<T>, {blocks(shape.B * shape.T * shape.H * 8), 256}, stats, d_o, o, lse, a, gate);
@@ -268,10 +273,10 @@ static Cost cost(const NsaShape& a, bool backward) {
   c.launches = int(backward ? 4 + 3 * rounds : 3 + 2 * rounds);
   const double both = double(a.D + a.v_dim()), products = 2 * (backward ? 2 * both + double(a.D) : both) * piece_keys;
   if (c.dtype == Dtype::f32) c.flops = visits * products, c.share = 0.035;
-  else if (!backward && attention::selected::is_masked(a, 0)) {
-    const double rows = double((a.T + 127) / 128);
-    c.flops = 2 * double(a.B * a.H) * both * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
-    c.share = a.D > 64 ? 0.6 : 0.45, c.launches = 2;
+  else if (attention::selected::is_masked(a, backward, 0)) {
+    const double rows = double((a.T + 127) / 128), dims = backward ? 2 * both + double(a.D) : both;
+    c.flops = 2 * double(a.B * a.H) * dims * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
+    c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = backward ? 3 : 2;
   } else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
   else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;

@@ -29,8 +29,8 @@ int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment = 0);
 }  // namespace attention::selected
 
 #if FSDP_CUDA
-// The same arguments and shapes as in attention/stages.h, and segment as in plan(); the forward may take masked tiles
-// for 0. T: float or bf16; float needs no scratch but the backward's, B*T*H*8 bytes, and has no segments.
+// The same arguments and shapes as in attention/stages.h, and segment as in plan(); masked tiles may be taken for 0. T:
+// float or bf16; float needs no scratch but the backward's, B*T*H*8 bytes, and has no segments.
 namespace gpu {
 template <class T>
 Kernel nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, const T* q, const T* k, const T* v,

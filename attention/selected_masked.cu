@@ -1,43 +1,91 @@
 #include "attention/selected_masked.cuh"
 
+#include "attention/dq_order.h"
+
 #if FSDP_CUDA
+#include "attention/prepare.cuh"
+#include "attention/sm90_backward.cuh"
 #include "attention/sm90_forward.cuh"
 #endif
 
 namespace attention::selected {
 
-int64_t masked_bytes(const NsaShape& a) {
+static AttentionShape dense_shape(const NsaShape& a) {
+  return {a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale};
+}
+static int64_t word_bytes(const NsaShape& a) {
   const int64_t n = (a.T + 127) / 128 * 2;
-  return a.B * a.HKV * n * n * 8;
+  return a.B * a.HKV * n * n * 8;  // a multiple of 32
+}
+// Words; in the backward behind them lse2 and delta, the sums of dQ, and their counts.
+int64_t masked_bytes(const NsaShape& a, bool backward) {
+  if (!backward) return word_bytes(a);
+  const Problem p(dense_shape(a));
+  const DqOrder order(p);
+  return word_bytes(a) + (2 * a.B * a.H * p.Tp + order.sums(a.D) + order.counts() + 1) * 4;
 }
 
 #if FSDP_CUDA
 
-// words from indices (B,HKV,T,n). A block has 64 queries of a pair; blockIdx.x: (B, HKV, Tp/64).
+// words from indices (B,HKV,T,selected). A block has 64 queries of a pair, of which each warp makes half of every word;
+// blockIdx.x: (B, HKV, Tp/64).
 __global__ void __launch_bounds__(64)
     word_kernel(uint64_t* words, const int32_t* indices, int T, int selected, int tiles) {
   begin_kernel();
-  __shared__ unsigned long long bits[masked_tokens / 64];
   const int tile = blockIdx.x % tiles, pair = blockIdx.x / tiles, t = tile * 64 + int(threadIdx.x);
-  for (int j = threadIdx.x; j < tiles; j += 64) bits[j] = 0;
-  __syncthreads();
-  if (t < T)
-    for (int r = 0; r < selected; ++r) {
-      const int j = indices[(int64_t(pair) * T + t) * selected + r];
-      if (j >= 0 && j < tiles) atomicOr(&bits[j], 1ull << threadIdx.x);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint64_t blocks = 0;  // this query's
+  if (t < T) {
+    const int32_t* chosen = indices + (int64_t(pair) * T + t) * selected;
+    const auto take = [&](int j) { blocks |= j >= 0 && j < tiles ? uint64_t(1) << j : 0; };
+    if (selected % 4 == 0 && reinterpret_cast<uintptr_t>(indices) % 16 == 0) {
+      for (int r = 0; r < selected; r += 4) {
+        const int4 j = *reinterpret_cast<const int4*>(chosen + r);
+        take(j.x), take(j.y), take(j.z), take(j.w);
+      }
+    } else {
+      for (int r = 0; r < selected; ++r) take(chosen[r]);
     }
-  __syncthreads();
-  for (int j = threadIdx.x; j < tiles; j += 64) words[int64_t(blockIdx.x) * tiles + j] = bits[j];
+  }
+  uint32_t* to = reinterpret_cast<uint32_t*>(words + int64_t(blockIdx.x) * tiles) + warp;
+  for (int j0 = 0; j0 < tiles; j0 += 32) {
+    uint32_t mine = 0;
+    for (int j = 0; j < 32; ++j) {
+      const uint32_t queries = __ballot_sync(~0u, int(blocks >> (j0 + j) & 1));
+      if (lane == j) mine = queries;
+    }
+    if (j0 + lane < tiles) to[(j0 + lane) * 2] = mine;
+  }
+}
+
+static Chosen choose(cudaStream_t stream, char* scratch, const int32_t* indices, const NsaShape& a, const Problem& p) {
+  uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
+  const Chosen mask(dense_shape(a), p, words);
+  launch(stream, word_kernel, {unsigned(a.B * a.HKV * mask.n), 64}, words, indices, p.T, int(a.selected), mask.n);
+  return mask;
 }
 
 void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
                     const int32_t* indices, char* scratch, const NsaShape& a) {
-  const Problem p({a.B, a.T, a.H, a.HKV, a.D, a.ld, a.ld, a.H * a.D, a.ld, a.ld, a.scale});
-  uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
-  const Chosen mask(p, words);
-  launch(stream, word_kernel, {unsigned(a.B * a.HKV * mask.n), 64}, words, indices, p.T, int(a.selected), mask.n);
+  const Problem p(dense_shape(a));
+  const Chosen mask = choose(stream, scratch, indices, a, p);
   const auto run = a.D == 128 ? sm90::forward<128, 128, Chosen> : sm90::forward<64, 64, Chosen>;
   run(stream, o, lse, nullptr, q, k, v, p, mask);
+}
+
+void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
+                     const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
+                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate) {
+  const Problem p(dense_shape(a));
+  const DqOrder order(p);
+  const Chosen mask = choose(stream, scratch, indices, a, p);
+  float *lse2 = reinterpret_cast<float*>(scratch + word_bytes(a)), *delta = lse2 + a.B * a.H * p.Tp;
+  float* sums = delta + a.B * a.H * p.Tp;
+  auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
+  prepare(stream, lse2, delta, d_o, o, lse, p, gate, counts, order.counts() + 1);
+  const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
+  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts,
+      {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}});
 }
 
 #endif

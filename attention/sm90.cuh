@@ -190,12 +190,17 @@ __device__ inline float2 load_shared2(uint32_t at) {
   return x;
 }
 
-// Who sees what in a tile: the mask itself, or, where a mask chooses, what came with the tile. words: of the tile's
-// first and second 64 keys, `step` bytes apart, which of 64 queries see them; 0 for a tile of 64 keys.
-template <class Mask>
-__device__ inline auto rule_of(const Mask& mask, uint32_t words, uint32_t step) {
-  if constexpr (Mask::chooses) return typename Mask::Tile{load_shared64(words), load_shared64(words + step)};
-  else return mask;
+// What a mask that chooses says of a tile: its words, which came with the tile. Other masks have no more to say.
+template <class Mask, int words>
+__device__ inline auto chosen_of(uint32_t at) {
+  if constexpr (Mask::chooses) {
+    typename Mask::template Tile<words> tile;
+#pragma unroll
+    for (int i = 0; i < words; ++i) tile.word[i] = load_shared64(at + 8 * i);
+    return tile;
+  } else {
+    return All();
+  }
 }
 
 // The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so

@@ -26,12 +26,28 @@ struct Backward {
   static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4, ahead = 4;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
   static constexpr int ds = d_o + stages * BM * D * 2;  // two tiles of BN keys x BM queries
-  static constexpr int stats = ds + 2 * BN * BM * 2, bars = stats + stages * BM * 8;
+  static constexpr int stats = ds + 2 * BN * BM * 2, words = stats + stages * BM * 8, bars = words + stages * 16;
   static constexpr int word = bars + 16 * (stages + ahead + 1) + 8 * ahead, bytes = word + 16 + 1024;
   static constexpr int adders = D == 128 ? 8 : 4;  // warps that add a step's dQ
 };
 
+// What is added to dQ besides, in bf16 and as wide as a query's heads: nothing, or each that is not null.
+struct Addends {
+  const bf16* p[2];
+  int64_t ld[2];
+};
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Adds `more`, from the first of the rows that d is of on, of which `valid` exist. d is a warpgroup's 64 x 64.
+__device__ inline void add_bf16(float (&d)[32], const bf16* more, int64_t ld, int valid) {
+  const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int e = 0; e < 32; e += 2) {
+    if (r + e / 2 % 2 * 8 >= valid) continue;
+    const uint32_t x = *reinterpret_cast<const uint32_t*>(more + (r + e / 2 % 2 * 8) * ld + e / 4 * 8 + lane % 4 * 2);
+    d[e] += low_bf16(x), d[e + 1] += high_bf16(x);
+  }
+}
 __device__ inline unsigned load_acquire(const unsigned* p) {
   unsigned x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -48,14 +64,14 @@ __device__ inline void add(float* p, float x, float y, float z, float w) {
 #endif
 
 // Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2, delta (B,H,Tp); sums: order.counts() tiles of 64 x D;
-// counts: as many, and behind them the number of blocks drawn, all 0.
-template <int D>
+// counts: as many, and behind them the number of blocks drawn, all 0. A mask that chooses has addends.
+template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ CUtensorMap dk_map,
                     const __grid_constant__ CUtensorMap dv_map, const float* lse2, const float* delta, Problem a,
-                    Causal mask, DqOrder order, float* sums, unsigned* counts) {
+                    Mask mask, DqOrder order, float* sums, unsigned* counts, Addends addends) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
@@ -93,9 +109,10 @@ __global__ void __launch_bounds__(384, 1)
       for (int n = 0; n < steps; ++n, next()) {
         int slot = ring.slot(n), h = head * a.group + g;
         int64_t stats = int64_t(b * a.H + h) * a.Tp + i * BM;
-        bar = ring.acquire(n, 2 * tile + 2 * BM * 4);
+        bar = ring.acquire(n, 2 * tile + 2 * BM * 4 + (Mask::chooses ? 16 : 0));
         load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, i * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
+        if constexpr (Mask::chooses) bulk_load(base + L::words + slot * 16, mask.words_at(b, head, i, jt * 2), 16, bar);
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, i * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
       }
@@ -148,11 +165,14 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[4 * e + c] = exp2_approx(fmaf(s[4 * e + c], a.scale_log2, -(c % 2 ? l.y : l.x)));
       }
-      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
+      auto hide = [&](const auto& rule) {
 #pragma unroll
         for (int e = 0; e < BM / 2; ++e)
-          if (!mask.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
-      }
+          if (!rule.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
+      };
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) hide(mask);
+      const auto chosen = chosen_of<Mask, 1>(base + L::words + ring.slot(n) * 16 + wg * 8);
+      if (!chosen.whole()) hide(chosen);
       pack_rows(p, s);
     };
     auto accumulate_v = [&](int n) {
@@ -280,7 +300,14 @@ __global__ void __launch_bounds__(384, 1)
         if (t + c * stride >= steps) break;
         const int row = order.tile(t + c * stride) * BM, h = head * a.group + (t + c * stride) % a.group;
         const int col = D == 128 ? wg * 64 : 0;
-        store_rows<64, 64>(y[c], a.scale, a.scale, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
+#pragma unroll
+        for (int e = 0; e < 32; ++e) y[c][e] *= a.scale;
+        if constexpr (Mask::chooses)
+          for (int n = 0; n < 2; ++n)
+            if (addends.p[n])
+              add_bf16(y[c], addends.p[n] + (int64_t(b) * a.T + row) * addends.ld[n] + h * D + col, addends.ld[n],
+                       a.T - row);
+        store_rows<64, 64>(y[c], 1, 1, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
       }
     }
     named_barrier(3, 256);  // all sums have been read: their slots are free
@@ -294,16 +321,16 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros.
-template <int D>
+// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros. dq may be an addend.
+template <int D, class Mask>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
-                     const bf16* v, const float* lse2, const float* delta, const Problem& a, const Causal& mask,
-                     const DqOrder& order, float* sums, unsigned* counts) {
-  launch(stream, backward_kernel<D>, {order.blocks(), 384, Backward<D>::bytes}, tensor_map(q, a.ld_q, a.H, D, a.T, a),
-         tensor_map(k, a.ld_kv, a.HKV, D, a.T, a), tensor_map(v, a.ld_v, a.HKV, D, a.T, a),
-         tensor_map(d_o, a.ld_o, a.H, D, a.T, a), tensor_map(dq, a.ld_dq, a.H, D, a.T, a),
-         tensor_map(dk, a.ld_dkv, a.HKV, D, a.T, a), tensor_map(dv, a.ld_dv, a.HKV, D, a.T, a), lse2, delta, a, mask,
-         order, sums, counts);
+                     const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,
+                     const DqOrder& order, float* sums, unsigned* counts, const Addends& addends) {
+  launch(stream, backward_kernel<D, Mask>, {order.blocks(), 384, Backward<D>::bytes},
+         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.T, a),
+         tensor_map(v, a.ld_v, a.HKV, D, a.T, a), tensor_map(d_o, a.ld_o, a.H, D, a.T, a),
+         tensor_map(dq, a.ld_dq, a.H, D, a.T, a), tensor_map(dk, a.ld_dkv, a.HKV, D, a.T, a),
+         tensor_map(dv, a.ld_dv, a.HKV, D, a.T, a), lse2, delta, a, mask, order, sums, counts, addends);
 }
 
 }  // namespace attention::sm90

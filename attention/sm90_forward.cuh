@@ -85,16 +85,18 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) o[i] = 0;
 
-      auto rule = [&](int n) {  // who sees what, in tile n
-        return rule_of(mask, base + L::words + k_ring.slot(n) * 32 + wg * 16, 8);
+      auto chosen = [&](int n) {  // in tile n
+        return chosen_of<Mask, 2>(base + L::words + k_ring.slot(n) * 32 + wg * 16);
       };
       // Scores of key tile j to probabilities relative to the rows' maxima so far.
-      auto softmax = [&](int j, const auto& rule) {
-        if (!rule.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
+      auto softmax = [&](int j, const auto& chosen) {
+        auto hide = [&](const auto& rule) {
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
             if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
-        }
+        };
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) hide(mask);
+        if (!chosen.whole()) hide(chosen);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float top = row[r];
@@ -124,9 +126,9 @@ __global__ void __launch_bounds__(384, 1)
       wgmma_commit();
       wgmma_wait<0>();
       pin(s);
-      const auto first_rule = rule(n);
+      const auto first_chosen = chosen(n);
       k_ring.release(n);
-      softmax(last - 1, first_rule);
+      softmax(last - 1, first_chosen);
       pack_rows(p, s);
 
 #pragma unroll 1
@@ -140,11 +142,11 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_begin();
         multiply_nn<DV, BN>(o, p, base + L::v + v_ring.slot(n) * v_tile);
         wgmma_commit();
-        const auto next_rule = rule(n + 1);
+        const auto next_chosen = chosen(n + 1);
         wgmma_wait<1>();
         pin(s);
         k_ring.release(n + 1);
-        softmax(j, next_rule);
+        softmax(j, next_chosen);
         wgmma_wait<0>();
         pin(o), pin(p);
         v_ring.release(n);

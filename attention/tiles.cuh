@@ -31,6 +31,11 @@ struct Causal {
   }
   HD bool visible(int t, int j) const { return j <= t; }
 };
+// Of a tile, that its mask says nothing more.
+struct All {
+  HD bool whole() const { return true; }
+  HD bool visible(int, int) const { return true; }
+};
 
 // The last `window` keys up to the query's own.
 struct Window {

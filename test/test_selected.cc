@@ -360,7 +360,7 @@ void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t se
     const Errors twin = errors(rounded, exact);
     for (int arch : archs())
       if (arch != 86 || a.D == 128 || a.DV) check_kernel<bf16>(exact, twin, arch, segment);
-    if (archs().front() == 90 && is_masked(a, segment ? segment : masked_tiles))
+    if (archs().front() == 90 && !segment && is_masked(a, true, masked_tiles))
       check_kernel<bf16>(exact, twin, 90, masked_tiles);
   }
   if (a.T <= 1000 && !segment && !a.DV) check_kernel<float>(exact, {}, test_device(Backend::gpu).compute_capability, 0);
@@ -386,29 +386,30 @@ TEST_CASE("words of bits say what was selected", "[selected]") {
       for (int j = 0; j < blocks; ++j)
         if (selected[size_t((pair * p.T + t) * blocks + j)])
           words[size_t((pair * n + t / 64) * n + j)] |= uint64_t(1) << (t % 64);
-  const Chosen mask(p, words.data());
+  const Chosen mask(shape, p, words.data());
   int wrong = 0, wrong_whole = 0, wholes = 0;
   for (int pair = 0; pair < p.B * p.HKV; ++pair)
     for (int i = 0; i < blocks; ++i)
       for (int j = 0; j < blocks; j += 2) {
         const uint64_t* at = mask.words_at(pair / p.HKV, pair % p.HKV, i, j);
-        const Chosen::Tile both{at[0], at[1]}, even{at[0], at[0]}, odd{at[1], at[1]};
+        const Chosen::Tile<2> both{{at[0], at[1]}};
+        const Chosen::Tile<1> even{{at[0]}}, odd{{at[1]}};
         bool all = true;
         for (int t = i * 64; t < std::min(p.T, i * 64 + 64); ++t)
           for (int k = j * 64; k < std::min(p.T, j * 64 + 128); ++k) {
             const bool sees = k <= t && selected[size_t((pair * p.T + t) * blocks + k / 64)];
-            wrong += both.visible(t, k) != sees;
-            wrong += (k / 64 % 2 ? odd : even).visible(t, k) != sees;
+            wrong += (mask.visible(t, k) && both.visible(t, k)) != sees;
+            wrong += (mask.visible(t, k) && (k / 64 % 2 ? odd : even).visible(t, k)) != sees;
             all = all && sees;
           }
-        if (both.whole(i * 64, i * 64 + 64, j * 64, j * 64 + 128)) wrong_whole += !all, ++wholes;
+        if (mask.whole(i * 64, i * 64 + 64, j * 64, j * 64 + 128) && both.whole()) wrong_whole += !all, ++wholes;
       }
   CHECK(wrong == 0);
   CHECK(wrong_whole == 0);
   CHECK(wholes == 0);  // 44 queries of the last tile do not make 64 bits
   words.assign(words.size(), ~uint64_t(0));
-  CHECK(Chosen::Tile{words[0], words[1]}.whole(128, 192, 0, 128));
-  CHECK(!Chosen::Tile{words[0], words[1]}.whole(64, 128, 0, 128));
+  CHECK(Chosen::Tile<2>{{words[0], words[1]}}.whole());
+  CHECK(!Chosen::Tile<2>{{words[0], words[1] - 1}}.whole());
 }
 
 TEST_CASE("GPU: selected attention, a few small shapes", "[selected][gpu][small]") {
@@ -603,11 +604,12 @@ TEST_CASE("GPU: selected attention, milliseconds", "[.time]") {
     return std::getenv(name) ? std::atoll(std::getenv(name)) : other;
   };
   const int64_t segment = get("SEGMENT", 0), from = get("FROM", 4096), to = get("TO", 131072), heads = get("HEADS", 0);
+  const int64_t B = get("BATCH", 1), D = get("HEAD_DIM", 128);
   const int arch = int(get("KERNELS", archs().front())), repeats = int(get("REPEATS", 5));
-  for (auto [H, HKV] : {std::pair<int64_t, int64_t>{32, 8}, {64, 4}})
+  for (auto [H, HKV] : {std::pair<int64_t, int64_t>{32, 8}, {64, 4}, {12, 2}})
     for (int64_t T = from; T <= to; T *= 2) {
       if (heads && heads != H) continue;
-      NsaShape a = shape(1, T, H, HKV, 128);
+      NsaShape a = shape(B, T, H, HKV, D);
       std::vector<int32_t> indices = choose(a, Choice::random);
       std::vector<void*> taken;
       const auto take = [&](int64_t bytes) {
@@ -624,9 +626,10 @@ TEST_CASE("GPU: selected attention, milliseconds", "[.time]") {
         for (int64_t i = 0; i < n; i += 1 << 21) s.copy(p + i, some.data(), std::min<int64_t>(n - i, 1 << 21) * 2);
         return p;
       };
-      bf16 *x = numbers(T * a.ld), *dx = numbers(T * a.ld), *d_o = numbers(T * H * 128), *dqc = numbers(T * H * 128);
-      bf16* o = reinterpret_cast<bf16*>(take(T * H * 128 * 2));
-      float* lse = reinterpret_cast<float*>(take(T * H * 4));
+      bf16 *x = numbers(B * T * a.ld), *dx = numbers(B * T * a.ld), *d_o = numbers(B * T * H * D),
+           *dqc = numbers(B * T * H * D);
+      bf16* o = reinterpret_cast<bf16*>(take(B * T * H * D * 2));
+      float* lse = reinterpret_cast<float*>(take(B * T * H * 4));
       int32_t* chosen = reinterpret_cast<int32_t*>(take(int64_t(indices.size()) * 4));
       s.copy(chosen, indices.data(), int64_t(indices.size()) * 4);
       const int64_t bytes[2] = {scratch_bytes(a, false, segment), scratch_bytes(a, true, segment)};
