@@ -14,43 +14,52 @@ __global__ void __launch_bounds__(256)
     prepare_kernel(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate,
                    unsigned* counts, int n_counts) {
   begin_kernel();
-  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n_counts) counts[i] = 0;
-  i /= 8;
-  if (i >= int64_t(a.B) * a.Tp * a.H) return;  // the same for 8 lanes, and they alone exchange below
-  int h = int(i % a.H), t = int(i / a.H % a.Tp), b = int(i / a.H / a.Tp);
-  float sum = 0;
-  if (t < a.T) {
-    int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.DV;
+  const int tiles = a.Tp / 64, tile = blockIdx.x / a.H % tiles;  // of 64 queries of a head: two a thread
+  const int h = blockIdx.x % a.H, b = blockIdx.x / a.H / tiles, t0 = tile * 64 + int(threadIdx.x) / 8;
+  const bool writes = threadIdx.x % 8 == 0;
+  float sum[2] = {0, 0}, l[2] = {-INFINITY, -INFINITY}, gate_input[2] = {0, 0};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int t = t0 + r * 32;
+    if (t >= a.T) continue;
+    if (writes) {  // now, to wait for memory once
+      l[r] = lse[int64_t(b * a.H + h) * a.T + t];
+      if (gate.gate) gate_input[r] = float(gate.gate[(int64_t(b) * a.T + t) * gate.ld + h]);
+    }
+    const int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.DV;
     constexpr int n = 16 / sizeof(E);
     for (int d = threadIdx.x % 8 * n; d < a.DV; d += 8 * n) {
       alignas(16) E x[n], y[n];
       *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
       *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + at + d);
 #pragma unroll
-      for (int e = 0; e < n; ++e) sum += float(x[e]) * float(y[e]);
+      for (int e = 0; e < n; ++e) sum[r] += float(x[e]) * float(y[e]);
     }
   }
-  unsigned lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);
-  for (int x = 4; x; x /= 2) sum += __shfl_xor_sync(lanes, sum, x);
-  if (threadIdx.x % 8) return;
-  float l = t < a.T ? lse[int64_t(b * a.H + h) * a.T + t] : -INFINITY, log2_gate = 0;
-  if (gate.gate && t < a.T) {
-    const int64_t at = (int64_t(b) * a.T + t) * gate.ld + h;
-    const float e = __expf(-fabsf(float(gate.gate[at]))), g = (float(gate.gate[at]) < 0 ? e : 1.f) / (1 + e);
-    gate.dgate[at] = E(g * (1 - g) * sum);
-    log2_gate = log2f(g);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    for (int x = 4; x; x /= 2) sum[r] += __shfl_xor_sync(~0u, sum[r], x);
+    if (!writes) continue;
+    const int t = t0 + r * 32;
+    float log2_gate = 0;
+    if (gate.gate && t < a.T) {
+      const float e = __expf(-fabsf(gate_input[r])), g = (gate_input[r] < 0 ? e : 1.f) / (1 + e);
+      gate.dgate[(int64_t(b) * a.T + t) * gate.ld + h] = E(g * (1 - g) * sum[r]);
+      log2_gate = log2f(g);
+    }
+    const int64_t to = int64_t(b * a.H + h) * a.Tp + t;
+    lse2[to] = l[r] == -INFINITY ? INFINITY : l[r] * 1.4426950408889634f - log2_gate;
+    delta[to] = sum[r];
   }
-  lse2[int64_t(b * a.H + h) * a.Tp + t] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate;
-  delta[int64_t(b * a.H + h) * a.Tp + t] = sum;
 }
 
 template <class E>
 void prepare(cudaStream_t stream, float* lse2, float* delta, const E* d_o, const E* o, const float* lse,
              const Problem& a, Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
-  const int64_t rows = int64_t(a.B) * a.H * a.Tp;
-  launch(stream, prepare_kernel<E>, {unsigned((rows * 8 + 255) / 256), 256}, lse2, delta, d_o, o, lse, a, gate, counts,
-         n_counts);
+  launch(stream, prepare_kernel<E>, {unsigned(int64_t(a.B) * (a.Tp / 64) * a.H), 256}, lse2, delta, d_o, o, lse, a,
+         gate, counts, n_counts);
 }
 
 }  // namespace attention
