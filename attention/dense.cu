@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "attention/dq_order.h"
-#include "attention/tiles.cuh"
+#include "attention/kv_parts.cuh"
 #include "cpu/attention.h"
 
 #if FSDP_CUDA
@@ -37,25 +37,6 @@ static void check(const AttentionShape& a) {
   }
 }
 
-// dK and dV of 128 keys are one block's work: with few keys too few blocks to fill a GPU, and of unequal length. Then
-// several blocks share each loop over queries (KvLoop), each part's sums go to memory in fp32, and sum_parts adds them
-// in order. As many parts as leave no block much more than its share of 128 multiprocessors, nor less than 512 queries.
-// The number depends on the shape alone, and is known in a build without CUDA too, so that every build plans the same
-// memory.
-static int kv_parts(const AttentionShape& a) {
-  const attention::Problem p(a);
-  return attention::with_mask(a, [&](const auto& mask) {
-    int64_t longest = 0, all = 0;  // steps of 64 queries
-    for (int k0 = 0; k0 < p.keys; k0 += 128) {
-      const attention::KvLoop loop(mask, k0, k0 + 128, 64, p.group, 0, 1);
-      longest = std::max<int64_t>(longest, loop.end), all += loop.end;
-    }
-    all *= a.B * a.HKV;
-    if (all == 0) return 1;
-    return int(std::max<int64_t>(1, std::min((longest * 128 + all / 2) / all, longest / 8)));
-  });
-}
-
 // Does one kernel make all gradients, or a pair of them? Blocks of the one wait for each other while they begin, which
 // long sequences and many sequences outweigh. Measured on an H100, alone and in steps, with groups of 4 and 6 heads:
 // results/gpu-tests-2026-11-25.log.
@@ -66,35 +47,8 @@ static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   return a.D == 128 && a.T >= (a.H <= 4 * a.HKV ? 8192 : 32768);
 }
 
-// Numbers of the workspace for sums of parts of dK and dV.
-static int64_t part_numbers(const AttentionShape& a, int parts) {
-  return parts > 1 ? parts * a.B * a.HKV * (a.keys ? a.keys : a.T) * (a.D + a.v_dim()) : 0;
-}
-
 #if FSDP_CUDA
 namespace attention {
-
-// dk (B,keys,HKV,D) and dv (B,keys,HKV,DV) that were summed in parts: the sums over parts of part_sums (part_at), first
-// part first. A thread owns 4 columns.
-__global__ void __launch_bounds__(256) sum_parts(bf16* dk, bf16* dv, const float* part_sums, Problem a, int parts) {
-  begin_kernel();
-  const int64_t rows = int64_t(a.B) * a.HKV * a.keys, of_keys = rows * a.D / 4;
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= of_keys + rows * a.DV / 4) return;
-  const int which = i >= of_keys, width = which ? a.DV : a.D;
-  const int64_t at = which ? i - of_keys : i, row = at / (width / 4);
-  const int c = int(at % (width / 4)) * 4, j = int(row % a.keys), head = int(row / a.keys % a.HKV);
-  const int b = int(row / a.keys / a.HKV);
-  part_sums += part_at(a, parts, which, 0, 0, 0) + at * 4;
-  float4 sum = {0, 0, 0, 0};
-#pragma unroll 4
-  for (int part = 0; part < parts; ++part) {
-    float4 x = *reinterpret_cast<const float4*>(part_sums + part * rows * width);
-    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-  }
-  bf16* to = (which ? dv : dk) + (int64_t(b) * a.keys + j) * (which ? a.ld_dv : a.ld_dkv) + head * width + c;
-  *reinterpret_cast<uint2*>(to) = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
-}
 
 template <class E>
 static void check(int arch, const Problem& a, const AttentionShape& s, std::initializer_list<const void*> addresses) {
@@ -164,7 +118,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
       prepare(stream, lse2, delta, d_o, o, lse, a, gate, counts, order.counts() + 1);
       const auto run = a.D == 128 ? sm90::backward_in_one<128, Causal> : sm90::backward_in_one<64, Causal>;
-      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts, {});
+      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
       return {"sm90", "five products"};
     }
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);
@@ -179,10 +133,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       else if (a.D == 128) run(hopper ? sm90::backward<128, 128, Mask> : sm80::backward<128, 128, Mask>);
       else run(hopper ? sm90::backward<64, 64, Mask> : sm80::backward<64, 64, Mask>);
     });
-    if (parts > 1) {
-      const int64_t n = int64_t(a.B) * a.HKV * a.keys * (a.D + a.DV) / 4;
-      launch(stream, sum_parts, {unsigned((n + 255) / 256), 256}, dk, dv, part_sums, a, parts);
-    }
+    join_parts(stream, dk, dv, part_sums, a, parts);
   } else {
     prepare(stream, lse2, delta, d_o, o, lse, a, gate);
     with_mask(shape, [&](const auto& mask) {
@@ -252,7 +203,7 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
   check(a);
   int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
   if constexpr (std::is_same_v<T, bf16>) {
-    int64_t more = part_numbers(a, kv_parts(a));  // another GPU than Hopper has the pair
+    int64_t more = attention::part_numbers(a, attention::kv_parts(a));  // another GPU than Hopper has the pair
     if (in_one(a, kernels)) {
       const attention::DqOrder order((attention::Problem(a)));
       more = std::max(more, order.sums(a.D) + order.counts() + 1);

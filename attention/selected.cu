@@ -92,7 +92,8 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
 
 // Masked tiles need less as a rule, but which kernels run is the GPU's to say.
 int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment) {
-  return std::max(plan(a, backward, segment).bytes, is_masked(a, backward, segment) ? masked_bytes(a, backward) : 0);
+  return std::max(plan(a, backward, segment).bytes,
+                  is_masked(a, backward, segment) ? masked_bytes(a, backward, segment) : 0);
 }
 
 #if FSDP_CUDA
@@ -224,7 +225,7 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
   constexpr bool narrow = std::is_same_v<T, bf16>;
   if constexpr (narrow)
     if (arch == 90 && is_masked(shape, true, segment)) {
-      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate);
+      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate, segment);
       return {"sm90", "masked tiles"};
     }
   const Problem a(shape, p, indices, scratch);
@@ -276,7 +277,7 @@ static Cost cost(const NsaShape& a, bool backward) {
   else if (attention::selected::is_masked(a, backward, 0)) {
     const double rows = double((a.T + 127) / 128), dims = backward ? 2 * both + double(a.D) : both;
     c.flops = 2 * double(a.B * a.H) * dims * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
-    c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = backward ? 3 : 2;
+    c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = backward ? 5 : 2;
   } else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
   else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;

@@ -21,7 +21,7 @@ struct Plan {
   int64_t counts, starts, units, unit_counts;  // offsets in bytes
   int64_t lists, entries, stats, slot_stats, slot_rows, sums, split_sums, bytes;
 };
-// segment: 0 or masked_tiles for the default, else a number of queries, of which 256 is a divisor.
+// segment: 0 or less for the default, else a number of queries, of which 256 is a divisor.
 Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
 // Bytes of scratch for bf16, on any GPU: the plan's, or what masked tiles need (selected_masked.cuh).
 int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment = 0);

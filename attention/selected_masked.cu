@@ -1,10 +1,12 @@
 #include "attention/selected_masked.cuh"
 
 #include "attention/dq_order.h"
+#include "attention/kv_parts.cuh"
 
 #if FSDP_CUDA
 #include "attention/prepare.cuh"
 #include "attention/sm90_backward.cuh"
+#include "attention/sm90_backward_pair.cuh"
 #include "attention/sm90_forward.cuh"
 #endif
 
@@ -17,12 +19,22 @@ static int64_t word_bytes(const NsaShape& a) {
   const int64_t n = (a.T + 127) / 128 * 2;
   return a.B * a.HKV * n * n * 8;  // a multiple of 32
 }
-// Words; in the backward behind them lse2 and delta, the sums of dQ, and their counts.
-int64_t masked_bytes(const NsaShape& a, bool backward) {
+// Does one kernel make all gradients, or a pair of them? As in attention/dense.cu, the one wants many sequences, of
+// which it has tiles of 128 keys to fill a large GPU twice.
+static bool in_one(const NsaShape& a, int64_t segment) {
+  const int64_t units = a.B * a.HKV;
+  return segment == masked_in_one ||
+         (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
+}
+// Words; in the backward behind them lse2 and delta, and the sums of dQ with their counts or of parts of dK and dV.
+int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment) {
   if (!backward) return word_bytes(a);
-  const Problem p(dense_shape(a));
+  const AttentionShape shape = dense_shape(a);
+  const Problem p(shape);
   const DqOrder order(p);
-  return word_bytes(a) + (2 * a.B * a.H * p.Tp + order.sums(a.D) + order.counts() + 1) * 4;
+  const int64_t numbers =
+      in_one(a, segment) ? order.sums(a.D) + order.counts() + 1 : part_numbers(shape, kv_parts(shape));
+  return word_bytes(a) + (2 * a.B * a.H * p.Tp + numbers) * 4;
 }
 
 #if FSDP_CUDA
@@ -58,9 +70,10 @@ __global__ void __launch_bounds__(64)
   }
 }
 
-static Chosen choose(cudaStream_t stream, char* scratch, const int32_t* indices, const NsaShape& a, const Problem& p) {
+static Chosen choose(cudaStream_t stream, char* scratch, const int32_t* indices, const NsaShape& a, const Problem& p,
+                     const Addends& addends = {}) {
   uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
-  const Chosen mask(dense_shape(a), p, words);
+  const Chosen mask(dense_shape(a), p, words, addends);
   launch(stream, word_kernel, {unsigned(a.B * a.HKV * mask.n), 64}, words, indices, p.T, int(a.selected), mask.n);
   return mask;
 }
@@ -75,17 +88,25 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
 
 void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
-                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate) {
-  const Problem p(dense_shape(a));
-  const DqOrder order(p);
-  const Chosen mask = choose(stream, scratch, indices, a, p);
+                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment) {
+  const AttentionShape shape = dense_shape(a);
+  const Problem p(shape);
+  const Chosen mask = choose(stream, scratch, indices, a, p, {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}});
   float *lse2 = reinterpret_cast<float*>(scratch + word_bytes(a)), *delta = lse2 + a.B * a.H * p.Tp;
   float* sums = delta + a.B * a.H * p.Tp;
-  auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-  prepare(stream, lse2, delta, d_o, o, lse, p, gate, counts, order.counts() + 1);
-  const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
-  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts,
-      {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}});
+  if (in_one(a, segment)) {
+    const DqOrder order(p);
+    auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
+    prepare(stream, lse2, delta, d_o, o, lse, p, gate, counts, order.counts() + 1);
+    const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
+    run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts);
+    return;
+  }
+  const int parts = kv_parts(shape);
+  prepare(stream, lse2, delta, d_o, o, lse, p, gate);
+  const auto run = a.D == 128 ? sm90::backward<128, 128, Chosen> : sm90::backward<64, 64, Chosen>;
+  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, parts, sums);
+  join_parts(stream, dk, dv, sums, p, parts);
 }
 
 #endif

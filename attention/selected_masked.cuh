@@ -14,8 +14,9 @@ struct Chosen : Causal {
   static constexpr bool chooses = true;
   int HKV, n;
   const uint64_t* words;
-  Chosen(const AttentionShape& shape, const Problem& a, const uint64_t* words_)
-      : Causal(shape), HKV(a.HKV), n(a.Tp / 64), words(words_) {}
+  Addends addends;  // of the backward, which does not begin dq
+  Chosen(const AttentionShape& shape, const Problem& a, const uint64_t* words_, const Addends& addends_ = {})
+      : Causal(shape), HKV(a.HKV), n(a.Tp / 64), words(words_), addends(addends_) {}
   HD const uint64_t* words_at(int b, int kv_head, int i, int j) const {
     return words + ((int64_t(b) * HKV + kv_head) * n + i) * n + j;
   }
@@ -29,19 +30,18 @@ struct Chosen : Causal {
   };
 };
 
-// Lists or masked tiles? As plan()'s segment: 0 leaves it to the shape, and masked_tiles asks for them.
-constexpr int64_t masked_tiles = -1;
+// Lists or masked tiles? As plan()'s segment: 0 leaves it to the shape, and masked_tiles asks for them, masked_in_one
+// for one kernel in the backward too.
+constexpr int64_t masked_tiles = -1, masked_in_one = -2;
 constexpr int64_t masked_tokens = 4096;  // of a sequence, at most: of 64 blocks there is a bit each
-// Of a shape, not of a GPU: Hopper has kernels for it. Tiles of 128 queries of a head must fill a large GPU twice, in
-// the backward tiles of 128 keys of a KV head; below, and for longer sequences, lists were as fast or faster
-// (results/gpu-tests-2026-11-25.log).
+// Of a shape, not of a GPU: Hopper has kernels for it. In longer sequences, and in the forward of 4096 tokens where few
+// heads leave a large GPU idle, lists are as fast or faster (results/gpu-tests-2026-11-25.log).
 inline bool is_masked(const NsaShape& a, bool backward, int64_t segment) {
   if (a.select_block != 64 || a.T > masked_tokens || (a.D != 64 && a.D != 128) || a.D != a.v_dim()) return false;
-  if (segment != 0) return segment == masked_tiles;
-  if (backward && a.T > 2048) return false;
-  return a.B * (backward ? a.HKV : a.H) * ((a.T + 127) / 128) >= 256;
+  if (segment != 0) return segment < 0;
+  return a.T <= 2048 || (!backward && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
-int64_t masked_bytes(const NsaShape& a, bool backward);
+int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment);
 
 #if FSDP_CUDA
 // As gpu::nsa_selected_forward and _backward; scratch: masked_bytes. indices name a block once.
@@ -49,7 +49,7 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
                     const int32_t* indices, char* scratch, const NsaShape& a);
 void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
-                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate);
+                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment);
 #endif
 
 }  // namespace attention::selected

@@ -203,6 +203,23 @@ __device__ inline auto chosen_of(uint32_t at) {
   }
 }
 
+// Adds them to a warpgroup's 64 x D of dQ: sequence b, rows from t0 on, of which those past T are not there, and
+// columns from col on.
+template <int N>
+__device__ inline void add_all(float (&d)[N], const Addends& addends, const Problem& a, int b, int t0, int col) {
+  const int lane = threadIdx.x % 32, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  for (int n = 0; n < 2; ++n) {
+    if (!addends.p[n]) continue;
+    const bf16* more = addends.p[n] + (int64_t(b) * a.T + t) * addends.ld[n] + col + lane % 4 * 2;
+#pragma unroll
+    for (int e = 0; e < N; e += 2) {
+      if (t + e / 2 % 2 * 8 >= a.T) continue;
+      const uint32_t x = *reinterpret_cast<const uint32_t*>(more + e / 2 % 2 * 8 * addends.ld[n] + e / 4 * 8);
+      d[e] += low_bf16(x), d[e + 1] += high_bf16(x);
+    }
+  }
+}
+
 // The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so
 // that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from a
 // counter while it works; the block that draws the last number resets the counter. So a block that starts late, because

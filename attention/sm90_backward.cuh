@@ -31,23 +31,7 @@ struct Backward {
   static constexpr int adders = D == 128 ? 8 : 4;  // warps that add a step's dQ
 };
 
-// What is added to dQ besides, in bf16 and as wide as a query's heads: nothing, or each that is not null.
-struct Addends {
-  const bf16* p[2];
-  int64_t ld[2];
-};
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Adds `more`, from the first of the rows that d is of on, of which `valid` exist. d is a warpgroup's 64 x 64.
-__device__ inline void add_bf16(float (&d)[32], const bf16* more, int64_t ld, int valid) {
-  const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
-  for (int e = 0; e < 32; e += 2) {
-    if (r + e / 2 % 2 * 8 >= valid) continue;
-    const uint32_t x = *reinterpret_cast<const uint32_t*>(more + (r + e / 2 % 2 * 8) * ld + e / 4 * 8 + lane % 4 * 2);
-    d[e] += low_bf16(x), d[e + 1] += high_bf16(x);
-  }
-}
 __device__ inline unsigned load_acquire(const unsigned* p) {
   unsigned x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -64,14 +48,14 @@ __device__ inline void add(float* p, float x, float y, float z, float w) {
 #endif
 
 // Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2, delta (B,H,Tp); sums: order.counts() tiles of 64 x D;
-// counts: as many, and behind them the number of blocks drawn, all 0. A mask that chooses has addends.
+// counts: as many, and behind them the number of blocks drawn, all 0.
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ CUtensorMap dk_map,
                     const __grid_constant__ CUtensorMap dv_map, const float* lse2, const float* delta, Problem a,
-                    Mask mask, DqOrder order, float* sums, unsigned* counts, Addends addends) {
+                    Mask mask, DqOrder order, float* sums, unsigned* counts) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
@@ -302,11 +286,7 @@ __global__ void __launch_bounds__(384, 1)
         const int col = D == 128 ? wg * 64 : 0;
 #pragma unroll
         for (int e = 0; e < 32; ++e) y[c][e] *= a.scale;
-        if constexpr (Mask::chooses)
-          for (int n = 0; n < 2; ++n)
-            if (addends.p[n])
-              add_bf16(y[c], addends.p[n] + (int64_t(b) * a.T + row) * addends.ld[n] + h * D + col, addends.ld[n],
-                       a.T - row);
+        if constexpr (Mask::chooses) add_all(y[c], mask.addends, a, b, row, h * D + col);
         store_rows<64, 64>(y[c], 1, 1, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
       }
     }
@@ -321,16 +301,16 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros. dq may be an addend.
+// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros.
 template <int D, class Mask>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,
-                     const DqOrder& order, float* sums, unsigned* counts, const Addends& addends) {
+                     const DqOrder& order, float* sums, unsigned* counts) {
   launch(stream, backward_kernel<D, Mask>, {order.blocks(), 384, Backward<D>::bytes},
          tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.T, a),
          tensor_map(v, a.ld_v, a.HKV, D, a.T, a), tensor_map(d_o, a.ld_o, a.H, D, a.T, a),
          tensor_map(dq, a.ld_dq, a.H, D, a.T, a), tensor_map(dk, a.ld_dkv, a.HKV, D, a.T, a),
-         tensor_map(dv, a.ld_dv, a.HKV, D, a.T, a), lse2, delta, a, mask, order, sums, counts, addends);
+         tensor_map(dv, a.ld_dv, a.HKV, D, a.T, a), lse2, delta, a, mask, order, sums, counts);
 }
 
 }  // namespace attention::sm90

@@ -23,7 +23,7 @@ template <int D, int DV>
 struct BackwardKV {
   static constexpr int BM = 64, BN = 128, stages = D == 64 ? 4 : 3;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * DV * 2, d_o = q + stages * BM * D * 2;
-  static constexpr int stats = d_o + stages * BM * DV * 2, bars = stats + stages * BM * 8;
+  static constexpr int stats = d_o + stages * BM * DV * 2, words = stats + stages * BM * 8, bars = words + stages * 16;
   static constexpr int bytes = bars + 16 * (stages + 1) + 1024;
 };
 
@@ -67,9 +67,11 @@ __global__ void __launch_bounds__(384, 1)
       for (int n = 0; n < steps; ++n) {
         int slot = ring.slot(n);
         int64_t stats = int64_t(b * a.H + h) * a.Tp + m * BM;
-        bar = ring.acquire(n, q_tile + do_tile + 2 * BM * 4);
+        bar = ring.acquire(n, q_tile + do_tile + 2 * BM * 4 + (Mask::chooses ? 16 : 0));
         load_tile<BM, D>(base + L::q + slot * q_tile, q_map, bar, m * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
+        if constexpr (Mask::chooses)
+          bulk_load(base + L::words + slot * 16, mask.words_at(b, head, m, k0 / 64), 16, bar);
         load_tile<BM, DV>(base + L::d_o + slot * do_tile, do_map, bar, m * BM, h, b);
         bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
         if (++m == last) m = loop.first, ++h;
@@ -108,11 +110,14 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
       }
-      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) {
+      auto hide = [&](const auto& rule) {
 #pragma unroll
         for (int i = 0; i < BM / 2; ++i)
-          if (!mask.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
-      }
+          if (!rule.visible(m * BM + i / 4 * 8 + lane % 4 * 2 + i % 2, j + i / 2 % 2 * 8)) s[i] = 0;
+      };
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) hide(mask);
+      const auto chosen = chosen_of<Mask, 1>(base + L::words + ring.slot(n) * 16 + wg * 8);
+      if (!chosen.whole()) hide(chosen);
     };
     auto pack_ds = [&](int n) {
 #pragma unroll
@@ -220,7 +225,7 @@ template <int D, int DV>
 struct BackwardQ {
   static constexpr int BM = 128, BN = D > 128 ? 64 : 128, stages = 2;
   static constexpr int q = 0, d_o = q + BM * D * 2, dq = d_o + BM * DV * 2, k = dq + BM * D * 2;
-  static constexpr int v = k + stages * BN * D * 2, bars = v + stages * BN * DV * 2;
+  static constexpr int v = k + stages * BN * D * 2, words = v + stages * BN * DV * 2, bars = words + stages * 32;
   static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
 };
 
@@ -260,7 +265,12 @@ __global__ void __launch_bounds__(384, 1)
         load_tile<BM, DV>(base + L::d_o, do_map, bar, q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
-          load_tile<BN, D>(base + L::k + slot * k_tile, k_map, k_ring.acquire(n, k_tile), j * BN, h / a.group, b);
+          bar = k_ring.acquire(n, k_tile + (Mask::chooses ? 32 : 0));
+          load_tile<BN, D>(base + L::k + slot * k_tile, k_map, bar, j * BN, h / a.group, b);
+          if constexpr (Mask::chooses)
+            for (int i = 0; i < 2; ++i)
+              bulk_load(base + L::words + slot * 32 + i * 16, mask.words_at(b, h / a.group, q0 / 64 + i, j * 2), 16,
+                        bar);
           load_tile<BN, DV>(base + L::v + slot * v_tile, v_map, v_ring.acquire(n, v_tile), j * BN, h / a.group, b);
         }
       }
@@ -297,12 +307,15 @@ __global__ void __launch_bounds__(384, 1)
         multiply_nt<DV, BM, BN>(dp, do_rows, base + L::v + v_ring.slot(n) * v_tile);
         wgmma_commit();
       };
-      auto probabilities = [&](int j) {  // of key tile j, in place of the scores
-        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) {
+      auto probabilities = [&](int n, int j) {  // of step n, key tile j, in place of the scores
+        auto hide = [&](const auto& rule) {
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
-            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
-        }
+            if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
+        };
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) hide(mask);
+        const auto chosen = chosen_of<Mask, 2>(base + L::words + k_ring.slot(n) * 32 + wg * 16);
+        if (!chosen.whole()) hide(chosen);
 #pragma unroll
         for (int i = 0; i < BN / 2; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -l[i / 2 % 2]));
       };
@@ -324,7 +337,7 @@ __global__ void __launch_bounds__(384, 1)
         start_dp(n0);
         wgmma_wait<1>();
         pin(s);
-        probabilities(last - 1);
+        probabilities(n0, last - 1);
         wgmma_wait<0>();
         pin(dp);
         v_ring.release(n0);
@@ -339,7 +352,7 @@ __global__ void __launch_bounds__(384, 1)
           start_dp(n + 1);
           wgmma_wait<1>();  // the scores; dP runs beside the exponentials
           pin(s);
-          probabilities(last - 2 - (n - n0));
+          probabilities(n + 1, last - 2 - (n - n0));
           wgmma_wait<0>();
           pin(dp);
           v_ring.release(n + 1);
@@ -354,7 +367,10 @@ __global__ void __launch_bounds__(384, 1)
       q_ring.release(round);
       if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
       named_barrier(1 + wg, 128);
-      store_rows<D, BM>(dq, a.scale, a.scale, dq_rows, 1 + wg, dq_map, t0, h, b);
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) dq[i] *= a.scale;
+      if constexpr (Mask::chooses) add_all(dq, mask.addends, a, b, t0, h * D);
+      store_rows<D, BM>(dq, 1, 1, dq_rows, 1 + wg, dq_map, t0, h, b);
     }
     if (threadIdx.x % 128 == 0) store_wait();
   }

@@ -31,6 +31,11 @@ struct Causal {
   }
   HD bool visible(int t, int j) const { return j <= t; }
 };
+// What is added to dQ besides, in bf16: each that is not null, dq itself or another. A row is a query with all heads.
+struct Addends {
+  const bf16* p[2];
+  int64_t ld[2];
+};
 // Of a tile, that its mask says nothing more.
 struct All {
   HD bool whole() const { return true; }

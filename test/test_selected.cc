@@ -349,6 +349,8 @@ void check_kernel(const Call<double>& ref, const Errors& twin, int arch, int64_t
   CHECK(e.dgate <= factor * twin.dgate + floor);
 }
 
+constexpr int64_t lists = 1 << 20;  // as `segment`: lists, and one segment
+
 void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t segment = 0, bool gated = true,
                    bool compressed = true) {
   INFO(text(a) << " choice " << int(choice) << (gated ? " gated" : "") << (compressed ? " compressed" : ""));
@@ -359,9 +361,10 @@ void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t se
     define(rounded, true);
     const Errors twin = errors(rounded, exact);
     for (int arch : archs())
-      if (arch != 86 || a.D == 128 || a.DV) check_kernel<bf16>(exact, twin, arch, segment);
+      if (arch != 86 || a.D == 128 || a.DV) check_kernel<bf16>(exact, twin, arch, segment ? segment : lists);
     if (archs().front() == 90 && !segment && is_masked(a, true, masked_tiles))
-      check_kernel<bf16>(exact, twin, 90, masked_tiles);
+      for (int64_t tiles : {masked_tiles, attention::selected::masked_in_one})
+        check_kernel<bf16>(exact, twin, 90, tiles);
   }
   if (a.T <= 1000 && !segment && !a.DV) check_kernel<float>(exact, {}, test_device(Backend::gpu).compute_capability, 0);
 }
