@@ -4,7 +4,10 @@
 #include <algorithm>
 
 #include "attention/tiles.cuh"
+
+#if FSDP_CUDA
 #include "lib/device/launch.cuh"
+#endif
 
 namespace attention {
 
