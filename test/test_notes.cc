@@ -83,6 +83,17 @@ TEST_CASE("a wrong marker is told by its line", "[notes]") {
         "/nonexistent/N.md cannot be read");
 }
 
+TEST_CASE("documents stay as they are where there are no results", "[notes]") {
+  const ScratchDirectory dir;
+  const std::string measured = "<!-- table depth -->\n| 4 | 57.7 |\n<!-- end -->\n",
+                    document = dir.file("N.md", measured);
+  for (auto* notes : {write_notes, check_notes})
+    CHECK(error_of<UsageError>([&] { notes({document}, dir / "results"); }) ==
+          "--notes: there is no " + dir / "results" + "/ here; run it in the project's directory");
+  CHECK(read_file(document) == measured);
+  CHECK(error_of<UsageError>([&] { write_notes({dir.path}, dir.path); }) == dir.path + " is not a document");
+}
+
 TEST_CASE("the documents have what results/ has", "[notes]") {
   for (const char* document : {"NOTES.md", "README.md", "results/README.md"}) {
     REQUIRE(std::filesystem::exists(document));  // tests run where they lie

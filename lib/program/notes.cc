@@ -115,7 +115,16 @@ std::string links_from(const std::string& name, const std::string& results_dir) 
 
 std::string read_document(const std::string& path) {
   REQUIRE_USER(std::ifstream(path), "%s cannot be read", path.c_str());
+  std::error_code none;
+  REQUIRE_USER(fs::is_regular_file(path, none), "%s is not a document", path.c_str());
   return read_file(path);
+}
+
+// Where they are not, every table would become one that was never measured.
+void require_results(const std::string& results_dir) {
+  std::error_code none;
+  REQUIRE_USER(fs::is_directory(results_dir, none), "--notes: there is no %s/ here; run it in the project's directory",
+               results_dir.c_str());
 }
 
 std::string line_of(const std::vector<std::string>& lines, size_t i) { return i < lines.size() ? lines[i] : ""; }
@@ -144,6 +153,7 @@ std::vector<NotesDifference> notes_differences(const std::string& path, const st
 }
 
 int write_notes(const Words& paths, const std::string& results_dir) {
+  require_results(results_dir);
   std::vector<std::pair<std::string, std::string>> changed;
   for (const std::string& path : paths) {
     const std::string before = read_document(path), after = written_anew(before, path, results_dir);
@@ -158,6 +168,7 @@ int write_notes(const Words& paths, const std::string& results_dir) {
 }
 
 int check_notes(const Words& paths, const std::string& results_dir) {
+  require_results(results_dir);
   int status = 0;
   for (const std::string& path : paths)
     for (const NotesDifference& d : notes_differences(path, results_dir)) {
