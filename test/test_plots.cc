@@ -239,15 +239,27 @@ TEST_CASE("what cannot be plotted is refused in a line", "[plots]") {
   CHECK(error_of<UsageError>([&] { script({empty_trace}); }) == empty_trace + ": a trace without spans");
   r.kind = PlotKind::unit, r.out = "/nonexistent/unit.svg";
   CHECK(error_of<UsageError>([&] { plot(r); }) == "/nonexistent/unit.svg cannot be written");
-  r.kind = PlotKind::automatic, r.files = {dir.file("a.jsonl", log_text({1, 2}))}, r.out = r.files[0];
+  r.kind = PlotKind::automatic, r.files = {dir.file("log.svg", log_text({1, 2}))}, r.out = r.files[0];
   CHECK(has(error_of<UsageError>([&] { plot(r); }), "is the file to plot"));
+  r.out = dir / "a.png";
+  CHECK(error_of<UsageError>([&] { plot(r); }) ==
+        "--out " + r.out + ": a picture is SVG; give a name that ends in .svg");
   const std::string path = std::getenv("PATH");
   ::setenv("PATH", dir.path.c_str(), 1);
   r.out = dir / "a.svg";
   const std::string missing = error_of<UsageError>([&] { plot(r); });
   ::setenv("PATH", path.c_str(), 1);
   CHECK(has(missing, "apt-get install gnuplot-nox"));
-  CHECK(!std::filesystem::exists(dir / "a.svg"));
+  // One that ends well with half a picture, as on a full disk: the picture that was there stays.
+  const std::string program = dir.file("gnuplot", "#!/bin/sh\nprintf '<svg>' >" + r.out + ".part\n");
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  dir.file("a.svg", "<svg>old</svg>\n");
+  ::setenv("PATH", (dir.path + ":" + path).c_str(), 1);
+  const std::string half = error_of<UsageError>([&] { plot(r); });
+  ::setenv("PATH", path.c_str(), 1);
+  CHECK(half == r.out + " cannot be written: the picture breaks off; is the disk full?");
+  CHECK(read_file(r.out) == "<svg>old</svg>\n");
+  std::filesystem::remove(r.out);
   CHECK(!std::filesystem::exists(dir / "a.svg.part"));
 }
 

@@ -32,8 +32,15 @@ PlotKind kind_of(const PlotRequest& r) {
   return is_trace(r.files[0]) ? PlotKind::timeline : is_log(r.files[0]) ? PlotKind::curves : kind_of_rows(r.files);
 }
 
+bool has_ending(const std::string& text, const std::string& ending) {
+  return text.size() >= ending.size() && text.compare(text.size() - ending.size(), ending.size(), ending) == 0;
+}
+
 std::string out_of(const PlotRequest& r) {
-  if (!r.out.empty()) return r.out;
+  if (!r.out.empty()) {
+    REQUIRE_USER(has_ending(r.out, ".svg"), "--out %s: a picture is SVG; give a name that ends in .svg", r.out.c_str());
+    return r.out;
+  }
   if (r.files.empty()) return "unit.svg";
   const std::string& path = r.files[0];
   const size_t dot = path.rfind('.'), slash = path.rfind('/');
@@ -70,8 +77,12 @@ void run_gnuplot(const std::string& script) {
   throw Error("gnuplot: " + why);
 }
 
-// Complete, or what was there before.
+// Complete, or what was there before. Of a disk that is full gnuplot says nothing.
 void put_in_place(const std::string& part, const std::string& out) {
+  std::string text = read_file(part);
+  text.erase(text.find_last_not_of(" \n") + 1);
+  REQUIRE_USER(has_ending(text, "</svg>"), "%s cannot be written: the picture breaks off; is the disk full?",
+               out.c_str());
   REQUIRE_USER(std::rename(part.c_str(), out.c_str()) == 0, "%s cannot be written", out.c_str());
 }
 
