@@ -86,6 +86,18 @@ std::string listed(const Words& words) {
 bool is_planned(const Sweep& sweep) { return sweep.kind == SweepKind::planned; }
 bool says_its_ranks(const std::string& name) { return is_planned(find_sweep(name)); }
 
+// Throws if a word before -- is an option that stands behind it.
+void refuse_options_of_train(const CLI::App& app, char** argv, char** end) {
+  const json theirs = to_json(Options());
+  for (char** word = argv; word != end; ++word) {
+    const std::string text = *word, name = text.substr(0, text.find('='));
+    const bool known = name.rfind("--", 0) != 0 || app.get_option_no_throw(name);
+    REQUIRE_USER(known || !theirs.contains(key_of(name.substr(2))),
+                 "%s is an option of ./train: give it behind --, as in ./bench --sweep depth -- --seq 64",
+                 name.c_str());
+  }
+}
+
 Settings parse(int argc, char** argv) {
   Settings s;
   const auto end = std::find(argv, argv + argc, std::string("--"));
@@ -132,7 +144,10 @@ Settings parse(int argc, char** argv) {
     std::printf("%s", app.help().c_str());
     terminal::flush_output();
     std::exit(0);
-  } catch (const CLI::ParseError& e) { throw UsageError(std::string(e.what()) + "; see ./bench --help"); }
+  } catch (const CLI::ParseError& e) {
+    refuse_options_of_train(app, argv, end);
+    throw UsageError(std::string(e.what()) + "; see ./bench --help");
+  }
   s.plot.out = s.out, s.plot.kind = plot_kind(s.kind);
   s.draws = plot->count() > 0, s.writes_notes = notes->count() > 0, s.check = check->count() > 0;
   s.notes.insert(s.notes.end(), s.checked.begin(), s.checked.end());
@@ -201,7 +216,7 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
   refuse(planned && s.ranks, "--ranks"), refuse(!trains && !collectives && s.ranks > 1, "--ranks");
   refuse(!steps && !collectives && s.timeout, "--timeout");
-  refuse(trains && !s.values.empty(), "--values");
+  refuse((trains || sweep.kind == SweepKind::kernels) && !s.values.empty(), "--values");
 }
 
 void read_window(const Settings& s, SweepRun* run) {

@@ -163,11 +163,33 @@ static void refuse_own_options(const Words& extra) {
       REQUIRE_USER(word.substr(0, word.find('=')) != option, "%s behind --: %s", option, why.c_str());
 }
 
+// What a row gives an option, with its name: "" where it leaves it out.
+std::string given(const SweepRow& row, const std::string& option) {
+  const auto is_option = [](const std::string& word) { return word.rfind("--", 0) == 0; };
+  const auto at = std::find(row.options.begin(), row.options.end(), option);
+  if (at == row.options.end()) return "";
+  return join(Words(at, std::find_if(at + 1, row.options.end(), is_option)));
+}
+
+// Rows that differ in an option, and are called by it, would run with one value of it and keep their names.
+void refuse_varied_options(const SweepRun& run, const std::vector<SweepRow>& rows) {
+  for (const std::string& word : run.extra) {
+    const std::string option = word.substr(0, word.find('='));
+    if (option.rfind("--", 0) != 0 || rows.empty()) continue;
+    for (const SweepRow& row : rows)
+      REQUIRE_USER(given(row, option) == given(rows[0], option),
+                   "%s behind --: it is what rows of --sweep %s differ in; choose rows with --only", option.c_str(),
+                   run.sweep->name);
+  }
+}
+
 std::vector<Task> tasks_of(const SweepRun& run) {
   refuse_own_options(run.extra);
+  std::vector<SweepRow> rows = run.sweep->rows(run.machine);
+  refuse_varied_options(run, rows);
   std::vector<Task> tasks;
   int64_t number = 0;
-  for (SweepRow& row : run.sweep->rows(run.machine)) {
+  for (SweepRow& row : rows) {
     number++;
     if (!run.only.empty() && !run.only.count(number)) continue;
     Task t;

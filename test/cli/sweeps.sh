@@ -302,6 +302,17 @@ echo "not rows" >"$dir/mine.txt"
 bench --sweep collectives --values 1 --out "$dir/mine.txt"
 judge "rows over a file of something else" "$dir/mine.txt" "not overwritten"
 verdict "a file of something else stays" "$(grep -q "not rows" "$dir/mine.txt" || echo "it is gone")"
+bench --sweep kernels --values 64
+judge "values of what has a list of shapes" "--sweep kernels" "--values"
+bench --sweep depth --seq 64
+judge "an option of ./train before --" "--seq is an option of ./train" "behind --"
+bench --sweep depth --sqe 64
+judge "an option of nobody's" "--sqe" "see ./bench --help"
+for own in "depth -- --depth 3" "depth -- --depth=3" "knobs -- --fuse 0"; do
+  # shellcheck disable=SC2086 # a sweep, an option and its value
+  bench --sweep $own --out "$dir/none.jsonl"
+  judge "an option that rows differ in, $own" "behind --: it is what rows of --sweep ${own%% *} differ in"
+done
 bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep attention --ranks 1 --values 64 --out "$dir/attention.jsonl"
@@ -324,7 +335,10 @@ judge "timings over other timings" "$dir/collectives.jsonl" "--sweep kernels" "n
 bench --summary "$dir/depth.jsonl" --json "$dir/mine.txt"
 judge "a summary over a file of something else" "--json $dir/mine.txt" "not overwritten"
 bench --plot "$dir/depth.jsonl" --out "$dir/../${dir##*/}/depth.jsonl"
-judge "a picture over its rows" "--out" "depth.jsonl" "not overwritten"
+judge "a picture over its rows" "--out" "depth.jsonl" "ends in .svg"
+echo "not rows" >"$dir/mine.svg"
+bench --plot "$dir/depth.jsonl" --out "$dir/mine.svg"
+judge "a picture over a file of something else" "--out $dir/mine.svg" "not overwritten"
 verdict "none of them is touched" "$(cmp "$dir/before.jsonl" "$dir/depth.jsonl"; grep -q "not rows" "$dir/mine.txt" || echo "mine.txt is gone")"
 cp "$dir/collectives.jsonl" "$dir/before.jsonl"
 timeout -s INT -k 5 2 ./bench --sweep collectives --values 64,256 --ranks 2 --out "$dir/collectives.jsonl" >"$dir/out" 2>&1 </dev/null
