@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include "lib/program/files.h"
 #include "lib/program/plots.h"
 #include "lib/program/process.h"
 #include "test/errors.h"
@@ -238,7 +239,7 @@ TEST_CASE("what cannot be plotted is refused in a line", "[plots]") {
   const std::string empty_trace = dir.file("t.json", "{\"traceEvents\": []}");
   CHECK(error_of<UsageError>([&] { script({empty_trace}); }) == empty_trace + ": a trace without spans");
   r.kind = PlotKind::unit, r.out = "/nonexistent/unit.svg";
-  CHECK(error_of<UsageError>([&] { plot(r); }) == "/nonexistent/unit.svg cannot be written");
+  CHECK(error_of<files::FileError>([&] { plot(r); }) == "/nonexistent/unit.svg: there is no directory /nonexistent");
   r.kind = PlotKind::automatic, r.files = {dir.file("log.svg", log_text({1, 2}))}, r.out = r.files[0];
   CHECK(has(error_of<UsageError>([&] { plot(r); }), "is the file to plot"));
   r.out = dir / "a.png";

@@ -204,11 +204,7 @@ void remove_step(const std::string& path) {
     }
   };
   for (const std::string& name : files::names_in(path)) attempt([&] { files::remove(path + "/" + name); });
-  if (first.empty())
-    attempt([&] {
-      files::change(
-          "rmdir", path, [&] { return ::rmdir(path.c_str()); }, {ENOENT});
-    });
+  if (first.empty()) attempt([&] { files::change("rmdir", path, [&] { return ::rmdir(path.c_str()); }, {ENOENT}); });
   if (!first.empty()) throw files::FileError(first);
 }
 

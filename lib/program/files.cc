@@ -133,6 +133,8 @@ void require_replaceable(const std::string& path) {
   struct stat s;
   if (::stat(path.c_str(), &s) == 0 && !S_ISREG(s.st_mode))
     throw FileError(path + " is no regular file, and is not replaced; choose another");
+  const std::string dir = parent_of(path);
+  if (::stat(dir.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) throw FileError(path + ": there is no directory " + dir);
 }
 
 void replace(const std::string& path, const std::string& text) {

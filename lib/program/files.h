@@ -80,7 +80,7 @@ std::string read_all(const std::string& path, int64_t most);  // of no more than
 void append_whole(File* file, const std::string& piece, int64_t* bytes);
 // A regular file's text, behind links too; what is there stays until all of the new is on the disk.
 void replace(const std::string& path, const std::string& text);
-void require_replaceable(const std::string& path);  // nothing is there, or a regular file
+void require_replaceable(const std::string& path);  // in its directory is nothing of that name, or a regular file
 // In a directory that is this program's own: a link in its place is refused.
 std::unique_ptr<File> create_in(const std::string& dir, const std::string& name);
 

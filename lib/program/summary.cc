@@ -275,16 +275,20 @@ std::string recommendation(const json& summary) {
   return text;
 }
 
-int print_summary(const Words& paths, const std::string& over, const std::string& json_path) {
-  const json summary = summarize(paths, over);
-  std::printf("%s\nspeed-up over %s\n%s\n", summary_markdown(summary).c_str(),
-              summary["over"].get<std::string>().c_str(), summary["recommendation"].get<std::string>().c_str());
-  if (json_path.empty()) return 0;
+// That nothing is there, or an earlier one.
+static void require_summary(const std::string& json_path) {
   files::require_replaceable(json_path);
   const std::string there = read_file(json_path);
   const json before = json::parse(there, nullptr, /*allow_exceptions=*/false);
   REQUIRE_USER(there.empty() || (before.is_object() && before.contains("recommendation")),
                "--json %s: not a summary, so it is not overwritten; choose another", json_path.c_str());
-  files::replace(json_path, summary.dump(2) + "\n");
+}
+
+int print_summary(const Words& paths, const std::string& over, const std::string& json_path) {
+  if (!json_path.empty()) require_summary(json_path);
+  const json summary = summarize(paths, over);
+  std::printf("%s\nspeed-up over %s\n%s\n", summary_markdown(summary).c_str(),
+              summary["over"].get<std::string>().c_str(), summary["recommendation"].get<std::string>().c_str());
+  if (!json_path.empty()) files::replace(json_path, summary.dump(2) + "\n");
   return 0;
 }

@@ -334,6 +334,9 @@ bench --sweep kernels --out "$dir/collectives.jsonl"
 judge "timings over other timings" "$dir/collectives.jsonl" "--sweep kernels" "not overwritten"
 bench --summary "$dir/depth.jsonl" --json "$dir/mine.txt"
 judge "a summary over a file of something else" "--json $dir/mine.txt" "not overwritten"
+bench --summary "$dir/depth.jsonl" --json "$dir/nowhere/summary.json"
+judge "a summary to no directory" "$dir/nowhere/summary.json: there is no directory $dir/nowhere"
+verdict "nothing is compared for it" "$(! grep -q "speed-up over" "$dir/out" || echo "it is")"
 bench --plot "$dir/depth.jsonl" --out "$dir/../${dir##*/}/depth.jsonl"
 judge "a picture over its rows" "--out" "depth.jsonl" "ends in .svg"
 echo "not rows" >"$dir/mine.svg"
@@ -368,6 +371,13 @@ for of_runs in "--steps 3" "--window 1:2" "--rounds 2" "--warm 1"; do
 done
 bench --sweep attention --gpu h200 --ranks 2
 judge "what has no plan" "--sweep attention" "plan"
+mkdir "$dir/dies"
+# shellcheck disable=SC2016 # its own process
+printf '#!/bin/sh\nkill -9 $$\n' >"$dir/dies/mpirun"
+chmod +x "$dir/dies/mpirun"
+PATH="$dir/dies:$PATH" bench --sweep depth --only 1 "${tiny_steps[@]}" --out "$dir/dead.jsonl" -- --seq 64 --batch 1
+log=$(sed -n 's/.*"error":"killed by signal 9; see \([^"]*\)".*/\1/p' "$dir/dead.jsonl")
+verdict "a run that dies without a word leaves a log, and the row says where" "$([ -f "$log" ] || echo "no log is named: $(cat "$dir/dead.jsonl")")"
 bench --sweep depth --out /nonexistent/rows.jsonl
 judge "rows that cannot be written" "/nonexistent/rows.jsonl" "no directory"
 bench --sweep seq --out "$dir/depth.jsonl"
