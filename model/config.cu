@@ -12,6 +12,11 @@ NsaShape ModelConfig::nsa_shape(int64_t batch) const {
 
 // ------------------------------------------------------------------------------------------------------ parameters
 
+bool is_among(const std::string& parameter, const std::string& some) {
+  const size_t n = some.size();
+  return parameter.compare(0, n, some) == 0 && (parameter.size() == n || parameter[n] == '.');
+}
+
 namespace {
 
 // The module decides which unit a parameter goes to; units themselves do not know modules.
@@ -38,7 +43,7 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
     // The products of q, k and v, of o, and of the MLP.
     p.fp8 = c.gather_fp8 && (joined || name == "attention.q" || name == "attention.o" || name == "mlp.gate" ||
                              name == "mlp.up" || name == "mlp.down");
-    for (const std::string& start : c.frozen) p.frozen = p.frozen || p.name.compare(0, start.size(), start) == 0;
+    for (const std::string& some : c.frozen) p.frozen = p.frozen || is_among(p.name, some);
     params.push_back(std::move(p));
   };
   // Small init (Nguyen & Salazar 2019), and 1/sqrt(2L) on what writes into the residual stream (Radford et al. 2019).

@@ -77,7 +77,7 @@ struct ModelConfig {
   int64_t wrap_min_params = 0, bucket_params = 0;  // bucket_params: small neighbours are not merged beyond; 0: no limit
   int64_t replicate_below = 0;                     // parameters of fewer elements are not sharded
   bool tied = false;                               // the head multiplies by the embedding
-  std::vector<std::string> frozen = {};            // parameters whose names begin so are not trained
+  std::vector<std::string> frozen = {};            // these are not trained; see is_among
   int forward_prefetch = 1;                        // units gathered ahead
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
   int64_t head_dim() const { return own_head_dim ? own_head_dim : dim / heads; }  // of queries and keys
@@ -111,6 +111,10 @@ struct ModelConfig {
   }
   int first_module(int block) const { return attends() ? attention_module(block) : mlp_module(block); }
 };
+
+// Is a parameter one of those that `some` names, itself or the module that it is in? block.1 is of block.1.mlp.up, and
+// of no block.10.
+bool is_among(const std::string& parameter, const std::string& some);
 
 // Units in the order of the forward pass, and at the end that of the replicated parameters, if there are any.
 std::vector<Unit> parameter_table(const ModelConfig& c);

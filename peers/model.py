@@ -83,7 +83,7 @@ def our_name(name):
 
 
 def is_frozen(a, name):
-    return any(name.startswith(start) for start in a.freeze.split(",") if start)
+    return any((name + ".").startswith(some + ".") for some in a.freeze.split(",") if some)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

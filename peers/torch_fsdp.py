@@ -214,9 +214,10 @@ def resolve_model(a, gpu):
         a.arch != "mlp" and a.heads % a.kv_heads, f"--heads {a.heads} is not divisible by --kv-heads {a.kv_heads}"
     )
     names = [p.name for p in parameter_table(a)]
-    for start in filter(None, a.freeze.split(",")):
+    for some in filter(None, a.freeze.split(",")):
         refuse_if(
-            not any(n.startswith(start) for n in names), f"--freeze {start}: no parameter's name starts with that"
+            not any((n + ".").startswith(some + ".") for n in names),
+            f"--freeze {some}: no parameter and no module has that name",
         )
     refuse_if(all(is_frozen(a, n) for n in names), f"--freeze {a.freeze}: nothing is left to train")
 

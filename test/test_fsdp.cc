@@ -260,7 +260,7 @@ TEST_CASE("every way to shard trains as one rank does, in the memory that was pl
     s.model.hidden_bytes = n % 3 ? s.model.hidden_bytes : 1000;
     s.model.frozen.clear();
     if (n % 5 > 2)
-      s.model.frozen = {"block.0.mlp", "block.1.attention.q", "block.2.norm", n % 2 ? "head" : "embedding"};
+      s.model.frozen = {"block.0.mlp", "block.1.attention.q", "block.2.norm2", n % 2 ? "head" : "embedding"};
     s.model.forward_prefetch = pick(5, 3);
     s.model.backward_prefetch = BackwardPrefetch(pick(7, 3));
     s.fsdp = FsdpOptions();
@@ -569,7 +569,7 @@ TEST_CASE("a unit's shards cover it, aligned, whatever the number of ranks", "[f
     for (Arch arch : all_archs) {
       ModelConfig c = small(arch, 4 * ranks + 1);
       if (ranks % 2 == 0)
-        c.frozen = {"block.0.mlp.down", "block.0.norm", "block.1", "block.2.attention.k", "head.norm"};
+        c.frozen = {"block.0.mlp.down", "block.0.norm1", "block.1", "block.2.attention.k", "head.norm"};
       std::vector<Unit> units = parameter_table(c);
       lay_out(&units, ranks);
       for (const Unit& u : units) {
@@ -818,7 +818,7 @@ TEST_CASE("GPU: every way to shard as one GPU does", "[fsdp][gpu][hosts]") {
     if (n == 4) s.fsdp.update_in_backward = true, s.clip = 0;
     if (n == 5) s.model.wrap = Wrap::size, s.model.wrap_min_params = 60000, s.model.bucket_params = 150000;
     if (n == 6) s.model.wrap = Wrap::single;
-    if (n == 6) s.model.frozen = {"block.0.norm", "block.1.attention", "block.2.mlp.down"};
+    if (n == 6) s.model.frozen = {"block.0.norm1", "block.1.attention", "block.2.mlp.down"};
     const Outcome one = alone<bf16, float>(s);
     if (n == 0) s.fsdp.gather_wide = true;
     if (n == 2) s.fsdp.shard_ranks = world.size % 2 ? 1 : 2;

@@ -2,6 +2,7 @@
 // over.
 #include <algorithm>
 #include <sstream>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -298,6 +299,15 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(!on_cpu("--preset tiny --attn dense").model.sparse);
   CHECK(!on_cpu("--preset mlp-1024 --batch 1").model.sparse);
   CHECK(on_cpu("--preset tiny --freeze embedding,,head").model.frozen == Words{"embedding", "head"});
+  const auto frozen = [](const std::string& names) {  // modules of the parameters that are
+    std::set<std::string> modules;
+    for (const Unit& u : parameter_table(on_cpu("--preset tiny --depth 12 --freeze " + names).model))
+      for (const Param& p : u.params)
+        if (p.frozen) modules.insert(p.name.substr(0, p.name.find('.', p.name.find('.') + 1)));
+    return modules;
+  };
+  CHECK(frozen("block.1") == std::set<std::string>{"block.1"});  // and not block.10 and block.11
+  CHECK(frozen("block.11.mlp,block.2.attention.q") == std::set<std::string>{"block.11", "block.2"});
   const NsaShape n =
       on_cpu("--nsa-block 64 --nsa-stride 8 --nsa-select-block 128 --nsa-selected 5 --nsa-window 9").model.nsa;
   CHECK((n.block == 64 && n.stride == 8 && n.select_block == 128 && n.selected == 5 && n.window == 9));
@@ -346,6 +356,8 @@ TEST_CASE("sizes that do not fit together are refused by name", "[program]") {
   cpu("--keep-attention 1", {"--keep-attention 1", "--recompute attn, both or block"});
   cpu("--attn dense --nsa-stats --log x", {"--nsa-stats", "dense"});
   cpu("--freeze blok", {"--freeze blok", "--show-params"});
+  cpu("--freeze block.", {"--freeze block.", "--show-params"});
+  cpu("--freeze embed", {"--freeze embed", "--show-params"});
   cpu("--freeze embedding,block,head", {"nothing is left to train"});
   cpu("--nsa-block 30", {"30"});
   gpu("--vocab 257", {"--vocab 257", "use --vocab 264"});

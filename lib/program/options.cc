@@ -64,7 +64,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"rope-scaling", "HOW", &Options::rope_scaling, any, "none; llama3:F:LOW:HIGH:N: divide low rotary frequencies by F, as Llama 3.1 does with llama3:8:1:4:8192"},
   {"norm-eps", "X", &Options::norm_eps, in_fp32(above(0, 1)), "what norms add to the variance"},
   {"tie-embeddings", "", &Options::tie_embeddings, flag, "use the embedding's weight for the head"},
-  {"freeze", "NAMES", &Options::freeze, any, "parameters not to train: name prefixes, separated by commas (--show-params lists the names)", "none"},
+  {"freeze", "NAMES", &Options::freeze, any, "parameters or modules not to train, as in embedding,block.0 (--show-params lists the names)", "none"},
 }},
 {"Attention", {
   {"attn", "NAME", &Options::attn, one_of({"nsa", "dense"}), "nsa: Native Sparse Attention (compressed, selected and sliding-window branches); dense: causal", "nsa"},

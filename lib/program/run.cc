@@ -309,12 +309,12 @@ void resolve_batch(const Options& o, const Preset& p, int world_size, Run* r) {
 
 void check_frozen(const ModelConfig& m, const std::string& freeze) {
   const std::vector<Unit> units = parameter_table(m);
-  for (const std::string& start : m.frozen) {
+  for (const std::string& some : m.frozen) {
     bool any = false;
     for (const Unit& u : units)
-      for (const Param& p : u.params) any = any || p.name.compare(0, start.size(), start) == 0;
-    REQUIRE_USER(any, "--freeze %s: no parameter's name starts with that; --show-params lists the names",
-                 start.c_str());
+      for (const Param& p : u.params) any = any || is_among(p.name, some);
+    REQUIRE_USER(any, "--freeze %s: no parameter and no module has that name; --show-params lists the names",
+                 some.c_str());
   }
   REQUIRE_USER(freeze.empty() || !m.frozen.empty(), "--freeze %s: it names no parameter; --show-params lists the names",
                freeze.c_str());
