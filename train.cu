@@ -266,7 +266,11 @@ std::string loop(Training<T, G>& t) {
   const Run& r = t.r;
   const auto begin = Clock::now();
   int64_t step = t.first, saved = 0;
-  const auto save = [&](int64_t n) { begin_save(t.saver.get(), &t.model.fsdp, saved = n, state_at(r, n)); };
+  bool due = false;  // a save
+  const auto save = [&](int64_t n) {
+    const OlderSteps older = t.bad.amid() ? OlderSteps::stay : OlderSteps::rotate;
+    begin_save(t.saver.get(), &t.model.fsdp, saved = n, state_at(r, n), older);
+  };
   t.job.diagnostics->begin(t.first);
   for (; step <= r.last_step; step++) {
     issue_step(t, step);
@@ -279,7 +283,12 @@ std::string loop(Training<T, G>& t) {
     if (t.samples(step)) t.slot(step).sample = write_sample(t.job, t.model, step);
     if (t.saver) {
       t.saver->check();
-      if (r.o.save_every > 0 && step % r.o.save_every == 0 && (step == r.last_step || t.saver->idle(step))) save(step);
+      // While steps are being skipped, the weights may be what is wrong: a save waits until a step is good.
+      due = due || (r.o.save_every > 0 && step % r.o.save_every == 0);
+      if (due && !t.bad.amid()) {
+        due = false;
+        if (step == r.last_step || t.saver->idle(step)) save(step);
+      }
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;

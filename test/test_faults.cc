@@ -158,8 +158,11 @@ TEST_CASE("bad steps are skipped as far as --on-nan says", "[faults]") {
   CHECK(notes.empty());
   r.nan_skips = 2;
   BadSteps skips(r);
+  CHECK(!skips.amid());
   for (int64_t step : {1, 2}) CHECK(skips.take(step, bad, units, nullptr, replay, note).empty());
+  CHECK(skips.amid());
   CHECK(skips.take(3, good, units, nullptr, replay, note).empty());
+  CHECK(!skips.amid());
   for (int64_t step : {4, 5}) CHECK(skips.take(step, bad, units, nullptr, replay, note).empty());
   CHECK(skips.skipped() == 4);
   CHECK(notes.size() == (test_world().rank == 0 ? 4 : 0));

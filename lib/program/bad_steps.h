@@ -35,6 +35,7 @@ class BadSteps {
   std::string take(int64_t step, const StepScalars& of, const std::vector<Unit>& units, const double* sums,
                    const std::function<std::string()>& replay, const std::function<void(const std::string&)>& note);
   int64_t skipped() const { return skipped_; }  // of this run
+  bool amid() const { return in_a_row_ > 0; }   // was the latest step skipped?
 
  private:
   const Run& r_;

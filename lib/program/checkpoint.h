@@ -88,6 +88,9 @@ std::vector<Part> parts_to_save(const F& fsdp) {
 
 // Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
 // 12 bytes for each parameter of the shard), once, when it is made.
+// What becomes of the steps saved before when another one is.
+enum class OlderSteps { rotate, stay };  // rotate: those beyond --keep go
+
 class Saver {
  public:
   // Collective. keep: how many steps stay, 0: all. note: says something to the user; called on rank 0, from begin(),
@@ -104,7 +107,7 @@ class Saver {
   // parts before copied() has passed (Fsdp::hold_updates). All ranks call it for the same steps. If the save before is
   // still being written it waits for that, and says so. `state` is kept in the manifest as it is. Weights that are not
   // finite are not saved: that is an error, and the steps before stay.
-  void begin(int64_t step, const nlohmann::json& state);
+  void begin(int64_t step, const nlohmann::json& state, OlderSteps older = OlderSteps::rotate);
   const Event& copied() const { return copied_; }
   double delay_ms = 0;  // for tests: sleeps before the copies
   // Collective; does not wait for a disk. Whether the save before is written on all ranks. If not, says that `step` is
@@ -119,7 +122,7 @@ class Saver {
   std::string finish();
 
  private:
-  void write(int64_t step, const std::string& state);
+  void write(int64_t step, const std::string& state, OlderSteps older);
   void report();
 
   Device& dev_;
@@ -145,8 +148,9 @@ class Saver {
 // Begins a save of an Fsdp's parts: they are copied beside the next step's forward and backward pass, and its updates
 // wait for that.
 template <class F>
-void begin_save(Saver* saver, F* fsdp, int64_t step, const nlohmann::json& state) {
-  saver->begin(step, state);
+void begin_save(Saver* saver, F* fsdp, int64_t step, const nlohmann::json& state,
+                OlderSteps older = OlderSteps::rotate) {
+  saver->begin(step, state, older);
   fsdp->hold_updates(saver->copied());
 }
 

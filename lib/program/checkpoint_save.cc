@@ -194,7 +194,7 @@ Saver::~Saver() {
   if (writer_.joinable()) writer_.join();
 }
 
-void Saver::begin(int64_t step, const json& state) {
+void Saver::begin(int64_t step, const json& state, OlderSteps older) {
   ASSERT(dev_.mode == Mode::run);
   if (busy_ && world_.rank == 0 && note_)
     note_(
@@ -224,10 +224,10 @@ void Saver::begin(int64_t step, const json& state) {
   step_ = step;
   busy_ = true;
   // Outside of what it catches there is nothing that the others could know of.
-  writer_ = std::thread([this, step, text = state.dump()] {
+  writer_ = std::thread([this, step, older, text = state.dump()] {
     or_abort([&] {
       try {
-        write(step, text);
+        write(step, text, older);
       } catch (const TextChannel::Abandoned&) {}
       busy_ = false;
     });
@@ -244,7 +244,7 @@ bool Saver::idle(int64_t step) {
   return false;
 }
 
-void Saver::write(int64_t step, const std::string& state) {
+void Saver::write(int64_t step, const std::string& state, OlderSteps older) {
   std::string error, shard;
   const std::string ends_run = "!";  // at the beginning of an error that is not the disk's
   try {
@@ -265,7 +265,8 @@ void Saver::write(int64_t step, const std::string& state) {
       if (error.empty()) {
         require_known(to_.dir, to_.known);  // there may be no locks here
         published = true;
-        notes_ = publish(to_.dir, step, keep_, shards, parts_, state);
+        const int64_t keep = older == OlderSteps::rotate ? keep_ : 0;
+        notes_ = publish(to_.dir, step, keep, shards, parts_, state);
       }
     } catch (const files::FileError& e) { error = strf("rank 0: %s", e.what()); } catch (const Error& e) {
       error = ends_run + strf("rank 0: %s", e.what());

@@ -29,6 +29,21 @@ mpi -np 2 ./train "${run[@]}" --stop-after 1 --export "$dir/one.safetensors" --e
 [ -s "$dir/one.safetensors" ] && ! cmp -s "$dir/initial.safetensors" "$dir/one.safetensors" || wrong="$wrong; a step changes nothing"
 verdict "the initial weights are exported" "$wrong"
 
+# Weights that make every loss NaN do not take the place of those before them.
+broken=(--device cpu --preset tiny --seq 64 --batch 1 --steps 60 --lr 10 --warmup 0 --clip 0 --weight-decay 10)
+broken+=(--on-nan skip:6 --save-every 1 --keep 1)
+mpi -np 2 ./train "${broken[@]}" --save "$dir/broken"
+first=$(sed -n 's/^step *\([0-9]*\): .*skipped (1 in a row.*/\1/p' "$dir/out")
+saved=("$dir"/broken/step-*)
+wrong=""
+[ "$status" = 2 ] && [ "${first:-0}" -gt 1 ] || wrong="exit status $status, first skipped ${first:-none}"
+[ "${#saved[@]}" = 1 ] && [ "${saved[0]##*-}" -le "${first:-0}" ] || wrong="$wrong; there is ${saved[*]##*/}"
+grep -q "resume from ${saved[0]}\$" "$dir/out" || wrong="$wrong; the error leads to no step that was good"
+mpi -np 2 ./train "${broken[@]}" --save "$dir/amid" --stop-after $((first + 3))
+saved=("$dir"/amid/step-*)
+[ "$status" = 0 ] && [ "${#saved[@]}" = 2 ] && [ -d "$dir/amid/step-$((first + 3))" ] || wrong="$wrong; a run that ends amid them leaves ${saved[*]##*/}"
+verdict "a save waits while steps are skipped" "$wrong"
+
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"
