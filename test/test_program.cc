@@ -612,11 +612,21 @@ TEST_CASE("what contradicts a checkpoint is refused, what differs is said", "[pr
   compare(state, &r);
   says(r.notices.back(), {"--steps 30 (was 20)", "--seq 128 (was 64)"});
 
-  auto refused = [&](const std::string& line) { return error_of<UsageError>([&] { notices(line); }); };
-  says(refused("--preset tiny --seq 64 --global-batch 4 --seed 4"), {"--seed 4", "made with 3"});
-  says(refused(was + "--heads 4"), {"--heads 4", "made with 2"});
-  says(refused(was + "--kv-heads 2"), {"--kv-heads 2", "made with 1"});
-  says(refused("--preset tiny --seq 64 --global-batch 5 --seed 3"), {"5", "--global-batch 4"});
+  // Told before data is opened, and by a plan too.
+  SavedState saved;
+  saved.state = state;
+  auto refused = [&](const std::string& line) {
+    return error_of<UsageError>([&] { resolve_resumed(saved, parsed("--device cpu " + line), 1, 0); });
+  };
+  says(refused("--seed 4"), {"--seed 4", "made with 3"});
+  says(refused("--heads 4"), {"--heads 4", "made with 2"});
+  says(refused("--kv-heads 2"), {"--kv-heads 2", "made with 1"});
+  says(refused("--attn dense"), {"--attn \"dense\"", "made with \"nsa\""});
+  says(refused("--arch llama"), {"--arch \"llama\"", "made with \"rope\""});
+  says(refused("--depth 3"), {"--depth 3", "made with 2"});
+  says(refused("--hidden 64"), {"--hidden 64", "made with "});
+  says(refused("--nsa-phi mlp"), {"--nsa-phi \"mlp\""});
+  says(refused("--global-batch 5"), {"5", "--global-batch 4"});
   Run fresh = on_cpu("");
   compare(json(), &fresh);
   CHECK(fresh.notices == on_cpu("").notices);

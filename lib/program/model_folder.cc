@@ -80,6 +80,9 @@ std::string read_model_folder(const std::string& folder) {
   struct stat s;
   REQUIRE_USER(::stat(dir.c_str(), &s) == 0 && S_ISDIR(s.st_mode),
                "--init %s: not a directory; give one with config.json and safetensors files", dir.c_str());
+  REQUIRE_USER(is_there(dir + "/" + config_name) || !(is_there(dir + "/latest") || is_there(dir + "/manifest.json")),
+               "--init %s: a checkpoint of --save; --resume goes on from it, and --export makes a folder for --init",
+               dir.c_str());
   json all = {{"config", files::read_all(dir + "/" + config_name, most_text)}, {"files", json::array()}};
   std::set<std::string> names = {weights_name};
   if (const std::string index = dir + "/" + index_name; is_there(index)) {

@@ -119,11 +119,43 @@ SavedState load_resumed(const Options& o, const World& world) {
   return saved;
 }
 
+namespace {
+
+// What a run says of an option beside what its checkpoint says.
+struct Both {
+  json now, was;
+  Both(const json& state, const Run& r) : now(settings(r)), was(state.at("options")) {}
+  bool differs(const std::string& name) const {
+    return !was.at(key_of(name)).is_null() && now.at(key_of(name)) != was.at(key_of(name));
+  }
+  std::string here(const std::string& name) const { return "--" + name + " " + now.at(key_of(name)).dump(); }
+  std::string there(const std::string& name) const { return was.at(key_of(name)).dump(); }
+};
+
+// What cannot be another where a run goes on: the model, its weights' seed, the position in the data.
+void require_same_model(const json& state, const Run& r) {
+  if (state.is_null()) return;
+  const Both both(state, r);
+  for (const char* name : {"arch", "attn", "dim", "depth", "heads", "kv-heads", "head-dim", "v-head-dim", "hidden",
+                           "tie-embeddings", "nsa-phi", "nsa-gate", "seed"})
+    REQUIRE_USER(!both.differs(name), "%s: the checkpoint was made with %s", both.here(name).c_str(),
+                 both.there(name).c_str());
+  REQUIRE_USER(
+      !both.differs("global-batch"),
+      "a global batch of %lld: the checkpoint was made with --global-batch %s, in which its position in the data is "
+      "counted",
+      static_cast<long long>(r.global_batch), both.there("global-batch").c_str());
+}
+
+}  // namespace
+
 Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus) {
   try {
     take_up(saved.state, &o);
     check_carried_combinations(o);
-    return resolve(o, world_size, gpus, trained_until(saved.state));
+    const Run r = resolve(o, world_size, gpus, trained_until(saved.state));
+    require_same_model(saved.state, r);
+    return r;
   } catch (const UsageError& e) { throw of_checkpoint(e, saved.step_dir); }
 }
 
@@ -135,21 +167,9 @@ TokenKind tokens_of(const json& state) {
 
 void compare(const json& state, Run* r) {
   if (state.is_null()) return;
-  const json now = settings(*r), &was = state.at("options");
-  auto differs = [&](const std::string& name) {
-    return !was.at(key_of(name)).is_null() && now.at(key_of(name)) != was.at(key_of(name));
-  };
-  auto here = [&](const std::string& name) { return "--" + name + " " + now.at(key_of(name)).dump(); };
-  auto there = [&](const std::string& name) { return was.at(key_of(name)).dump(); };
-  for (const char* name : {"seed", "heads", "kv-heads", "head-dim", "v-head-dim"})
-    REQUIRE_USER(!differs(name), "%s: the checkpoint was made with %s", here(name).c_str(), there(name).c_str());
-  REQUIRE_USER(
-      !differs("global-batch"),
-      "a global batch of %lld: the checkpoint was made with --global-batch %s, in which its position in the data is "
-      "counted",
-      static_cast<long long>(r->global_batch), there("global-batch").c_str());
+  const Both both(state, *r);
   // By the same name the same data, or the order of what comes would be another.
-  if (state.contains("data_files") && !differs("data")) {
+  if (state.contains("data_files") && !both.differs("data")) {
     const json &then = state.at("data_files"), files = files_json(*r);
     REQUIRE_USER(then == files,
                  "--data %s: the files are not those of the checkpoint: %s (%zu now, %zu then); restore them, or name "
@@ -160,7 +180,8 @@ void compare(const json& state, Run* r) {
   for (const auto* more : {&carried, &following}) names.insert(names.end(), more->begin(), more->end());
   std::string others;
   for (const std::string& name : names)
-    if (differs(name)) others += (others.empty() ? " " : ", ") + here(name) + " (was " + there(name) + ")";
+    if (both.differs(name))
+      others += (others.empty() ? " " : ", ") + both.here(name) + " (was " + both.there(name) + ")";
   if (!others.empty()) r->notices.push_back("differs from the checkpoint:" + others);
   const auto step = state.at("step").get<int64_t>();
   if (r->last_step <= step && r->o.stop_after != 0)
@@ -169,7 +190,7 @@ void compare(const json& state, Run* r) {
   // The type is chosen by the machine where nobody has said one, and the machine is another.
   const bool gpu = r->backend == Backend::gpu, said = r->o.gives("param-dtype") || r->o.gives("autocast");
   const Dtype own = gpu ? Dtype::bf16 : Dtype::f32;
-  if (differs("device") && !said && r->dtype != own)
+  if (both.differs("device") && !said && r->dtype != own)
     r->notices.push_back(
         strf("parameters in %s, as in the checkpoint, which was made on a %s; on a %s the default is "
              "--param-dtype %s",

@@ -2,7 +2,7 @@
 //
 //   SavedState saved = load_resumed(o, world);                // with --resume
 //   Run r = resolve_resumed(saved, o, world.size, gpus);      // options left open are the checkpoint's
-//   compare(saved.state, &r);                                 // throws UsageError; notices say what has changed
+//   compare(saved.state, &r);                                 // the data is; notices say what has changed
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,8 @@ void take_up(const nlohmann::json& state, Options* o);
 
 // What --resume names, with a value for every option. Collective over `world`. Throws as load_state and read_state do.
 SavedState load_resumed(const Options& o, const World& world);
-// As resolve(), behind take_up. Throws UsageError that names the checkpoint, which may have brought what is refused.
+// As resolve(), behind take_up. Throws UsageError that names the checkpoint, which may have brought what is refused: too
+// if the run has another model, seed or global batch.
 Run resolve_resumed(const SavedState& saved, Options o, int world_size, int gpus);
 // The same error with that name; step_dir: SavedState's.
 UsageError of_checkpoint(const UsageError& e, const std::string& step_dir);
@@ -29,5 +30,5 @@ UsageError of_checkpoint(const UsageError& e, const std::string& step_dir);
 // What a checkpoint's model was trained on; nothing is known where there is no state, or an older one.
 TokenKind tokens_of(const nlohmann::json& state);
 
-// Refuses what contradicts the checkpoint and does not show in its tensors; notes what differs.
+// Refuses other data of the same name; notes what differs.
 void compare(const nlohmann::json& state, Run* r);

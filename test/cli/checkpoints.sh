@@ -44,6 +44,15 @@ saved=("$dir"/amid/step-*)
 [ "$status" = 0 ] && [ "${#saved[@]}" = 2 ] && [ -d "$dir/amid/step-$((first + 3))" ] || wrong="$wrong; a run that ends amid them leaves ${saved[*]##*/}"
 verdict "a save waits while steps are skipped" "$wrong"
 
+bad "weights from a checkpoint by the option for folders" "--init $dir/saved: a checkpoint of --save; --resume" --init "$dir/saved"
+bad "and from one of its steps" "--init $dir/saved/step-3: a checkpoint of --save; --resume" --init "$dir/saved/step-3"
+wrong=""
+for other in "--attn dense" "--arch simple" "--depth 3"; do
+  # shellcheck disable=SC2086 # an option and its value
+  ./train --device cpu --plan --resume "$dir/saved" $other >"$dir/out" 2>&1 && wrong="$wrong; $other is planned"
+  grep -q "^error: ${other%% *} .*: the checkpoint was made with" "$dir/out" || wrong="$wrong; $other is not what is told"
+done
+verdict "a plan of a run that cannot go on" "$wrong"
 # The log of a run that goes on goes on, too.
 cp "$dir/again.jsonl" "$dir/log.jsonl"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved/step-3" --stop-after 4 --log "$dir/log.jsonl"
@@ -90,6 +99,8 @@ judge "a plan of what is not there" "$dir/none" "No such file"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --heads 4
 judge "a checkpoint of other heads" "--heads 4" "made with 2"
 mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --dim 64
+judge "a checkpoint of another width" "--dim 64: the checkpoint was made with 128" "saved/step-"
+mpi -np 2 ./train "${run[@]}" --resume "$dir/saved" --vocab 300
 judge "a checkpoint of another shape" "embedding.weight" "manifest.json"
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --steps 6 --resume "$dir/saved" --global-batch 4
 judge "a checkpoint of another global batch" "--global-batch 3"
