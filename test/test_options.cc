@@ -112,6 +112,10 @@ TEST_CASE("a section of the help says more about its options, and about no other
   CHECK(help.find("--dim") == std::string::npos);
   CHECK(!parse({"--help", "instead-of-training"}, &o, &help));
   CHECK(help.find("Environment: FSDP_VERSION=1.") != std::string::npos);
+  // What is no option of the table stands in a section too.
+  CHECK(help.find("\n    --help [SECTION]\n") != std::string::npos);
+  CHECK(!parse({"--help", "machine"}, &o, &help));
+  CHECK(help.find("\n    --config FILE\n") != std::string::npos);
   // Every option stands in one section; the sections are those that a wrong one's refusal lists.
   std::string list = refusal({"--help", "x"}), all;
   CHECK(list.rfind("--help x: no such section; choose one of model, attention, ", 0) == 0);

@@ -87,6 +87,10 @@ std::string help_section(const std::string& asked) {
   const size_t indent = 4, width = 88;
   std::string text;
   const auto paragraph = [&](size_t column, const std::string& words) { text += wrapped("", column, width, words); };
+  const auto entry = [&](const std::string& option, const std::string& what) {
+    paragraph(indent, option);
+    paragraph(2 * indent, what);
+  };
   for (const Spec& s : specs) {
     if (section_name(s.group) != name) continue;
     if (text.empty()) {
@@ -94,12 +98,14 @@ std::string help_section(const std::string& asked) {
       text += "\n";
     }
     text += "\n";
-    paragraph(indent, signature(s.name, s.value));
-    paragraph(2 * indent, s.help);
+    entry(signature(s.name, s.value), s.help);
     const std::string values = values_text(s);
     if (!is_flag(s) && !values.empty()) paragraph(2 * indent, "Values: " + values + ".");
     paragraph(2 * indent,
               "Default: " + default_text(s) + ". Environment: " + variable_of(s.name) + (is_flag(s) ? "=1." : "."));
+    // Two are no options of the table, and stand where --help has them.
+    if (&s == &specs.back()) text += "\n", entry("--help [SECTION]", "print the options, or one section of them like this one");
+    if (std::string(s.name) == "device") text += "\n", entry(signature("config", config_value), config_help);
   }
   return text + "\nSEE ALSO\n\n" +
          wrapped("", indent, width, "./train --help; ./train --help SECTION: " + sections_text());
