@@ -201,7 +201,9 @@ std::string Estimate::text(double tokens, double flops) const {
   row("attention", busy(Work::attention));
   row("memory-bound kernels", busy(Work::memory));
   row("optimizer", busy(Work::optimizer));
-  row("slowdown from collectives beside it", std::fabs(sums_.slowed));
+  const bool sends =
+      std::any_of(sums_.traffic.begin(), sums_.traffic.end(), [](const Traffic& c) { return c.count > 0; });
+  row(sends ? "slowdown from collectives beside it" : "slowdown from casts beside it", std::fabs(sums_.slowed));
   row("waiting for gathers", exposed(1));
   row("waiting for reductions", exposed(2));
   row("step", s);
@@ -220,10 +222,11 @@ std::string Estimate::text(double tokens, double flops) const {
             : waited > 0.1 * s       ? "communication: it does not hide"
             : sums_.slowed > 0.1 * s ? "compute, which collectives beside it slow down"
                                      : "compute");
-  t += strf(
-      "  assumed, at an H200's measured fractions of its datasheet: memory %.2f TB/s, links %.0f GB/s a GPU\n"
-      "  for rings, %.0f for copy engines\n",
-      1e-12 * chip_.bandwidth * of_bandwidth, 1e-9 * chip_.link * ring_of_link, 1e-9 * chip_.link * engine_of_link);
+  t += strf("  assumed, at an H200's measured fractions of its datasheet: memory %.2f TB/s",
+            1e-12 * chip_.bandwidth * of_bandwidth);
+  if (!sends) return t + "\n";
+  t += strf(", links %.0f GB/s a GPU\n  for rings, %.0f for copy engines\n", 1e-9 * chip_.link * ring_of_link,
+            1e-9 * chip_.link * engine_of_link);
   return t + strf("  assumed, not measured: nodes of %d GPUs, each with %.0f GB/s into the network\n", gpus_per_node,
                   1e-9 * chip_.network * of_network);
 }

@@ -107,20 +107,26 @@ std::string parameters_text(const Run& r, int world_size) {
   std::vector<Unit> units = parameter_table(r.model);
   const int shards = r.fsdp.shards(world_size);
   lay_out(&units, shards);
-  std::string text = strf("%-28s %-18s %14s  %-22s %s\n", "parameter", "shape", "elements", "initial weights", "decay");
+  int column = 28;
+  for (const Unit& u : units) {
+    column = std::max(column, int(u.name.size()) + 7);
+    for (const Param& p : u.params) column = std::max(column, int(p.name.size()));
+  }
+  std::string text =
+      strf("%-*s %-18s %14s  %-22s %s\n", column, "parameter", "shape", "elements", "initial weights", "decay");
   int64_t total = 0;
   for (const Unit& u : units) {
     for (const Param& p : u.params) {
       std::string shape;
       for (int64_t n : p.shape) shape += (shape.empty() ? "" : " x ") + std::to_string(n);
       const std::string init = p.std > 0 ? strf("normal(%g, %.4g)", p.mean, p.std) : strf("%g", p.mean);
-      text +=
-          strf("%-28s %-18s %14s  %-22s %s\n", p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(), init.c_str(),
-               p.frozen  ? "frozen"
-               : p.decay ? "yes"
-                         : "no");
+      text += strf("%-*s %-18s %14s  %-22s %s\n", column, p.name.c_str(), shape.c_str(), grouped(p.numel).c_str(),
+                   init.c_str(),
+                   p.frozen  ? "frozen"
+                   : p.decay ? "yes"
+                             : "no");
     }
-    text += strf("  unit %-21s %-18s %14s  ", u.name.c_str(), "", grouped(u.numel).c_str());
+    text += strf("  unit %-*s %-18s %14s  ", column - 7, u.name.c_str(), "", grouped(u.numel).c_str());
     if (u.replicated) text += "replicated on every rank\n";
     else if (shards == 1) text += "unsharded\n";
     else

@@ -15,6 +15,11 @@ mpi -np 3 ./train --help sharding
 verdict "under mpirun help is printed once" "$([ "$(tr -d '\r' <"$dir/out" | grep -c '^SHARDING$')" = 1 ] || echo "it is not")"
 bad "a shell that is not known" "--completion zsh|bash" --completion zsh
 good "parameters" "head" --show-params --preset tiny --device cpu
+./train --device cpu --preset tiny --show-params >"$dir/out" 2>&1
+verdict "columns of parameters stand below each other" \
+  "$(awk 'NR == 1 { at = index($0, "decay") } / (yes|no)$/ && match($0, /(yes|no)$/) != at' "$dir/out")"
+good "a plan of one rank" "slowdown from casts" --plan --gpu h200 --world 1 --preset rope
+verdict "a plan of one rank has no links" "$(grep -E "links|into the network|collectives beside" "$dir/out")"
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
 good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
