@@ -298,6 +298,17 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(on_cpu("--preset tiny").model.sparse);
   CHECK(!on_cpu("--preset tiny --attn dense").model.sparse);
   CHECK(!on_cpu("--preset mlp-1024 --batch 1").model.sparse);
+  // A step of less than what is asked for every so many steps.
+  const auto says_of = [](const std::string& line, const std::string& words) {
+    const Words said = on_cpu("--steps 5 " + line).notices;
+    return std::count_if(said.begin(), said.end(), [&](const std::string& n) { return has(n, words); });
+  };
+  CHECK(says_of("--warmup 6", "--warmup 6: the run has 5 steps: it never reaches --lr") == 1);
+  CHECK(says_of("--stop-after 6", "--stop-after 6: the run has 5 steps") == 1);
+  CHECK(says_of("--val-every 6", "nothing is validated") == 1);
+  CHECK(says_of("--stop-after 4 --val-every 5", "--val-every 5: the run has 4 steps") == 1);
+  CHECK(says_of("--warmup 5 --stop-after 5 --val-every 5", "the run has") == 0);
+  CHECK(says_of("--plan --gpu h200", "--gpu h200 has no effect") == 1);
   CHECK(on_cpu("--preset tiny --freeze embedding,,head").model.frozen == Words{"embedding", "head"});
   const auto frozen = [](const std::string& names) {  // modules of the parameters that are
     std::set<std::string> modules;

@@ -71,7 +71,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"nsa-block", "N", &Options::nsa_block, from(1, 4096), "tokens per compressed key"},
   {"nsa-stride", "N", &Options::nsa_stride, from(1, 4096), "tokens from one compressed key to the next; must divide both block sizes"},
   {"nsa-select-block", "N", &Options::nsa_select_block, from(1, 4096), "tokens per selection block"},
-  {"nsa-selected", "N", &Options::nsa_selected, from(1, 4096), "blocks each query selects: the first, its own, the one before it, and the top-scoring of the rest"},
+  {"nsa-selected", "N", &Options::nsa_selected, from(3, 4096), "blocks each query selects: the first, its own, the one before it, and the top-scoring of the rest"},
   {"nsa-window", "N", &Options::nsa_window, from(1, 1 << 24), "keys in the sliding window"},
   {"nsa-phi", "NAME", &Options::nsa_phi, one_of(names_of(phi_names)), "what turns a block into a compressed key"},
   {"nsa-gate", "NAME", &Options::nsa_gate, one_of(names_of(nsa_gate_names)), "what computes the gates from the block's input: a linear layer, or a two-layer MLP with SiLU"},

@@ -265,7 +265,7 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
 
   REQUIRE_USER(o.attn.empty() || m.attends(), "--attn %s: architecture %s has no attention", o.attn.c_str(),
                name_of(m.arch));
-  for (const char* name : {"head-dim", "v-head-dim"})
+  for (const char* name : {"heads", "kv-heads", "head-dim", "v-head-dim"})
     REQUIRE_USER(m.attends() || !o.gives(name), "--%s: architecture %s has no attention", name, name_of(m.arch));
   m.sparse = m.attends() && o.attn != "dense";
   for (const char* name : {"nsa-block", "nsa-stride", "nsa-select-block", "nsa-selected", "nsa-window", "nsa-phi",
@@ -329,6 +329,16 @@ void resolve_schedule(const Options& o, int64_t limit, Run* r) {
   if (limit) r->last_step = std::min(r->last_step, limit);
   if (o.stop_after >= 0) r->last_step = std::min(r->last_step, o.stop_after);
   r->warmup = o.warmup >= 0 ? o.warmup : std::min<int64_t>(100, r->steps / 10);
+  const auto beyond = [&](const char* option, int64_t given, int64_t steps, const char* so) {
+    if (given > steps)
+      r->notices.push_back(
+          strf("--%s %lld: the run has %lld step%s: %s", option, ll(given), ll(steps), steps == 1 ? "" : "s", so));
+  };
+  beyond("warmup", o.warmup, r->steps, "it never reaches --lr");
+  if (r->last_step == 0) return;  // nothing is trained, and it is known
+  beyond("stop-after", o.stop_after, r->last_step, "it does not stop early");
+  beyond("val-every", o.val_every, r->last_step, "nothing is validated");
+  beyond("sample-every", o.sample_every, r->last_step, "no samples are drawn");
 }
 
 // Steps in a row that may be skipped; 0: stop at the first.
@@ -358,6 +368,8 @@ Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
   r.backend = gpu ? Backend::gpu : Backend::cpu;
   const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
   r.preset = o.init.empty() ? p.name : "";
+  if (!gpu && !o.gpu.empty())
+    r.notices.push_back("--gpu " + o.gpu + " has no effect: a step on a CPU is not estimated");
   if (!gpu && o.device == "auto")
     r.notices.push_back(strf("no GPU found: training %s in %s on the CPU",
                              r.preset.empty() ? o.init.c_str() : ("preset " + r.preset).c_str(),

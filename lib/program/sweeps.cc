@@ -9,10 +9,13 @@
 Words sweep_rows::shape(const SweepMachine& m, const std::string& preset, const std::string& options, Tokens tokens) {
   Words words = {"--preset", preset};
   if (tokens == Tokens::random) set_options({"--data", "random"}, &words);
-  if (preset.rfind("mlp", 0) != 0) set_options({"--attn", "dense"}, &words);
-  if (!m.gpu)
-    set_options(words_of("--dim 64 --depth 2 --heads 2 --kv-heads 1 --hidden 256 --vocab 256 --seq 128 --batch 2"),
-                &words);
+  const bool attends = preset.rfind("mlp", 0) != 0;
+  if (attends) set_options({"--attn", "dense"}, &words);
+  if (!m.gpu) {
+    set_options(words_of("--dim 64 --depth 2"), &words);
+    if (attends) set_options(words_of("--heads 2 --kv-heads 1"), &words);
+    set_options(words_of("--hidden 256 --vocab 256 --seq 128 --batch 2"), &words);
+  }
   set_options(words_of(options), &words);
   return words;
 }
