@@ -12,25 +12,15 @@
 #include "lib/device/error.h"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
-struct ScratchDirectory {
-  std::string path = "/tmp/fsdp-test-XXXXXX";
-  ScratchDirectory() { REQUIRE(::mkdtemp(&path[0]) != nullptr); }
-  ~ScratchDirectory() {
-    std::error_code none;
-    std::filesystem::remove_all(path, none);
-  }
-  std::string operator/(const std::string& name) const { return path + "/" + name; }
-  std::string file(const std::string& name, const std::string& text) const {
-    std::ofstream(*this / name) << text;
-    return *this / name;
-  }
-  std::string rows(const std::string& name, const std::vector<nlohmann::json>& rows) const {
-    std::string text;
-    for (const nlohmann::json& row : rows) text += row.dump() + "\n";
-    return file(name, text);
-  }
-};
+// A file of rows, a line each.
+inline std::string rows_in(const ScratchDirectory& dir, const std::string& name,
+                           const std::vector<nlohmann::json>& rows) {
+  std::string text;
+  for (const nlohmann::json& row : rows) text += row.dump() + "\n";
+  return dir.file(name, text);
+}
 
 inline nlohmann::json result_row(int number, const std::string& depth, const std::string& who, double ms, double mib) {
   return {{"sweep", "depth"},

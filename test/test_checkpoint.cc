@@ -3,6 +3,7 @@
 // the functions that Saver's thread consists of, so every W meets every W' at each world size.
 #include "test/arrays.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -36,6 +37,8 @@
 using nlohmann::json;
 
 namespace {
+
+namespace fs = std::filesystem;
 
 bool exists(const std::string& path) {
   struct stat s;
@@ -82,11 +85,9 @@ struct Directories {
     for (const std::string& path : made) remove(path);
   }
 } directories;
-std::string my_directory(const char* above = "/tmp") {
-  std::string name = std::string(above) + "/fsdp-test-XXXXXX";
-  REQUIRE(::mkdtemp(&name[0]) != nullptr);
-  directories.made.push_back(name);
-  return name;
+std::string my_directory(const fs::path& above = fs::temp_directory_path()) {
+  directories.made.push_back(new_directory(above));
+  return directories.made.back();
 }
 std::string common_directory() { return broadcast_text(test_world().rank == 0 ? my_directory() : ""); }
 
@@ -371,7 +372,7 @@ TEST_CASE("a save that is killed at any call leaves a step that loads", "[checkp
   enum Before { none, unfinished, latest };
   const World& world = test_world();
   // In memory where there is such a place: this flushes some thousand times.
-  const char* above = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+  const fs::path above = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : fs::temp_directory_path();
   for (Before before : {none, unfinished, latest}) {
     std::string after;
     bool done = false;

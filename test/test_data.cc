@@ -14,23 +14,9 @@
 #include "lib/program/data.h"
 #include "lib/program/files.h"
 #include "test/catch.h"
+#include "test/scratch.h"
 
 namespace {
-
-// A file that lives as long as the test.
-struct File {
-  std::string path;
-  explicit File(const std::string& bytes, const char* ending = "") {
-    char name[] = "/tmp/fsdp-test-XXXXXX";
-    const int fd = mkstemp(name);
-    REQUIRE(fd >= 0);
-    close(fd);
-    std::remove(name);
-    path = std::string(name) + ending;
-    std::ofstream(path, std::ios::binary) << bytes;
-  }
-  ~File() { std::remove(path.c_str()); }
-};
 
 template <class T>
 std::string as_bytes(const std::vector<T>& v) {
@@ -124,7 +110,7 @@ TEST_CASE("permute is a bijection, and a different one for each key", "[data]") 
 TEST_CASE("an epoch reads every window once, and the next in another order", "[data]") {
   std::vector<uint16_t> t(5 * 10 + 3);
   std::iota(t.begin(), t.end(), uint16_t(0));
-  File file(token_file(2, t.size(), as_bytes(t)));
+  ScratchFile file(token_file(2, t.size(), as_bytes(t)));
   auto corpus = open_corpus(file.path, 100, 5, 0, Split::all);
   Sampler sampler{corpus.get(), 5, 42};
   REQUIRE(sampler.windows() == 10);
@@ -174,7 +160,7 @@ TEST_CASE("an epoch reads every window once, and the next in another order", "[d
 }
 
 TEST_CASE("text is a token a byte", "[data]") {
-  File file("hello, world\n");
+  ScratchFile file("hello, world\n");
   auto corpus = open_corpus(file.path, 256, 4, 0, Split::all);
   CHECK(corpus->count == 13);
   auto t = tokens_of(*corpus);
@@ -183,7 +169,7 @@ TEST_CASE("text is a token a byte", "[data]") {
 }
 
 TEST_CASE("what no token can exceed is not read through", "[data]") {
-  File file("");
+  ScratchFile file("");
   REQUIRE(::truncate(file.path.c_str(), 64 << 20) == 0);
   const auto bytes_read = [] {  // by this process
     std::ifstream io("/proc/self/io");
@@ -205,8 +191,9 @@ TEST_CASE("token files of both widths, and llm.c's", "[data]") {
   const std::vector<uint16_t> small = {0, 1, 65535, 300, 7, 8};
   const std::vector<uint32_t> large = {0, 1, 65536, 300, 99999, 8};
   const std::vector<int32_t> small_tokens(small.begin(), small.end()), large_tokens(large.begin(), large.end());
-  File a(token_file(2, 6, as_bytes(small))), b(token_file(4, 6, as_bytes(large)));
-  File c(llmc_file(20240520, 1, 6, as_bytes(small)), ".bin"), d(llmc_file(20240801, 7, 6, as_bytes(large)), ".bin");
+  ScratchFile a(token_file(2, 6, as_bytes(small))), b(token_file(4, 6, as_bytes(large)));
+  ScratchFile c(llmc_file(20240520, 1, 6, as_bytes(small)), ".bin"),
+      d(llmc_file(20240801, 7, 6, as_bytes(large)), ".bin");
   CHECK(tokens_of(*open_corpus(a.path, 65536, 4, 0, Split::all)) == small_tokens);
   CHECK(tokens_of(*open_corpus(b.path, 100000, 4, 0, Split::all)) == large_tokens);
   CHECK(tokens_of(*open_corpus(c.path, 65536, 4, 0, Split::all)) == small_tokens);
@@ -219,49 +206,49 @@ TEST_CASE("bad data files are refused in one line", "[data]") {
   refused(refusal("/tmp"), {"/tmp", "not a regular file"});
   refused(refusal("/dev/zero"), {"/dev/zero", "not a regular file"});
   {
-    File f("");
+    ScratchFile f("");
     std::remove(f.path.c_str());
     REQUIRE(mkfifo(f.path.c_str(), 0600) == 0);
     refused(refusal(f.path), {f.path.c_str(), "not a regular file"});  // at once: nobody writes to it
   }
   {
-    File f("");
+    ScratchFile f("");
     refused(refusal(f.path), {f.path.c_str(), "is empty"});
   }
   {
-    File f("abcd");
+    ScratchFile f("abcd");
     refused(refusal(f.path), {f.path.c_str(), "holds 4 tokens", "fewer than one batch", "5 at --seq 4"});
   }
   {
-    File f(token_file(2, 6, six, "TOKENS03"));
+    ScratchFile f(token_file(2, 6, six, "TOKENS03"));
     refused(refusal(f.path), {f.path.c_str(), "wrong magic number", "TOKENS03"});
   }
   {
-    File f("some text or other", ".bin");
+    ScratchFile f("some text or other", ".bin");
     refused(refusal(f.path), {f.path.c_str(), "wrong magic number"});
   }
   {
-    File f(llmc_file(20240520, 2, 6, six));
+    ScratchFile f(llmc_file(20240520, 2, 6, six));
     refused(refusal(f.path), {f.path.c_str(), "wrong version"});
   }
   {
-    File f(token_file(3, 6, six));
+    ScratchFile f(token_file(3, 6, six));
     refused(refusal(f.path), {f.path.c_str(), "3 bytes a token"});
   }
   for (uint64_t count : {uint64_t(7), uint64_t(1) << 62, ~uint64_t(0)}) {
-    File f(token_file(2, count, six));
+    ScratchFile f(token_file(2, count, six));
     refused(refusal(f.path), {f.path.c_str(), "truncated", "it holds 6"});
   }
   {
-    File f(token_file(2, 6, six).substr(0, 20));
+    ScratchFile f(token_file(2, 6, six).substr(0, 20));
     refused(refusal(f.path), {f.path.c_str(), "truncated", "header"});
   }
   {
-    File f(token_file(2, 6, six + "x"));
+    ScratchFile f(token_file(2, 6, six + "x"));
     refused(refusal(f.path), {f.path.c_str(), "longer than its header"});
   }
   {
-    File f(token_file(2, 0, ""));
+    ScratchFile f(token_file(2, 0, ""));
     refused(refusal(f.path), {f.path.c_str(), "empty"});
   }
 }
@@ -269,18 +256,18 @@ TEST_CASE("bad data files are refused in one line", "[data]") {
 TEST_CASE("a token outside the vocabulary is named with its place", "[data]") {
   std::vector<uint16_t> t(200000, 5);
   t[150001] = 257, t[150007] = 300;
-  File small(token_file(2, t.size(), as_bytes(t)));
+  ScratchFile small(token_file(2, t.size(), as_bytes(t)));
   refused(refusal(small.path, 257), {"token 257", "index 150001", "byte 300026", "257", "--vocab"});
   CHECK(refusal(small.path, 301).empty());
   std::vector<uint32_t> u(100, 5);
   u[99] = 0xffffffffu;
-  File large(token_file(4, u.size(), as_bytes(u)));
+  ScratchFile large(token_file(4, u.size(), as_bytes(u)));
   refused(refusal(large.path, 1 << 24), {"token 4294967295", "index 99"});
-  File text("plain ASCII, then \xc3\xa9");
+  ScratchFile text("plain ASCII, then \xc3\xa9");
   refused(refusal(text.path, 128), {"token 195", "index 18"});
   // The largest token that so many bytes hold is checked like any other.
-  File byte("text, then \xff"), half(token_file(2, 5, as_bytes<uint16_t>({1, 2, 3, 4, 65535})));
-  File word(token_file(4, 5, as_bytes<uint32_t>({1, 2, 3, 4, UINT32_MAX})));
+  ScratchFile byte("text, then \xff"), half(token_file(2, 5, as_bytes<uint16_t>({1, 2, 3, 4, 65535})));
+  ScratchFile word(token_file(4, 5, as_bytes<uint32_t>({1, 2, 3, 4, UINT32_MAX})));
   refused(refusal(byte.path, 255), {"token 255", "index 11"});
   refused(refusal(half.path, 65535), {"token 65535", "index 4"});
   refused(refusal(word.path, UINT32_MAX), {"token 4294967295", "index 4"});
@@ -292,7 +279,7 @@ TEST_CASE("a token outside the vocabulary is named with its place", "[data]") {
 TEST_CASE("the last tenth is kept apart", "[data]") {
   std::vector<uint16_t> t(1000);
   std::iota(t.begin(), t.end(), uint16_t(0));
-  File file(token_file(2, t.size(), as_bytes(t)));
+  ScratchFile file(token_file(2, t.size(), as_bytes(t)));
   for (int64_t seq : {1, 7, 16, 100, 300}) {
     auto train = open_corpus(file.path, 1000, seq, 0, Split::training),
          val = open_corpus(file.path, 1000, seq, 0, Split::validation);
@@ -365,14 +352,14 @@ TEST_CASE("a file that changes while it is in use is an error that names it and 
     const timespec times[2] = {{1000000000, 0}, {1000000000, 0}};
     REQUIRE(utimensat(AT_FDCWD, path.c_str(), times, 0) == 0);
   };
-  auto open_aged = [&](const File& f) {
+  auto open_aged = [&](const ScratchFile& f) {
     age(f.path);
     auto corpus = open_corpus(f.path, 100, 4, 0, Split::all);
     CHECK(reading(*corpus, 900).empty());
     return corpus;
   };
   {
-    File f(bytes);
+    ScratchFile f(bytes);
     auto corpus = open_aged(f);
     REQUIRE(truncate(f.path.c_str(), 24 + 2 * 902) == 0);
     // In the middle of what is wanted; behind it; and before it, where reading itself succeeds.
@@ -381,14 +368,14 @@ TEST_CASE("a file that changes while it is in use is an error that names it and 
     refused(reading(*corpus, 0), {f.path.c_str(), "was cut", "byte 24"});
   }
   {
-    File f(bytes);
+    ScratchFile f(bytes);
     auto corpus = open_aged(f);
     overwrite(f.path, 24 + 2 * 7, 6);
     refused(reading(*corpus, 900), {f.path.c_str(), "was written to", "byte 1824"});
   }
   {
     // As long as it was, in the second in which it was written.
-    File f(bytes);
+    ScratchFile f(bytes);
     auto corpus = open_aged(f);
     const timespec times[2] = {{1000000000, 0}, {1000000000, 4000000}};
     REQUIRE(utimensat(AT_FDCWD, f.path.c_str(), times, 0) == 0);
@@ -396,7 +383,7 @@ TEST_CASE("a file that changes while it is in use is an error that names it and 
   }
   {
     // Written over so that no clock shows it.
-    File f(bytes);
+    ScratchFile f(bytes);
     auto corpus = open_aged(f);
     overwrite(f.path, 24 + 2 * 903, 100);
     age(f.path);
@@ -404,14 +391,14 @@ TEST_CASE("a file that changes while it is in use is an error that names it and 
     refused(reading(*corpus, 900), {f.path.c_str(), "token 100", "index 903", "byte 1830", "100"});
   }
   {
-    File f(bytes);
+    ScratchFile f(bytes);
     auto corpus = open_aged(f);
     std::ofstream(f.path, std::ios::binary | std::ios::app) << "x";
     refused(reading(*corpus, 900), {f.path.c_str(), "was written to"});
   }
   {
     // What is open stays, and that it is gone is said once.
-    File f(bytes);
+    ScratchFile f(bytes);
     auto corpus = open_aged(f);
     std::vector<std::string> said;
     corpus->warn = [&](const std::string& line) { said.push_back(line); };
@@ -427,7 +414,7 @@ TEST_CASE("a header that names its tokenizer", "[data]") {
   const std::vector<uint16_t> t = {1, 2, 3, 99, 4, 99};
   const Named named;
   {
-    File f(named.file(t));
+    ScratchFile f(named.file(t));
     auto corpus = open_corpus(f.path, 100, 4, 0, Split::all);
     CHECK(tokens_of(*corpus) == std::vector<int32_t>(t.begin(), t.end()));
     CHECK(corpus->tokenizer == "tiktoken gpt2");
@@ -441,12 +428,12 @@ TEST_CASE("a header that names its tokenizer", "[data]") {
   }
   Named plain = named;
   plain.text_bytes = 0, plain.end = 0xffffffff;
-  File f(plain.file(t));
+  ScratchFile f(plain.file(t));
   auto corpus = open_corpus(f.path, 100, 4, 0, Split::all);
   CHECK(corpus->text_bytes == -1);
   CHECK(corpus->end_of_document == -1);
   auto wrong = [&](Named n) {
-    File bad(n.file(t));
+    ScratchFile bad(n.file(t));
     const std::string text = refusal(bad.path, 1 << 20);
     refused(text, {bad.path.c_str()});
     return text;
@@ -461,13 +448,13 @@ TEST_CASE("a header that names its tokenizer", "[data]") {
   refused(with([](Named* n) { n->vocab = 65537; }), {"vocabulary of 65537"});
   Named largest = named;
   largest.vocab = 65536;
-  File all_of_two_bytes(largest.file(t));
+  ScratchFile all_of_two_bytes(largest.file(t));
   CHECK(refusal(all_of_two_bytes.path, 65536).empty());
   refused(with([](Named* n) { n->text_bytes = ~uint64_t(0); }), {"18446744073709551615 bytes of text"});
   refused(with([](Named* n) { n->end = 100; }), {"token 100 ends a document"});
   refused(with([](Named* n) { n->tokenizer = ""; }), {"no name of a tokenizer"});
   refused(with([](Named* n) { n->tokenizer = "\x1b[31m"; }), {"no name of a tokenizer"});
-  File old(token_file(2, 6, as_bytes(t)).replace(12, 4, as_bytes<uint32_t>({50257})));
+  ScratchFile old(token_file(2, 6, as_bytes(t)).replace(12, 4, as_bytes<uint32_t>({50257})));
   refused(refusal(old.path, 50256), {"vocabulary in its header, 50257", "--vocab 50264"});
   CHECK(refusal(old.path, 50257).empty());
 }
@@ -475,9 +462,7 @@ TEST_CASE("a header that names its tokenizer", "[data]") {
 TEST_CASE("many files are one that holds them all", "[data]") {
   std::vector<uint16_t> all(1000);
   std::iota(all.begin(), all.end(), uint16_t(0));
-  File directory("");
-  std::remove(directory.path.c_str());
-  REQUIRE(mkdir(directory.path.c_str(), 0700) == 0);
+  const ScratchDirectory directory;
   const std::string dir = directory.path + "/";
   std::vector<std::string> made;
   auto write = [&](const std::string& name, const std::string& bytes) {

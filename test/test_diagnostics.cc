@@ -21,28 +21,12 @@
 #include "lib/program/report.h"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-// Each rank's own; or rank 0's, for all.
-struct Directory {
-  enum Whose { own, shared };
-  const bool removes;
-  std::string path;
-  explicit Directory(Whose whose = own) : removes(whose == own || test_world().rank == 0) {
-    path = "/tmp/fsdp-test-XXXXXX";
-    if (removes) REQUIRE(::mkdtemp(&path[0]) != nullptr);
-    if (whose == shared) path = broadcast_text(path);
-  }
-  ~Directory() {
-    std::error_code none;
-    if (removes) fs::remove_all(path, none);
-  }
-  std::string operator/(const std::string& name) const { return path + "/" + name; }
-};
 
 std::string text_of(const std::string& path) {
   std::ifstream in(path);
@@ -217,7 +201,7 @@ TEST_CASE("the rows before a step", "[diagnostics]") {
 }
 
 TEST_CASE("what cannot be written whole is not written at all", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   const std::string path = dir / "lines";
   LineFile file(path);
   CHECK(file.bytes() == 0);
@@ -243,7 +227,7 @@ TEST_CASE("what cannot be written whole is not written at all", "[diagnostics]")
 }
 
 TEST_CASE("the files have the report's names and columns", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   const std::string made = dir / "new/d";  // with the directory above it
   Told t(options({"--diagnostics", made.c_str(), "--mem-dump-every", "2", "--log-every", "2"}));
   REQUIRE(t.r.model.diagnostics);
@@ -332,7 +316,7 @@ TEST_CASE("the files have the report's names and columns", "[diagnostics]") {
 }
 
 TEST_CASE("a run that is resumed goes on in the same files from its step", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   const std::vector<const char*> fresh = {"--diagnostics", dir.path.c_str()};
   {
     Told t(options(fresh));
@@ -364,7 +348,7 @@ TEST_CASE("a run that is resumed goes on in the same files from its step", "[dia
 }
 
 TEST_CASE("a stall is in the heartbeat, and what ended the run", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   Told t(options({"--diagnostics", dir.path.c_str(), "--stall", "0.1"}));
   t.diagnostics->begin(1);
   t.step(1);
@@ -380,7 +364,7 @@ TEST_CASE("a stall is in the heartbeat, and what ended the run", "[diagnostics]"
 }
 
 TEST_CASE("without a directory nothing is written", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   const fs::path before = fs::current_path();
   fs::current_path(dir.path);
   {
@@ -395,7 +379,7 @@ TEST_CASE("without a directory nothing is written", "[diagnostics]") {
 }
 
 TEST_CASE("a directory that cannot be this run's is refused, and left alone", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   auto refusal = [&](std::vector<const char*> more) {
     return error_of<UsageError>([&] { check_outputs(options(more)); });
   };
@@ -432,7 +416,7 @@ TEST_CASE("a directory that cannot be this run's is refused, and left alone", "[
 }
 
 TEST_CASE("what cannot be written later is said, and steps go on", "[diagnostics]") {
-  Directory dir;
+  ScratchDirectory dir;
   Told t(options({"--diagnostics", dir.path.c_str()}));
   t.diagnostics->begin(1);
   t.step(1);
@@ -492,7 +476,7 @@ TEST_CASE("a unit that is not gathered in fp8 where others are is told", "[diagn
 
 TEST_CASE("each rank has its heartbeat, and fallbacks are all ranks'", "[diagnostics]") {
   const World& world = test_world();
-  Directory dir(Directory::shared);
+  SharedDirectory dir;
   {
     Told t(options({"--diagnostics", dir.path.c_str()}), world);
     t.diagnostics->begin(1);

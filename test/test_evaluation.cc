@@ -11,8 +11,19 @@
 #include "lib/program/plan.h"
 #include "lib/program/sampling.h"
 #include "test/catch.h"
+#include "test/scratch.h"
 
 namespace {
+
+// A file that all ranks read and rank 0 writes.
+struct SharedFile {
+  SharedDirectory dir;
+  std::string path = dir / "file";
+  explicit SharedFile(const std::string& bytes) {
+    if (test_world().rank == 0) dir.file("file", bytes);
+    barrier();
+  }
+};
 
 using M = Model<float, float>;
 
@@ -72,20 +83,6 @@ std::vector<int32_t> some_tokens(int64_t n, int64_t vocab) {
   return t;
 }
 
-// A file that all ranks read and rank 0 writes.
-struct File {
-  std::string path;
-  explicit File(const std::string& bytes) {
-    path = broadcast_text(strf("/tmp/fsdp-test-evaluation-%d", int(getpid())));
-    if (test_world().rank == 0) std::ofstream(path, std::ios::binary) << bytes;
-    barrier();
-  }
-  ~File() {
-    barrier();
-    if (test_world().rank == 0) std::remove(path.c_str());
-  }
-};
-
 std::string u16s(const std::vector<int32_t>& v) {
   std::string s;
   for (int32_t x : v) s += char(x & 255), s += char(x >> 8);
@@ -117,7 +114,7 @@ TEST_CASE("every token of a file but the first is a target once, at any number o
     Harness h(o);
     const std::vector<int32_t> tokens = some_tokens(107, 250);
     std::string text(tokens.begin(), tokens.end());
-    const File file(text);
+    const SharedFile file(text);
     const auto set = open_eval(file.path, h.r.model.vocab, 32);
     REQUIRE(set->sequences() == 4);
     const std::vector<double> losses = h.losses(*set);
@@ -140,7 +137,7 @@ TEST_CASE("every token of a file but the first is a target once, at any number o
 
 TEST_CASE("a file of fewer tokens than a window, or than there are ranks", "[evaluation]") {
   Harness h(sized(32, 1));
-  const File file("ab");
+  const SharedFile file("ab");
   const auto set = open_eval(file.path, h.r.model.vocab, 32);
   REQUIRE(set->sequences() == 1);
   CHECK(h.losses(*set)[0] == Approx(h.loss({'a'}, 0, 'b')).epsilon(1e-5));
@@ -176,7 +173,7 @@ TEST_CASE("questions are answered by the lowest mean loss, at any number of rank
   }
   REQUIRE(by_mean == 5);
   REQUIRE(by_mean != by_sum);  // or the norm would not show
-  const File file(questions_file(questions));
+  const SharedFile file(questions_file(questions));
   const auto set = open_eval(file.path, h.r.model.vocab, 32);
   REQUIRE(set->sequences() == 28);
   const std::vector<double> losses = h.losses(*set);

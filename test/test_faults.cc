@@ -1,6 +1,7 @@
 // What stands behind the end of a run that goes wrong: the flight record, what is said of a fault, and steps whose
 // gradient is not finite. How whole runs end is in test/faults.sh.
 #include "test/catch.h"
+#include "test/scratch.h"
 
 #include <array>
 #include <chrono>
@@ -351,11 +352,7 @@ TEST_CASE("a flight record has the last thousand collectives, and those of all r
   namespace fs = std::filesystem;
   const World& w = test_world();
   std::string dir;
-  if (w.rank == 0) {
-    std::string name = (fs::temp_directory_path() / "flight-XXXXXX").string();
-    REQUIRE(mkdtemp(&name[0]) != nullptr);
-    dir = name;
-  }
+  if (w.rank == 0) dir = new_directory();
   dir = broadcast_text(dir);
   const int lane = flight::open_lane("test");
   flight::begin_step(7);

@@ -1,5 +1,6 @@
 // lib/program/halt.h: which signals ask a run to stop, and which end it. Each case is a process of its own.
 #include "test/catch.h"
+#include "test/scratch.h"
 
 #include <chrono>
 #include <csignal>
@@ -118,8 +119,8 @@ TEST_CASE("a launcher's SIGCONT asks a rank that was not stopped", "[halt]") {
 }
 
 TEST_CASE("what ends all ranks names its rank once, the lower the sooner", "[halt]") {
-  std::string dir = "/tmp/halt-XXXXXX";
-  REQUIRE(mkdtemp(&dir[0]) != nullptr);
+  const ScratchDirectory scratch;
+  const std::string& dir = scratch.path;
   // What a rank that throws says, and after how many seconds.
   auto thrown = [&](int rank, const std::function<void()>& f) {
     int ends[2];
@@ -150,13 +151,12 @@ TEST_CASE("what ends all ranks names its rank once, the lower the sooner", "[hal
   CHECK(std::filesystem::is_empty(dir));
   CHECK(thrown(0, [] { throw MpiError("MPI: it failed"); }).first.rfind("error: rank 0: MPI: it failed", 0) == 0);
   CHECK_FALSE(std::filesystem::is_empty(dir));
-  std::filesystem::remove_all(dir);
 }
 
 TEST_CASE("a file asks, and is removed once it is obeyed", "[halt]") {
   namespace fs = std::filesystem;
-  std::string dir = (fs::temp_directory_path() / "halt-XXXXXX").string();
-  REQUIRE(mkdtemp(&dir[0]) != nullptr);
+  const ScratchDirectory scratch;
+  const std::string& dir = scratch.path;
   CHECK(halt::remove_file(dir).empty());  // none there
   CHECK(status_of([=] {
           halt::look(dir);
@@ -172,7 +172,6 @@ TEST_CASE("a file asks, and is removed once it is obeyed", "[halt]") {
         }) == 0);
   fs::create_directories(dir + "/.HALT/x");
   CHECK(halt::remove_file(dir) == dir + "/.HALT cannot be removed, and will stop the next run: Is a directory");
-  fs::remove_all(dir);
   CHECK(halt::reason(0, dir).empty());
   CHECK(halt::reason(1, dir) == "a signal at 1 rank");
   CHECK(halt::reason(2, dir) == "a signal at 2 ranks");

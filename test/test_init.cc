@@ -18,6 +18,7 @@
 #include "lib/program/run.h"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 using nlohmann::json;
 
@@ -31,20 +32,6 @@ std::string read_all(const std::string& path) {
   text << std::ifstream(path, std::ios::binary).rdbuf();
   return text.str();
 }
-
-// A directory that all ranks see, as long as rank 0's lives.
-struct CommonDirectory {
-  std::string path;
-  CommonDirectory() {
-    std::string mine = "/tmp/fsdp-test-XXXXXX";
-    if (test_world().rank == 0) REQUIRE(::mkdtemp(&mine[0]) != nullptr);
-    path = broadcast_text(mine);
-  }
-  ~CommonDirectory() {
-    barrier();
-    if (test_world().rank == 0) fs::remove_all(path);
-  }
-};
 
 Options parsed(const std::string& line) {
   std::istringstream in("./train --device cpu " + line);
@@ -167,7 +154,7 @@ std::string text_of_files(const std::string& dir, bool of_weights) {
 
 TEST_CASE("what is exported is read back bit for bit", "[init]") {
   const World& world = test_world();
-  CommonDirectory dir;
+  SharedDirectory dir;
   int i = 0;
   for (const std::string& what :
        {std::string("--arch llama --attn dense --rope-scaling llama3:8:1:4:16 --norm-eps 1e-4 --rope-base 12345.5"),
@@ -223,7 +210,7 @@ TEST_CASE("what is exported is read back bit for bit", "[init]") {
 }
 
 TEST_CASE("a file of an export ends where the next tensor would not fit", "[init]") {
-  CommonDirectory dir;
+  SharedDirectory dir;
   if (test_world().rank != 0) return;
   Loaded<float, float> model(World(), sizes + "--batch 1 --arch rope --attn dense");
   const std::vector<Part> parts = parts_to_save(model.model->fsdp);
@@ -254,7 +241,7 @@ TEST_CASE("a file of an export ends where the next tensor would not fit", "[init
 
 TEST_CASE("NSA begins with a dense model's keys and values in all branches", "[init]") {
   const World& world = test_world();
-  CommonDirectory dir;
+  SharedDirectory dir;
   for (const char* arch : {"llama", "rope"}) {
     const std::string made = dir.path + "/" + arch;
     Loaded<float, float>(world,
@@ -329,7 +316,7 @@ TEST_CASE("a model of long texts is trained at 4096 tokens unless it is asked fo
 }
 
 TEST_CASE("a tokenizer goes with the model", "[init]") {
-  CommonDirectory dir;
+  SharedDirectory dir;
   const std::string from = dir.path + "/from", to = dir.path + "/to";
   if (test_world().rank == 0) {
     fs::copy(fixture, from), std::ofstream(from + "/tokenizer.json") << "{\"words\": 3}";
@@ -363,7 +350,7 @@ TEST_CASE("a tensor that stands in two files is refused with the names of both",
 }
 
 TEST_CASE("a folder that is not whole is refused", "[init]") {
-  CommonDirectory dir;
+  SharedDirectory dir;
   if (test_world().rank == 0) {
     const auto refusal = [&](const char* file, const std::function<void(std::string*)>& change) {
       const std::string copy = dir.path + "/copy";
@@ -423,7 +410,7 @@ TEST_CASE("a folder that is not whole is refused", "[init]") {
 
 TEST_CASE("an export to a folder replaces nothing and leaves nothing half-written", "[init]") {
   const World& world = test_world();
-  CommonDirectory dir;
+  SharedDirectory dir;
   Loaded<float, float> model(world, sizes + "--batch 1 --arch rope --attn dense");
   const std::string to = dir.path + "/model";
   // A disk that is full on one rank.

@@ -21,7 +21,7 @@ std::string refusal(const std::string& document) {
 TEST_CASE("tables and figures are written between their markers", "[notes]") {
   const ScratchDirectory dir;
   std::filesystem::create_directory(dir / "results");
-  dir.rows("results/depth-2gpu.jsonl", depth_rows());
+  rows_in(dir, "results/depth-2gpu.jsonl", depth_rows());
   const std::string before =
       "# Notes\n\n<!-- table depth -->\nold\n<!-- end -->\nA step takes <!-- figure depth-2gpu 4 ours step_ms "
       "-->1<!-- end --> ms, <!-- figure depth-2gpu 4 ours mfu --><!-- end -->.\n";
@@ -55,7 +55,7 @@ TEST_CASE("tables and figures are written between their markers", "[notes]") {
   dir.file("NOTES.md", after);
   std::vector<json> rows = depth_rows();
   rows[2]["result"]["step_ms"] = 350.36;
-  dir.rows("results/depth-2gpu.jsonl", rows);
+  rows_in(dir, "results/depth-2gpu.jsonl", rows);
   CHECK(notes_differences(notes, results).size() == 2);  // the table and the figure
 }
 

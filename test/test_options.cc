@@ -24,6 +24,7 @@
 #include "nlohmann/json.hpp"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 namespace {
 
@@ -60,19 +61,6 @@ void refused(const std::vector<const char*>& arguments, std::initializer_list<co
     CHECK(text.find(word) != std::string::npos);
   }
 }
-
-struct ConfigFile {
-  std::string path;
-  explicit ConfigFile(const std::string& text) {
-    char name[] = "/tmp/fsdp-test-XXXXXX";
-    const int fd = mkstemp(name);
-    REQUIRE(fd >= 0);
-    close(fd);
-    path = name;
-    std::ofstream(path, std::ios::binary) << text;
-  }
-  ~ConfigFile() { std::remove(path.c_str()); }
-};
 
 }  // namespace
 
@@ -407,13 +395,13 @@ TEST_CASE("options make a round trip through a file", "[options]") {
   CHECK(parsed({"--plan", "--trace", "a.json", "--show-schedule"}).trace == "a.json");
   CHECK(parsed({"--graph", "1"}).graph == 1);
   CHECK(to_config(parsed({"--graph", "1"})) == "graph = 1\n");
-  ConfigFile file(to_config(o));
+  ScratchFile file(to_config(o));
   CHECK(to_json(parsed({"--config", file.path.c_str()})) == changed);
   CHECK(to_config(Options()).empty());
 }
 
 TEST_CASE("the command line wins over the file", "[options]") {
-  ConfigFile file("# a run\ndim = 128   # width\npreset = \"tiny\"\ntf32 = true\nplan = false\nlr=0.5\n\n");
+  ScratchFile file("# a run\ndim = 128   # width\npreset = \"tiny\"\ntf32 = true\nplan = false\nlr=0.5\n\n");
   const Options o = parsed({"--dim", "64", "--config", file.path.c_str()});
   CHECK(o.dim == 64);
   CHECK(o.preset == "tiny");
@@ -430,7 +418,7 @@ struct Variable {
 };
 
 TEST_CASE("the command line wins over the environment, and that over the file", "[options]") {
-  ConfigFile file("dim = 128\ndepth = 5\nlr = 0.5\ntf32 = true\n");
+  ScratchFile file("dim = 128\ndepth = 5\nlr = 0.5\ntf32 = true\n");
   {
     const Variable dim("FSDP_DIM", "96"), depth("FSDP_DEPTH", "3"), tf32("FSDP_TF32", "0"),
         gate("FSDP_NSA_GATE", "mlp"), profile("FSDP_PROFILE", "1"), empty("FSDP_LR", ""),
@@ -531,7 +519,7 @@ TEST_CASE("each mistake is one line that names the culprit", "[options]") {
 
 TEST_CASE("what a file of options may hold", "[options]") {
   auto values = [](const std::string& text) {
-    ConfigFile file(text);
+    ScratchFile file(text);
     std::string all;
     for (const Setting& s : read_config(file.path)) all += strf("%d %s=%s|", s.line, s.name.c_str(), s.value.c_str());
     return all;
@@ -550,7 +538,7 @@ TEST_CASE("mistakes in a file of options", "[options]") {
   for (const char* no_file : {"/dev/zero", "/dev/null", "/tmp"})
     refused({"--config", no_file}, {no_file, "not a regular file"});
   {
-    ConfigFile file("");
+    ScratchFile file("");
     std::remove(file.path.c_str());
     REQUIRE(mkfifo(file.path.c_str(), 0600) == 0);
     refused({"--config", file.path.c_str()},
@@ -573,7 +561,7 @@ TEST_CASE("mistakes in a file of options", "[options]") {
       {std::string("\0\x1b[31m = 1\n", 10), "unknown option '??[31m'"},
   };
   for (const auto& [text, word] : cases) {
-    ConfigFile file(text);
+    ScratchFile file(text);
     refused({"--config", file.path.c_str()}, {file.path.c_str(), word});
     CHECK(refusal({"--config", file.path.c_str()}).size() < 400);
   }
@@ -621,7 +609,7 @@ TEST_CASE("the line and the JSON object of a step", "[telemetry]") {
 }
 
 TEST_CASE("what another run was told is taken over where this one is told nothing", "[options]") {
-  const ConfigFile file("beta1 = 0.5\ntf32 = false\n");
+  const ScratchFile file("beta1 = 0.5\ntf32 = false\n");
   const auto was = to_json(parsed(
       {"--dim", "64", "--lr", "0.1", "--beta1", "0.7", "--data", "x", "--tf32", "--seed", "9", "--kv-heads", "2"}));
   Options o = parsed({"--lr", "0.0003", "--config", file.path.c_str()});  // a default, but given
@@ -712,7 +700,7 @@ TelemetryOptions log_to(const std::string& path, bool append) {
 }
 
 TEST_CASE("a log says when its disk is full and when there is room again, and has whole lines", "[telemetry]") {
-  const ConfigFile file(""), said("");
+  const ScratchFile file(""), said("");
   const char* path = file.path.c_str();
   const nlohmann::json header = {{"command", std::string(100, 'x')}, {"commit", ""}},
                        line = {{"line", std::string(50, 'y')}};
@@ -776,7 +764,7 @@ TEST_CASE("a log says when its disk is full and when there is room again, and ha
 }
 
 TEST_CASE("a log is one run's", "[telemetry]") {
-  const ConfigFile file("");
+  const ScratchFile file("");
   const nlohmann::json header = {{"command", "mpirun ./train --data caf\xe9"}, {"commit", ""}};  // no UTF-8
   const auto contents = [&] {
     std::ifstream in(file.path);
@@ -799,7 +787,7 @@ TEST_CASE("a log is one run's", "[telemetry]") {
 
 TEST_CASE("the time that is left is that of the steps since the first one told", "[telemetry]") {
   using Clock = std::chrono::steady_clock;
-  const ConfigFile said("");
+  const ScratchFile said("");
   TelemetryOptions o;
   o.total_steps = 2000000, o.lines = Lines::plain;
   StepRecord r = {};

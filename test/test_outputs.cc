@@ -11,24 +11,11 @@
 #include "lib/program/telemetry.h"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Directory {
-  std::string path = "/tmp/fsdp-test-XXXXXX";
-  Directory() { REQUIRE(::mkdtemp(&path[0]) != nullptr); }
-  ~Directory() {
-    std::error_code none;
-    fs::remove_all(path, none);
-  }
-  std::string operator/(const std::string& name) const { return path + "/" + name; }
-  std::string file(const std::string& name, const std::string& text) const {
-    std::ofstream(*this / name) << text;
-    return *this / name;
-  }
-};
 
 std::string refusal(const Options& o) {
   return error_of([&] { check_outputs(o); });
@@ -37,7 +24,7 @@ std::string refusal(const Options& o) {
 }  // namespace
 
 TEST_CASE("no output is an input, by whatever path", "[outputs]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   fs::create_hard_link(dir.file("data", "text"), dir / "hard");
   fs::create_symlink("data", dir / "soft");
   fs::create_directory(dir / "sub");
@@ -74,7 +61,7 @@ TEST_CASE("no output is an input, by whatever path", "[outputs]") {
 }
 
 TEST_CASE("no output is part of a checkpoint", "[outputs]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   fs::create_directories(dir / "run/step-10/more");
   std::ofstream(dir / "run/step-10/manifest.json") << "{}";
   fs::create_directory_symlink("step-10", dir / "run/latest");
@@ -120,7 +107,7 @@ TEST_CASE("no output is part of a checkpoint", "[outputs]") {
 }
 
 TEST_CASE("a log's directory is there, or the run makes it", "[outputs]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   Options o;
   o.log = dir / "sub/more/log";
   const std::string refused = strf("--log %s: there is no directory %s; make it, or choose another file", o.log.c_str(),
@@ -140,7 +127,7 @@ TEST_CASE("a log's directory is there, or the run makes it", "[outputs]") {
 }
 
 TEST_CASE("a log replaces a log alone", "[telemetry]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   auto log = [](const std::string& path) { return error_of([&] { check_log(path); }); };
   CHECK(log(dir / "none") == "");
   CHECK(log(dir.file("empty", "")) == "");

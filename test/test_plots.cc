@@ -128,7 +128,7 @@ TEST_CASE("loss curves leave out what is not a number", "[plots]") {
   CHECK(has(script({log}, PlotKind::loss), "title \"a\""));
   json row = result_row(1, "4", "PyTorch", 1, 1);
   row["losses"] = {2.5, nullptr, 2};
-  CHECK(has(script({log, dir.rows("rows.jsonl", {row})}, PlotKind::loss), "$curve1 << EOD\n1 2.5\n3 2\nEOD"));
+  CHECK(has(script({log, rows_in(dir, "rows.jsonl", {row})}, PlotKind::loss), "$curve1 << EOD\n1 2.5\n3 2\nEOD"));
   const std::string none = dir.file("none.jsonl", log_text({std::nan("")}));
   CHECK(error_of<UsageError>([&] { script({none}, PlotKind::loss); }) == none + " has no losses to plot");
 }
@@ -173,14 +173,14 @@ TEST_CASE("a log is drawn as loss, gradient norm and tokens/s by step", "[plots]
   const std::string none = dir.file("none.jsonl", header.dump() + "\n");
   CHECK(error_of<UsageError>([&] { script({none}); }) == none + " has no steps to plot");
   CHECK(has(error_of<UsageError>([&] {
-              script({log, dir.rows("rows.jsonl", depth_rows())});
+              script({log, rows_in(dir, "rows.jsonl", depth_rows())});
             }),
             "rows.jsonl is not a log"));
 }
 
 TEST_CASE("a sweep over numbers is lines of theirs, PyTorch's and ours", "[plots]") {
   const ScratchDirectory dir;
-  const std::string path = dir.rows("depth-2gpu.jsonl", depth_rows()), text = script({path});
+  const std::string path = rows_in(dir, "depth-2gpu.jsonl", depth_rows()), text = script({path});
   CHECK(has(text, "$measured0 << EOD\n4 1119\nEOD"));
   CHECK(has(text, "title \"theirs, 2 x A100 SXM\""));
   CHECK(has(text, "$measured2 << EOD\n4 350.25\n32 2521.64\nEOD"));
@@ -195,7 +195,7 @@ TEST_CASE("rows with words are bars", "[plots]") {
   const ScratchDirectory dir;
   std::vector<json> rows = {result_row(1, "none", "fsdp.cu", 300, 1), result_row(2, "both", "fsdp.cu", 350, 1)};
   rows[0]["theirs"] = {{"step_ms", 974}}, rows[1]["theirs"] = {{"text", "OOM"}};
-  const std::string text = script({dir.rows("recompute.jsonl", rows)});
+  const std::string text = script({rows_in(dir, "recompute.jsonl", rows)});
   CHECK(has(text, "$series0 << EOD\n-0.2000 974 0.3680\nEOD"));
   CHECK(has(text, "$series1 << EOD\n0.2000 300 0.3680\n1.2000 350 0.3680\nEOD"));
   CHECK(has(text, "set label \"OOM\" at 0.8000,0 rotate"));
@@ -206,7 +206,7 @@ TEST_CASE("what is all zero is drawn", "[plots]") {
   const ScratchDirectory dir;
   std::vector<json> rows = depth_rows();
   for (json& row : rows) row["result"]["nccl_share"] = 0;
-  const std::string path = dir.rows("depth.jsonl", rows);
+  const std::string path = rows_in(dir, "depth.jsonl", rows);
   for (const PlotKind kind : {PlotKind::scaling, PlotKind::bars}) {
     const std::string text = script({path}, kind, "nccl_share");
     CHECK(has(text, "set yrange [0:1]"));
@@ -267,7 +267,7 @@ TEST_CASE("what cannot be plotted is refused in a line", "[plots]") {
 TEST_CASE("gnuplot takes every kind, and makes the same picture twice", "[plots]") {
   if (!have_gnuplot()) SKIP_TEST("no gnuplot here");
   const ScratchDirectory dir;
-  const std::string trace = dir.file("trace.json", trace_text()), rows = dir.rows("depth.jsonl", depth_rows()),
+  const std::string trace = dir.file("trace.json", trace_text()), rows = rows_in(dir, "depth.jsonl", depth_rows()),
                     log = dir.file("log \"1\".jsonl", log_text({5, std::nan(""), 3}));
   for (const auto& [file, kind] : std::vector<std::pair<std::string, PlotKind>>{{trace, PlotKind::timeline},
                                                                                 {trace, PlotKind::memory},
@@ -286,7 +286,7 @@ TEST_CASE("gnuplot takes every kind, and makes the same picture twice", "[plots]
     CHECK(read_file(r.out) == once);
   }
   std::filesystem::create_directory(dir / "results");
-  dir.rows("results/depth-2gpu.jsonl", depth_rows());
+  rows_in(dir, "results/depth-2gpu.jsonl", depth_rows());
   CHECK(make_pictures(dir / "results") == 0);
   for (const char* name : {"unit.svg", "depth.svg", "depth-memory.svg"})
     CHECK(std::filesystem::exists(dir / "results" + "/" + name));

@@ -44,8 +44,8 @@ TEST_CASE("a summary of rows has the speed-up over the baseline and follows from
   const ScratchDirectory dir;
   json failed = run_of("slow", "PyTorch", 1, 1, 1, 0);
   failed.erase("result"), failed["error"] = "OOM: no room";
-  const std::string path = dir.rows(
-      "class-2gpu.jsonl",
+  const std::string path = rows_in(
+      dir, "class-2gpu.jsonl",
       {run_of("fsdp", "fsdp.cu", 2500, 900, 2.001, 0.01), run_of("ddp_fp32", "PyTorch", 500, 3100, 2, 0.01),
        run_of("ddp_fp32", "fsdp.cu", 1000, 3000, 2, 0.01), run_of("fast_and_bad", "fsdp.cu", 9000, 900, 2.1, 0.01),
        run_of("lean", "fsdp.cu", 2000, 500, 2, 0.01), run_of("large", "fsdp.cu", 8000, 90000, 2, 0.01), failed});
@@ -91,8 +91,9 @@ TEST_CASE("what was planned has no speed-up over what was measured", "[summary]"
   const ScratchDirectory dir;
   json planned = run_of("planned", "fsdp.cu", 4000, 900, 2, 0.01), more = planned;
   planned["planned"] = more["planned"] = true, more["row"] = "more", more["result"]["tokens_per_sec"] = 8000;
-  const std::string path = dir.rows("class-2gpu.jsonl", {planned, run_of("one", "fsdp.cu", 1000, 900, 2, 0.01),
-                                                         run_of("two", "fsdp.cu", 2000, 900, 2, 0.01), more});
+  const std::string path = rows_in(
+      dir, "class-2gpu.jsonl",
+      {planned, run_of("one", "fsdp.cu", 1000, 900, 2, 0.01), run_of("two", "fsdp.cu", 2000, 900, 2, 0.01), more});
   const json s = summarize({path}, ""), of_planned = summarize({path}, "planned");
   CHECK(s["over"] == "one, fsdp.cu");
   CHECK(s["runs"][2]["speed_up"] == 2);

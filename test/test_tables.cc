@@ -224,7 +224,7 @@ TEST_CASE("rows that are not of training have the columns of their kind", "[tabl
 
 TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
   const ScratchDirectory dir;
-  const std::vector<json> rows = read_rows({dir.rows("depth-2gpu.jsonl", depth_rows())});
+  const std::vector<json> rows = read_rows({rows_in(dir, "depth-2gpu.jsonl", depth_rows())});
   REQUIRE(rows.size() == 5);
   CHECK(rows[0]["number"] == 1);
   CHECK(rows[4]["number"] == 3);
@@ -250,7 +250,7 @@ TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
   for (const auto& [pointer, value] : wrong) {
     std::vector<json> all = depth_rows();
     all[2][json::json_pointer(pointer)] = value;
-    const std::string path = dir.rows("wrong.jsonl", all), said = error_of<UsageError>([&] { read_rows({path}); });
+    const std::string path = rows_in(dir, "wrong.jsonl", all), said = error_of<UsageError>([&] { read_rows({path}); });
     INFO(pointer << ": " << said);
     CHECK(said.rfind(path + ", line 3: \"", 0) == 0);
     CHECK(has(said, "\" is " + value.dump() + ", not "));
@@ -277,14 +277,14 @@ TEST_CASE("every table of the documents can be made, and says what made it", "[t
     CHECK(text.rfind("Not measured yet: `./bench --sweep ", 0) == 0);
     for (const Column& c : t.columns) CHECK_NOTHROW(training_table(depth_rows(), companion({c})));
   }
-  dir.rows("depth-2gpu.jsonl", depth_rows());
+  rows_in(dir, "depth-2gpu.jsonl", depth_rows());
   CHECK(has(render(find_table("depth"), dir.path),
             "\n\n`./bench --sweep depth --peer` on 2 GPUs (NVIDIA H200), commit abc1234, 2026-11-22: "
             "[depth-2gpu](results/depth-2gpu.jsonl).\n"));
   // What is planned stands where nothing was measured, and not where something was.
   json sixteen = result_row(9, "16", "fsdp.cu", 1279.5, 29326), four = result_row(1, "4", "fsdp.cu", 999, 999);
   sixteen["planned"] = four["planned"] = true;
-  dir.rows("depth-planned.jsonl", {four, sixteen});
+  rows_in(dir, "depth-planned.jsonl", {four, sixteen});
   const std::string both = render(find_table("depth"), dir.path);
   CHECK(has(both, "*1,279.5*"));
   CHECK(has(both, "350.3"));
@@ -292,7 +292,7 @@ TEST_CASE("every table of the documents can be made, and says what made it", "[t
   CHECK(has(both, "`./bench --sweep depth --gpu h200 --ranks 2`, planned (NVIDIA H200)"));
   // But not what was planned for another chip.
   four["hardware"]["name"] = sixteen["hardware"]["name"] = "A100";
-  dir.rows("depth-planned.jsonl", {four, sixteen});
+  rows_in(dir, "depth-planned.jsonl", {four, sixteen});
   CHECK(!has(render(find_table("depth"), dir.path), "1,279.5"));
   CHECK(has(render(find_table("depth"), dir.path), "350.3"));
   CHECK(

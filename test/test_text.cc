@@ -8,17 +8,12 @@
 #include "lib/program/sampling.h"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 namespace {
 
 struct Known : Corpus {  // a corpus of nothing but what is known of it
   void read(int64_t, int64_t, int32_t*) const override {}
-};
-
-struct File {
-  std::string path = "/tmp/fsdp-test-text-" + std::to_string(getpid());
-  explicit File(const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
-  ~File() { std::remove(path.c_str()); }
 };
 
 std::string questions(std::vector<int32_t> header, const std::vector<uint16_t>& numbers) {
@@ -109,7 +104,7 @@ TEST_CASE("files of questions, and what is wrong with them", "[text]") {
   const std::vector<uint16_t> good = {65535, 28, 0, 1, 2, 2, 5, 6, 1, 7, 3, 8, 9, 10};
   const std::vector<int32_t> header = {20240522, 1, 1, 28};
   auto read = [](const std::string& bytes, int64_t seq = 8) {
-    const File f(bytes);
+    const ScratchFile f(bytes);
     CHECK(has_questions(f.path));
     return read_questions(f.path, 100, seq);
   };
@@ -123,7 +118,7 @@ TEST_CASE("files of questions, and what is wrong with them", "[text]") {
     std::vector<uint16_t> bad = good;
     bad[at] = value;
     const std::string text = error_of<UsageError>([&] { read(questions(header, bad)); });
-    CHECK(has(text, "/tmp/fsdp-test-text-"));
+    CHECK(has(text, "/fsdp-test-"));
     CHECK(!has(text, "\n"));
     return text;
   };

@@ -23,22 +23,16 @@
 #include "lib/program/trace.h"
 #include "test/catch.h"
 #include "test/errors.h"
+#include "test/scratch.h"
 
 namespace {
 
 using nlohmann::json;
 namespace fs = std::filesystem;
 
-struct Directory {
-  std::string path = "/tmp/fsdp-trace-XXXXXX";
-  Directory() { REQUIRE(::mkdtemp(&path[0]) != nullptr); }
-  ~Directory() {
-    std::error_code none;
-    fs::remove_all(path, none);
-  }
-  std::string operator/(const std::string& name) const { return path + "/" + name; }
-  int files() const { return int(std::distance(fs::directory_iterator(path), fs::directory_iterator())); }
-};
+int files_in(const std::string& dir) {
+  return int(std::distance(fs::directory_iterator(dir), fs::directory_iterator()));
+}
 
 json parsed(const std::string& path) {
   std::ifstream in(path);
@@ -95,7 +89,7 @@ Span span(Span::Lane lane, Span::Kind kind, const char* name, double from, doubl
 // ----------------------------------------------------------------------------------------------------- a planned step
 
 TEST_CASE("the trace of a planned step has its gathers, reductions and memory", "[trace]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   struct Case {
     int ranks;
     std::vector<const char*> options;
@@ -169,7 +163,7 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
 }
 
 TEST_CASE("in the trace of a planned step slots hold what is gathered and reduced", "[trace]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   struct Case {
     std::vector<const char*> options;
     size_t gather_slots, gradient_slots;
@@ -405,7 +399,7 @@ TEST_CASE("kinds of work and waiting add up to the step, each beside its limit",
   CHECK(shares_of({}, limits).empty());
 
   // The log has what a sweep's rows take over.
-  const Directory dir;
+  const ScratchDirectory dir;
   {
     TelemetryOptions o;
     o.log = dir / "log.jsonl";
@@ -469,7 +463,7 @@ TEST_CASE("what GPUs ran takes longer than the limits, and all of the step", "[t
 // --------------------------------------------------------------------------------------------------------------- file
 
 TEST_CASE("what would overlap on a track has another; NCCL's kernels and copies stand apart too", "[trace]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   Trace t;
   t.source = "cupti", t.begin = 1, t.end = 2;
   t.device = {span(Span::gather, Span::nccl_kernel, "ncclDevKernel", 1.5, 1.8),
@@ -512,11 +506,11 @@ TEST_CASE("what would overlap on a track has another; NCCL's kernels and copies 
 }
 
 TEST_CASE("a trace replaces a trace alone", "[trace]") {
-  const Directory dir;
+  const ScratchDirectory dir;
   auto check = [](const std::string& path) { return error_of([&] { check_trace(path); }); };
   const std::string path = dir / "t.json";
   CHECK(check(path) == "");
-  CHECK(dir.files() == 0);
+  CHECK(files_in(dir.path) == 0);
   std::ofstream(path).close();
   CHECK(check(path) == "");
   write_trace(path, Trace(), {{"command", "traceEvents\":["}});
@@ -534,7 +528,7 @@ TEST_CASE("a trace replaces a trace alone", "[trace]") {
   CHECK(check(dir.path).find("not a regular file") != std::string::npos);
   CHECK(check("/nonexistent/t.json").find("--trace") == 0);
   CHECK(check("/nonexistent/t.json").find("No such file") != std::string::npos);
-  CHECK(dir.files() == 1);
+  CHECK(files_in(dir.path) == 1);
 }
 
 // --------------------------------------------------------------------------------------------------------------- NVML
