@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sys/stat.h>
@@ -305,6 +306,29 @@ bool is_row_of(const Sweep& sweep, const json& row) {
   return row.contains("attention") && is_layer(row) == (sweep.kind == SweepKind::layers);
 }
 
+// What a row is of, whenever and by whom it was timed.
+json subject_of(json row) {
+  for (const char* key : {"command", "commit", "date", "result"}) row.erase(key);
+  return row;
+}
+
+// The rows timed now, in the places of those that they stand for; of another machine none stays. For --values, which
+// asks for some rows of a file.
+std::string merged(const std::vector<json>& before, std::vector<json> now) {
+  std::string text;
+  const json hardware = now.empty() ? json() : now[0].value("hardware", json());
+  const auto put = [&](const json& row) { text += row.dump() + "\n"; };
+  for (const json& old : before) {
+    const auto same = std::find_if(
+        now.begin(), now.end(), [&](const json& row) { return !row.is_null() && subject_of(row) == subject_of(old); });
+    if (same != now.end()) put(std::exchange(*same, nullptr));
+    else if (old.value("hardware", json()) == hardware) put(old);
+  }
+  for (const json& row : now)
+    if (!row.is_null()) put(row);
+  return text;
+}
+
 // Sweeps that are timed by themselves. What their file held stays until they have ended.
 int time_rows(const Settings& s, const SweepRun& run) {
   const Sweep& sweep = *run.sweep;
@@ -328,7 +352,8 @@ int time_rows(const Settings& s, const SweepRun& run) {
     const Values values = !s.values.empty() ? s.values : gpu_count() > 0 ? sweep.on_gpus : sweep.on_cpu;
     status = time_attention_layers(rows, values) ? 0 : 1;
   }
-  if (status == 0 || before.empty()) files::replace(run.path, read_file(rows.path));
+  if (status == 0 || before.empty())
+    files::replace(run.path, merged(s.values.empty() ? std::vector<json>() : before, read_json_lines(rows.path)));
   else std::printf("nothing could be timed: %s stays as it was\n", run.path.c_str());
   std::remove(rows.path.c_str());
   return status;

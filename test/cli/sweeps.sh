@@ -317,6 +317,11 @@ bench --sweep attention --ranks 2
 judge "ranks of what runs in one process" "--sweep attention" "--ranks"
 bench --sweep attention --ranks 1 --values 64 --out "$dir/attention.jsonl"
 rows "$dir/attention.jsonl" 4 '"attention"'
+bench --sweep attention --values 32 --out "$dir/attention.jsonl"
+rows "$dir/attention.jsonl" 8 '"attention"'
+bench --sweep attention --values 64 --out "$dir/attention.jsonl"
+verdict "--values makes the rows that it names anew, in their places" \
+  "$([ "$(grep -o '"T":[0-9]*' "$dir/attention.jsonl" | uniq -c | tr -d '\n ')" = '4"T":644"T":32' ] || cat "$dir/attention.jsonl")"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
 for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100" "--world 2" --plan "--device gpu"; do
