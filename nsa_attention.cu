@@ -275,7 +275,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   v.o_selected = mem.take<T>(rows * width, "selected attention", life);
   v.lse_selected = mem.take<A>(rows * a.H, "selected log-sum-exp", life);
   {
-    Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(a), "selected attention workspace");
+    Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(dev, a), "selected attention workspace");
     dev.mark("selected branch");
     record(Stage::selected,
            nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a));
@@ -329,7 +329,7 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   if (beside) window_done();
 
   {
-    Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(a), "selected attention workspace");
+    Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(dev, a), "selected attention workspace");
     dev.mark("selected branch, backward");
     record(Stage::selected_backward,
            nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1),

@@ -90,10 +90,9 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   return p;
 }
 
-// Masked tiles need less as a rule, but which kernels run is the GPU's to say.
-int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment) {
-  return std::max(plan(a, backward, segment).bytes,
-                  is_masked(a, backward, segment) ? masked_bytes(a, backward, segment) : 0);
+int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment) {
+  const bool masked = arch == 90 && is_masked(a, backward, segment);
+  return masked ? masked_bytes(a, backward, segment) : plan(a, backward, segment).bytes;
 }
 
 #if FSDP_CUDA
@@ -261,7 +260,7 @@ INSTANTIATE(bf16)
 // Hopper alone has, are dense attention, a little slower. The backward is bound by its products. In float a warp goes
 // query by query, and its keys come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
 template <class T>
-static Cost cost(const NsaShape& a, bool backward) {
+static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
   using attention::selected::piece_keys;
   const attention::selected::Plan p = attention::selected::plan(a, backward);
   double blocks = 0;  // that the queries of a head select
@@ -274,7 +273,7 @@ static Cost cost(const NsaShape& a, bool backward) {
   c.launches = int(backward ? 4 + 3 * rounds : 3 + 2 * rounds);
   const double both = double(a.D + a.v_dim()), products = 2 * (backward ? 2 * both + double(a.D) : both) * piece_keys;
   if (c.dtype == Dtype::f32) c.flops = visits * products, c.share = 0.035;
-  else if (attention::selected::is_masked(a, backward, 0)) {
+  else if (dev.compute_capability == 90 && attention::selected::is_masked(a, backward, 0)) {
     const double rows = double((a.T + 127) / 128), dims = backward ? 2 * both + double(a.D) : both;
     c.flops = 2 * double(a.B * a.H) * dims * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
     c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = backward ? 5 : 2;
@@ -284,16 +283,16 @@ static Cost cost(const NsaShape& a, bool backward) {
 }
 
 template <class T>
-int64_t nsa_selected_forward_scratch(const NsaShape& a) {
+int64_t nsa_selected_forward_scratch(const Device& dev, const NsaShape& a) {
   check(a);
-  return std::is_same_v<T, bf16> ? attention::selected::scratch_bytes(a, false) : 0;
+  return std::is_same_v<T, bf16> ? attention::selected::scratch_bytes(a, dev.compute_capability, false) : 0;
 }
 
 template <class T>
 Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
                             char* scratch, const NsaShape& a) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, false)), Kernel();
+  if (s.off()) return s.spend(cost<T>(s.device(), a, false)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
@@ -306,9 +305,9 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 }
 
 template <class T>
-int64_t nsa_selected_backward_scratch(const NsaShape& a) {
+int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a) {
   check(a);
-  if (std::is_same_v<T, bf16>) return attention::selected::scratch_bytes(a, true);
+  if (std::is_same_v<T, bf16>) return attention::selected::scratch_bytes(a, dev.compute_capability, true);
   return std::is_same_v<T, float> ? a.B * a.T * a.H * 8 : 0;
 }
 
@@ -317,7 +316,7 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
                              char* scratch, const NsaShape& a, Gate<T> gate) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, true)), Kernel();
+  if (s.off()) return s.spend(cost<T>(s.device(), a, true)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
@@ -332,10 +331,10 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
 }
 
 #define INSTANTIATE(T)                                                                                              \
-  template int64_t nsa_selected_forward_scratch<T>(const NsaShape&);                                                \
+  template int64_t nsa_selected_forward_scratch<T>(const Device&, const NsaShape&);                                 \
   template Kernel nsa_selected_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const int32_t*, char*, \
                                        const NsaShape&);                                                            \
-  template int64_t nsa_selected_backward_scratch<T>(const NsaShape&);                                               \
+  template int64_t nsa_selected_backward_scratch<T>(const Device&, const NsaShape&);                                \
   template Kernel nsa_selected_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
                                         const T*, const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>);
 INSTANTIATE(float)

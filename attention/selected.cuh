@@ -23,8 +23,9 @@ struct Plan {
 };
 // segment: 0 or less for the default, else a number of queries, of which 256 is a divisor.
 Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
-// Bytes of scratch for bf16, on any GPU: the plan's, or what masked tiles need (selected_masked.cuh).
-int64_t scratch_bytes(const NsaShape& a, bool backward, int64_t segment = 0);
+// Bytes of scratch for bf16 on a GPU of compute capability `arch`: the plan's, or what masked tiles need there
+// (selected_masked.cuh). 0: any GPU, without those.
+int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment = 0);
 
 }  // namespace attention::selected
 

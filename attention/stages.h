@@ -17,9 +17,10 @@ Kernel nsa_topk(Stream& s, int32_t* indices, const T* q, const T* k, const acc_t
                 const NsaShape& a);
 
 // ---- attending (attention/selected.cu): softmax over the keys j <= t of the selected blocks (eq. 12).
-// o (B*T, H DV) and lse (B,H,T) from q, k, v, columns of x (B*T, ld), and indices (B,HKV,T,n). scratch: bytes.
+// o (B*T, H DV) and lse (B,H,T) from q, k, v, columns of x (B*T, ld), and indices (B,HKV,T,n). scratch: bytes, as the
+// GPU's kernels need them.
 template <class T>
-int64_t nsa_selected_forward_scratch(const NsaShape& a);
+int64_t nsa_selected_forward_scratch(const Device& dev, const NsaShape& a);
 template <class T>
 Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
                             char* scratch, const NsaShape& a);
@@ -27,7 +28,7 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 // selected the key. dq, columns of dx too, comes with the window's gradient and leaves as the sum of it, of
 // dq_compressed (B*T, H D; may be null) and of this branch's.
 template <class T>
-int64_t nsa_selected_backward_scratch(const NsaShape& a);
+int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a);
 template <class T>
 Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,

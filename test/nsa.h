@@ -602,10 +602,11 @@ struct Selected {
     acc_t<T>* pl = on.up(lse);
     const int32_t* pi = on.up(indices);
     nsa_selected_forward<T>(s, po, pl, px, px + a.k(1), px + a.v(1), pi,
-                            on.scratch<char>(nsa_selected_forward_scratch<T>(a)), a);
+                            on.scratch<char>(nsa_selected_forward_scratch<T>(s.device(), a)), a);
     const Gate<T> gate = {px + a.gate(1), pdx + a.gate(1), a.ld};
     nsa_selected_backward<T>(s, pdx, pdx + a.k(1), pdx + a.v(1), pc, pd, px, px + a.k(1), px + a.v(1), po, pl, pi,
-                             on.scratch<char>(nsa_selected_backward_scratch<T>(a)), a, gated ? gate : Gate<T>{});
+                             on.scratch<char>(nsa_selected_backward_scratch<T>(s.device(), a)), a,
+                             gated ? gate : Gate<T>{});
     s.synchronize();
     on.down();
     return *this;

@@ -26,7 +26,9 @@ Chip toy() { return {"toy", 10, 1e12, 1e11, 1e12 / 0.75, 1e9, 1e9 / 0.7, 1e9 / 0
 struct Dry {
   Device dev{Backend::gpu, Device::plan_only};
   Estimate estimate;
-  explicit Dry(const Chip& chip) : estimate(chip) { dev.timeline = &estimate; }
+  explicit Dry(const Chip& chip) : estimate(chip) {
+    dev.timeline = &estimate, dev.compute_capability = chip.compute_capability;
+  }
 };
 
 Cost flops(double n) {

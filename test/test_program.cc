@@ -667,6 +667,17 @@ TEST_CASE("a step's price is that of the ranks which share it", "[program]") {
   says(one.text, {"step"});
 }
 
+TEST_CASE("a plan has the scratch of the GPU's own kernels", "[program]") {
+  const auto mib = [](const std::string& line, const char* chip) {
+    return price(on_gpus(line, 1), 1, *chip_named(chip)).bytes / (1 << 20);
+  };
+  // Of 2,048 tokens Hopper needs no lists of who selected what, and slots for none; of 8,192 it does.
+  const std::string line = "--plan --preset m7c --attn nsa --batch 16 --grad-accum 1 --seq ";
+  CHECK(mib(line + "2048", "h100") < mib(line + "2048", "a100") - 200);
+  CHECK(mib(line + "2048", "h100") == mib(line + "2048", "h200"));
+  CHECK(mib(line + "8192", "h100") == mib(line + "8192", "a100"));
+}
+
 namespace {
 struct ToldInFull : Estimate {
   using Estimate::Estimate;

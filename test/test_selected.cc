@@ -258,9 +258,9 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
   Arrays gpu(s);
   char* at[2];
   for (int i : {0, 1})
-    at[i] = gpu.scratch<char>(narrow && segment ? scratch_bytes(a, i == 1, segment)
-                              : i               ? nsa_selected_backward_scratch<T>(a)
-                                                : nsa_selected_forward_scratch<T>(a));
+    at[i] = gpu.scratch<char>(narrow && arch ? scratch_bytes(a, arch, i == 1, segment)
+                              : i            ? nsa_selected_backward_scratch<T>(s.device(), a)
+                                             : nsa_selected_forward_scratch<T>(s.device(), a));
   const T* x = gpu.up(c.x.v) + a.ld;
   T* dx = gpu.up(c.dx.v) + a.ld;
   const T *d_o = gpu.up(c.d_o.v) + c.d_o.ld, *dqc = gpu.up(c.dq_compressed.v) + c.dq_compressed.ld;
@@ -635,7 +635,7 @@ TEST_CASE("GPU: selected attention, milliseconds", "[.time]") {
       float* lse = reinterpret_cast<float*>(take(B * T * H * 4));
       int32_t* chosen = reinterpret_cast<int32_t*>(take(int64_t(indices.size()) * 4));
       s.copy(chosen, indices.data(), int64_t(indices.size()) * 4);
-      const int64_t bytes[2] = {scratch_bytes(a, false, segment), scratch_bytes(a, true, segment)};
+      const int64_t bytes[2] = {scratch_bytes(a, arch, false, segment), scratch_bytes(a, arch, true, segment)};
       char* scratch = take(std::max(bytes[0], bytes[1]));
       Event e[3] = {Event(s.device(), Event::timed), Event(s.device(), Event::timed), Event(s.device(), Event::timed)};
       std::vector<float> forward, backward;

@@ -155,6 +155,7 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
     }
     CHECK(most == file.at("otherData").at("live_peak_mib"));
     Device step(Backend::gpu, Device::plan_only);
+    step.compute_capability = chip_named("h200")->compute_capability;
     Run alone = r;
     alone.o.val_every = 0;
     plan(step, world, Transport::nccl, alone);

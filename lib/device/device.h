@@ -98,7 +98,7 @@ struct Device {
   Mode mode = Mode::plan;
   std::string name;                         // "NVIDIA H200", or the CPU's model
   int64_t total_bytes = 0, free_bytes = 0;  // free when the device was opened
-  int compute_capability = 0;               // 90 for sm_90; 0 on a CPU
+  int compute_capability = 0;               // 90 for sm_90; 0 on a CPU. Of plan_only set by who knows the chip
   int multiprocessors = 0;
 
   std::unique_ptr<Stream> compute_, gather_, reduce_, branch_;

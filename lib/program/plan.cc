@@ -94,6 +94,7 @@ struct DryStep {
         communicators(run.fsdp.communicators(world.size)),
         estimate(chip, run.o.graph == 1, run.o.tf32 && run.dtype == Dtype::f32) {
     check_gpu(r.model, chip.compute_capability, chip.name);
+    dev.compute_capability = chip.compute_capability;
     plan_step(r, world, &dev, &estimate);
   }
   DryStep(Run run, int ranks, const Chip& chip) : DryStep(run, elsewhere(&run, ranks, chip.copy_engines).world, chip) {}
@@ -135,6 +136,7 @@ Trace planned_trace(Run r, int ranks, const Chip& chip) {
   Estimate estimate(chip, r.o.graph == 1);
   estimate.keep_spans();
   Device dev(Backend::gpu, Device::plan_only);
+  dev.compute_capability = chip.compute_capability;
   plan_step(r, world, &dev, &estimate);
   Trace t;
   t.source = "plan", t.begin = estimate.begun(), t.end = t.begin + estimate.step();
@@ -314,6 +316,7 @@ std::string estimate_text(const Run& r, int ranks) {
 std::string plan_text(Run r, int ranks) {
   Device dev(r.backend, Device::plan_only);
   const Chip* chip = chip_named(chip_for(r));
+  if (chip && r.backend == Backend::gpu) dev.compute_capability = chip->compute_capability;
   const Elsewhere there = elsewhere(&r, ranks, chip && chip->copy_engines);
   const auto begun = std::chrono::steady_clock::now();
   const std::vector<Issued> issued = plan(dev, there.world, there.transport, r);
