@@ -91,6 +91,18 @@ TEST_CASE("documents stay as they are where there are no results", "[notes]") {
     CHECK(error_of<UsageError>([&] { notes({document}, dir / "results"); }) ==
           "--notes: there is no " + dir / "results" + "/ here; run it in the project's directory");
   CHECK(read_file(document) == measured);
+  // Nor is a table written over whose rows alone are gone; one that was never measured is written anew.
+  std::filesystem::create_directory(dir / "results");
+  rows_in(dir, "results/depth-2gpu.jsonl", depth_rows());
+  CHECK(write_notes({document}, dir / "results") == 0);
+  const std::string with_rows = read_file(document);
+  std::filesystem::remove(dir / "results/depth-2gpu.jsonl");
+  CHECK(has(error_of<UsageError>([&] { write_notes({document}, dir / "results"); }),
+            "N.md, line 2: table depth was made of " + dir / "results/depth-2gpu.jsonl" + ", which is not there"));
+  CHECK(read_file(document) == with_rows);
+  const std::string fresh = dir.file("fresh.md", "<!-- table depth -->\n<!-- end -->\n");
+  CHECK(write_notes({fresh}, dir / "results") == 0);
+  CHECK(has(read_file(fresh), "Not measured yet"));
   CHECK(error_of<UsageError>([&] { write_notes({dir.path}, dir.path); }) == dir.path + " is not a document");
 }
 

@@ -127,6 +127,30 @@ void require_results(const std::string& results_dir) {
                results_dir.c_str());
 }
 
+// The files that a marker's text was made of: a table links to them, a figure names its own.
+Words sources_of(const Part& p) {
+  const Words words = words_of(p.marker);
+  if (words[0] == "figure") return p.text.empty() || p.text == "-" ? Words() : Words{words[1]};
+  Words all;
+  for (const std::string& file : find_table(words[1]).files)
+    if (p.text.find("[" + file + "](") != std::string::npos) all.push_back(file);
+  return all;
+}
+
+// Refuses to write over what was measured because its file is not there. What never was is written anew.
+void require_sources(const std::string& document, const std::string& name, const std::string& results_dir) {
+  for (const Part& p : parts_of(document, name)) {
+    if (p.marker.empty()) continue;
+    for (const std::string& file : sources_of(p)) {
+      const std::string path = rows_path(results_dir, file);
+      REQUIRE_USER(fs::exists(path),
+                   "%s, line %lld: %s was made of %s, which is not there; bring it back, or delete what stands between "
+                   "the markers",
+                   name.c_str(), static_cast<long long>(p.line), p.marker.c_str(), path.c_str());
+    }
+  }
+}
+
 std::string line_of(const std::vector<std::string>& lines, size_t i) { return i < lines.size() ? lines[i] : ""; }
 
 }  // namespace
@@ -157,6 +181,7 @@ int write_notes(const Words& paths, const std::string& results_dir) {
   std::vector<std::pair<std::string, std::string>> changed;
   for (const std::string& path : paths) {
     const std::string before = read_document(path), after = written_anew(before, path, results_dir);
+    require_sources(before, path, results_dir);
     if (before == after) std::printf("%s: nothing to change\n", path.c_str());
     else changed.emplace_back(path, after);
   }

@@ -217,11 +217,11 @@ std::string provenance(const std::string& file, const std::vector<json>& rows, T
   return text + ": [" + file + "](" + links + file + ".jsonl)";
 }
 
-std::string path_of(const std::string& results_dir, const std::string& file) {
+}  // namespace
+
+std::string rows_path(const std::string& results_dir, const std::string& file) {
   return results_dir + "/" + file + ".jsonl";
 }
-
-}  // namespace
 
 const std::vector<Table>& tables() {
   static const std::vector<Table> all = all_tables();
@@ -258,7 +258,7 @@ std::string render(const Table& table, const std::string& results_dir, const std
   std::vector<json> rows;
   std::string made, missing;
   for (const std::string& file : table.files) {
-    const std::string path = path_of(results_dir, file);
+    const std::string path = rows_path(results_dir, file);
     if (access(path.c_str(), F_OK) != 0) {
       if (is_plan(file) && table.files.size() > 1) continue;  // what is measured needs none
       missing += (missing.empty() ? "Not measured yet: " : "; ") + command_of(file, table.form) +
@@ -283,7 +283,7 @@ std::string figure(const std::string& words, const std::string& results_dir) {
   REQUIRE_USER(all.size() >= 4, "figure %s: give FILE ROW WHO KEY, as in `depth-2gpu 4 ours step_ms`", words.c_str());
   std::string row = all[1];
   for (size_t i = 2; i + 2 < all.size(); i++) row += " " + all[i];
-  const std::string path = path_of(results_dir, all[0]);
+  const std::string path = rows_path(results_dir, all[0]);
   if (access(path.c_str(), F_OK) != 0) return "-";
   try {
     return figure_text(read_rows({path}), row, all[all.size() - 2], all.back());

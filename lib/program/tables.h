@@ -85,6 +85,7 @@ constexpr char planned_chip[] = "h200";
 constexpr int planned_ranks = 2;
 
 const std::vector<Table>& tables();
+std::string rows_path(const std::string& results_dir, const std::string& file);  // of Table::files
 const Table& find_table(const std::string& name);  // throws UsageError, which names those that sound like it
 
 // The table and, below it, what made it: command, machine, commits, dates, and the file's name as a link. Files that
