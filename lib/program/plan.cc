@@ -323,9 +323,9 @@ std::string plan_text(Run r, int ranks) {
   // Estimate and advice are a few times that.
   if (std::chrono::steady_clock::now() - begun > std::chrono::milliseconds(500))
     terminal::say(strf("note: planning %lld blocks takes some seconds", ll(r.model.depth)));
-  std::string text = strf("%s%s: %s parameters, %s%s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
-                          r.model.sparse ? " with NSA" : "", count_text(double(parameter_count(r.model))).c_str(),
-                          name_of(r.dtype), fp8_text(r.model).c_str(), ll(r.batch), ll(r.model.seq));
+  std::string text = strf("%s%s: %s, %s%s, batch %lld x %lld tokens a rank\n", name_of(r.model.arch),
+                          r.model.sparse ? " with NSA" : "", size_text(r.model).c_str(), name_of(r.dtype),
+                          fp8_text(r.model).c_str(), ll(r.batch), ll(r.model.seq));
   if (r.o.plan) text += units_text(r, ranks) + memory_table(dev.mem.report(), ranks);
   if (r.o.plan && r.backend == Backend::gpu) text += estimate_text(r, ranks);
   if (r.o.show_schedule) text += choices_text(r, there.transport) + schedule_text(issued, r.model, ranks);

@@ -77,6 +77,14 @@ json hardware_json(const Device& dev, int gpus) {
           {"host", {{"cores", cores()}, {"cpu", cpu_name()}}}};
 }
 
+std::string size_text(const ModelConfig& c) {
+  int64_t frozen = 0;
+  for (const Unit& u : parameter_table(c))
+    for (const Param& p : u.params) frozen += p.frozen ? p.numel : 0;
+  return count_text(double(parameter_count(c))) + " parameters" +
+         (frozen ? " (" + count_text(double(frozen)) + " frozen)" : "");
+}
+
 std::string memory_table(const MemoryReport& m, int world_size) {
   std::string text = strf("memory of a rank of %d, MiB %12s %14s %10s\n", world_size, "init", "before step 1", "peak");
   for (int p = 0; p < purposes; p++)
@@ -246,11 +254,10 @@ std::string opening_text(const Run& r, const Device& dev, const World& world, Tr
                            : gathers             ? ", gathers by copy engines"
                            : reductions          ? ", reductions by copy engines"
                                                  : "";
-  text += strf("%s%s, %s parameters in %zu units over %d rank%s of %s; %s%s, gradients in %s; collectives: %s%s\n",
-               name_of(r.model.arch), r.model.sparse ? " with NSA" : "",
-               count_text(double(parameter_count(r.model))).c_str(), parameter_table(r.model).size(), world.size,
-               world.size > 1 ? "s" : "", dev.name.c_str(), name_of(r.dtype), fp8_text(r.model).c_str(),
-               name_of(r.reduce_dtype), name_of(transport), by_engines);
+  text += strf("%s%s, %s in %zu units over %d rank%s of %s; %s%s, gradients in %s; collectives: %s%s\n",
+               name_of(r.model.arch), r.model.sparse ? " with NSA" : "", size_text(r.model).c_str(),
+               parameter_table(r.model).size(), world.size, world.size > 1 ? "s" : "", dev.name.c_str(),
+               name_of(r.dtype), fp8_text(r.model).c_str(), name_of(r.reduce_dtype), name_of(transport), by_engines);
   text += fsdp_text(r, world.size);
   text += strf("data: %s; %s tokens a step (%lld x %lld%s), %lld steps\n", data.c_str(),
                grouped(r.tokens_per_step()).c_str(), ll(r.global_batch), ll(r.model.seq),

@@ -22,6 +22,7 @@ nlohmann::json hardware_json(const Device& dev, int gpus);
 int cores();  // of this machine
 
 // --plan's tables, and --show-params'. world_size: ranks that the parameters are sharded for.
+std::string size_text(const ModelConfig& c);  // "973.2 M parameters", "973.2 M parameters (134.2 M frozen)"
 std::string memory_table(const MemoryReport& m, int world_size);
 std::string units_text(const Run& r, int world_size);  // neighbours that are alike in one line
 std::string parameters_text(const Run& r, int world_size);

@@ -50,6 +50,7 @@ judge_plan "fp8 saved on a GPU without it" "--save-dtype fp8: A100 has no fp8" -
 judge_plan "nothing there to save" "--recompute none and attn keep; drop one" --preset rope --gpu h200 --save-dtype fp8 --recompute both
 good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
+good "how much is frozen" " parameters (32.8 k frozen)" --plan --preset tiny --freeze embedding
 
 good "schedule" "one rank: nothing moves" --show-schedule --world 4 --shard hybrid:1 --preset tiny
 # Every knob of sharding reaches the step: how often something is in the schedule and the plan with it, and without it.
