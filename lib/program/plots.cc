@@ -77,13 +77,15 @@ void run_gnuplot(const std::string& script) {
   throw Error("gnuplot: " + why);
 }
 
-// Complete, or what was there before. Of a disk that is full gnuplot says nothing.
-void put_in_place(const std::string& part, const std::string& out) {
-  std::string text = read_file(part);
-  text.erase(text.find_last_not_of(" \n") + 1);
-  REQUIRE_USER(has_ending(text, "</svg>"), "%s cannot be written: the picture breaks off; is the disk full?",
-               out.c_str());
-  REQUIRE_USER(std::rename(part.c_str(), out.c_str()) == 0, "%s cannot be written", out.c_str());
+// Of a disk that is full gnuplot says nothing.
+std::string drawn_by_gnuplot(const PlotRequest& r) {
+  const TemporaryFile picture("");
+  run_gnuplot(plot_script(r, picture.path));
+  std::string svg = read_file(picture.path);
+  svg.erase(svg.find_last_not_of(" \n") + 1);
+  if (!has_ending(svg, "</svg>"))
+    throw Error("gnuplot: the picture breaks off; is there room in " + files::parent_of(picture.path) + "?");
+  return svg + "\n";
 }
 
 }  // namespace
@@ -171,7 +173,7 @@ std::string plot_script(const PlotRequest& r, const std::string& out) {
 }
 
 std::string plot(const PlotRequest& r) {
-  const std::string out = out_of(r), part = out + ".part";
+  const std::string out = out_of(r);
   files::require_replaceable(out);
   for (const std::string& path : r.files)
     REQUIRE_USER(path != out, "--out %s is the file to plot; choose another", out.c_str());
@@ -184,19 +186,7 @@ std::string plot(const PlotRequest& r) {
                "--kind unit draws a preset's block: no files, no --title");
   REQUIRE_USER(r.key.empty() || kind == PlotKind::bars || kind == PlotKind::scaling,
                "--key names a figure of rows, which bars and scaling show; leave it out");
-  const std::string text = unit ? unit_svg(r.preset, r.ranks) : plot_script(r, part);
-  {
-    std::ofstream file(part);
-    if (unit) file << text;
-    REQUIRE_USER(file.flush(), "%s cannot be written", out.c_str());
-  }
-  try {
-    if (!unit) run_gnuplot(text);
-    put_in_place(part, out);
-  } catch (...) {
-    std::remove(part.c_str());
-    throw;
-  }
+  files::replace(out, unit ? unit_svg(r.preset, r.ranks) : drawn_by_gnuplot(r));
   return out;
 }
 
