@@ -19,8 +19,8 @@ static int64_t word_bytes(const NsaShape& a) {
   const int64_t n = (a.T + 127) / 128 * 2;
   return a.B * a.HKV * n * n * 8;  // a multiple of 32
 }
-// Does one kernel make all gradients, or a pair of them? As in attention/dense.cu, the one wants many sequences, of
-// which it has tiles of 128 keys to fill a large GPU twice.
+// Does one kernel make all gradients, or a pair of them? As in attention/dense.cu, the one wants many sequences, with
+// tiles of 128 keys that fill a large GPU twice.
 static bool in_one(const NsaShape& a, int64_t segment) {
   const int64_t units = a.B * a.HKV;
   return segment == masked_in_one ||

@@ -203,8 +203,8 @@ __device__ inline auto chosen_of(uint32_t at) {
   }
 }
 
-// Adds them to a warpgroup's 64 x D of dQ: sequence b, rows from t0 on, of which those past T are not there, and
-// columns from col on.
+// Adds the addends to a warpgroup's 64 rows of dQ, of which a thread has N numbers: sequence b, rows from t0 on, of
+// which those past T are not there, columns from col on.
 template <int N>
 __device__ inline void add_all(float (&d)[N], const Addends& addends, const Problem& a, int b, int t0, int col) {
   const int lane = threadIdx.x % 32, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;

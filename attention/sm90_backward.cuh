@@ -13,6 +13,9 @@
 // the order in which threads hold them, so that a warp adds 512 bytes in a row. The block whose summand is the last of
 // a tile scales the sum and writes it as bf16, when its walk is over.
 //
+// The mask may let queries choose blocks of keys (selected_masked.cuh): then words of bits come with the tiles, and dQ
+// is added to what is there already.
+//
 // In flight at one time, a step n: dV, dK of n, S of n+1, dQ of n; while dQ runs, exponentials of n+1 do.
 #pragma once
 
