@@ -15,6 +15,10 @@ import os
 import subprocess
 import sys
 
+from libraries import require
+
+require("numpy", "torch", "transformers")
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -25,6 +25,10 @@ import sys
 import threading
 import time
 
+from libraries import require
+
+require("numpy", "torch")
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -14,6 +14,10 @@ import json
 import math
 import os
 
+from libraries import require
+
+require("numpy", "torch")
+
 import numpy as np
 import torch
 import torch.nn.functional as F

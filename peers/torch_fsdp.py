@@ -47,6 +47,10 @@ import sys
 import time
 import traceback
 
+from libraries import require
+
+require("numpy", "torch")
+
 import torch
 import torch.distributed as dist
 

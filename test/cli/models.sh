@@ -83,6 +83,14 @@ needs() {
   skip "$name: python3 lacks one of: $*"
   return 1
 }
+if needs "PyTorch's programs without PyTorch" sys; then
+  wrong=""
+  for program in torch_fsdp hf_round_trip read_export nsa_per_token; do
+    python3 -S "peers/$program.py" --help >"$dir/out" 2>&1 && wrong="$wrong; $program needs nothing" # -S: no packages
+    grep -q "^error: $program.py needs .*torch.*: pip install " "$dir/out" && [ "$(wc -l <"$dir/out")" = 1 ] || wrong="$wrong; $program: $(tail -1 "$dir/out")"
+  done
+  verdict "PyTorch's programs without PyTorch say what they need" "$wrong"
+fi
 if needs "a Llama through transformers and back" torch,transformers,numpy; then
   timeout 600 python3 peers/hf_round_trip.py --work "$dir/round" --steps 5 --seq 64 --more "--device cpu" >"$dir/out" 2>&1
   status=$?
