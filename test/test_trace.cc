@@ -574,7 +574,6 @@ struct FakeNvml {
       p[2] = {unsigned(getpid()), 7ull << 30, 0, 0}, p[3] = {1, ~0ull, 0, 0};
       return *count = 4, 0;
     };
-    n.memory = [](Nvml::Gpu gpu, Nvml::MemoryInfo* info) { return info->used = (1ull << 20) * number(gpu), 0; };
     return n;
   }
 };
@@ -616,14 +615,12 @@ TEST_CASE("a summary of what GPUs told", "[nvml]") {
   CHECK(one->utilization == Approx(0.3));
   CHECK(one->clock_mhz == 3000);
   CHECK(one->power_w == 500);
-  CHECK(one->most_memory_mib == 3);
   CHECK(one->gpus == 1);
   CHECK(one->samples >= 2);
   const auto two = sampled(nvml, {"0", "GPU-2222"});  // the beginning of a UUID
   REQUIRE(two.has_value());
   CHECK(two->gpus == 2);
   CHECK(two->power_w == 500);  // of the one that tells it
-  CHECK(two->most_memory_mib == 2);
   CHECK(two->utilization > 0.1);
   CHECK(two->utilization < 0.2);
   const auto silent = sampled(nvml, {"GPU-22222222-bbbb"});

@@ -26,7 +26,6 @@ const Nvml* load_nvml() {
     find("nvmlDeviceGetHandleByIndex_v2", &n.by_index), find("nvmlDeviceGetHandleByUUID", &n.by_uuid);
     find("nvmlDeviceGetUUID", &n.uuid_of), find("nvmlDeviceGetUtilizationRates", &n.utilization);
     find("nvmlDeviceGetClockInfo", &n.clock), find("nvmlDeviceGetPowerUsage", &n.power);
-    find("nvmlDeviceGetMemoryInfo", &n.memory);
     const bool enough = all;
     find("nvmlDeviceGetComputeRunningProcesses_v3", &n.processes);
     return enough ? &n : nullptr;
@@ -96,10 +95,6 @@ double mean(std::vector<double> x) {
   double sum = 0;
   for (double v : x) sum += v;
   return x.empty() ? std::nan("") : sum / double(x.size());
-}
-double largest(std::vector<double> x) {
-  x = known(std::move(x));
-  return x.empty() ? std::nan("") : *std::max_element(x.begin(), x.end());
 }
 
 }  // namespace
@@ -172,13 +167,11 @@ void GpuSampler::look() {
   for (Nvml::Gpu gpu : gpus_) {
     const double none = std::nan("");
     Nvml::Utilization rates = {};
-    Nvml::MemoryInfo info = {};
     unsigned mhz = 0, milliwatts = 0;
     Sample s;
     s.utilization = nvml_->utilization(gpu, &rates) == 0 ? rates.gpu / 100.0 : none;
     s.clock_mhz = nvml_->clock(gpu, Nvml::sm_clock, &mhz) == 0 ? mhz : none;
     s.power_w = nvml_->power(gpu, &milliwatts) == 0 ? milliwatts / 1e3 : none;
-    s.memory_mib = nvml_->memory(gpu, &info) == 0 ? double(info.used) / (1 << 20) : none;
     s.at = unix_seconds();
     std::lock_guard<std::mutex> lock(mutex_);
     samples_.push_back(s);
@@ -186,16 +179,14 @@ void GpuSampler::look() {
 }
 
 std::optional<GpuSummary> GpuSampler::summary(double from, double to) const {
-  std::vector<double> utilization, clock, power, memory;
+  std::vector<double> utilization, clock, power;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Sample& s : samples_) {
       if (s.at < from || s.at > to) continue;
-      utilization.push_back(s.utilization), clock.push_back(s.clock_mhz);
-      power.push_back(s.power_w), memory.push_back(s.memory_mib);
+      utilization.push_back(s.utilization), clock.push_back(s.clock_mhz), power.push_back(s.power_w);
     }
   }
   if (utilization.empty()) return std::nullopt;
-  return GpuSummary{mean(utilization), median(clock),     median(power),
-                    largest(memory),   int(gpus_.size()), int(clock.size())};
+  return GpuSummary{mean(utilization), median(clock), median(power), int(gpus_.size()), int(clock.size())};
 }

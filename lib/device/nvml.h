@@ -24,9 +24,6 @@ struct Nvml {
   struct Utilization {
     unsigned gpu, memory;  // per cent
   };
-  struct MemoryInfo {
-    unsigned long long total, free, used;  // bytes
-  };
   struct Process {  // nvmlProcessInfo_t
     unsigned pid;
     unsigned long long used;  // bytes; all ones: not known
@@ -42,7 +39,6 @@ struct Nvml {
   int (*utilization)(Gpu gpu, Utilization* rates);
   int (*clock)(Gpu gpu, Clock which, unsigned* mhz);
   int (*power)(Gpu gpu, unsigned* milliwatts);
-  int (*memory)(Gpu gpu, MemoryInfo* info);
   int (*processes)(Gpu gpu, unsigned* count, Process* processes);  // null: an old driver
 };
 // Null where there is none. Of the process, and never closed.
@@ -66,7 +62,6 @@ std::vector<std::string> uuids_of(const Nvml* nvml, const std::vector<std::strin
 struct GpuSummary {           // NaN: the driver does not tell, as of parts of a GPU (MIG)
   double utilization;         // 0..1, mean
   double clock_mhz, power_w;  // medians
-  double most_memory_mib;     // used by all programs, of the GPU with the most
   int gpus, samples;
 };
 
@@ -82,7 +77,7 @@ class GpuSampler {
 
  private:
   struct Sample {
-    double at, utilization, clock_mhz, power_w, memory_mib;
+    double at, utilization, clock_mhz, power_w;
   };
   void look();
   const Nvml* nvml_;
