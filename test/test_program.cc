@@ -308,7 +308,6 @@ TEST_CASE("what the machine and the preset decide, and what is given against the
   CHECK(says_of("--val-every 6", "nothing is validated") == 1);
   CHECK(says_of("--stop-after 4 --val-every 5", "--val-every 5: the run has 4 steps") == 1);
   CHECK(says_of("--warmup 5 --stop-after 5 --val-every 5", "the run has") == 0);
-  CHECK(says_of("--plan --gpu h200", "--gpu h200 has no effect") == 1);
   CHECK(on_cpu("--preset tiny --freeze embedding,,head").model.frozen == Words{"embedding", "head"});
   const auto frozen = [](const std::string& names) {  // modules of the parameters that are
     std::set<std::string> modules;

@@ -328,6 +328,7 @@ std::string plan_text(Run r, int ranks) {
                           fp8_text(r.model).c_str(), ll(r.batch), ll(r.model.seq));
   if (r.o.plan) text += units_text(r, ranks) + memory_table(dev.mem.report(), ranks);
   if (r.o.plan && r.backend == Backend::gpu) text += estimate_text(r, ranks);
+  else if (!r.o.gpu.empty()) text += "--gpu " + r.o.gpu + " has no effect: a step on a CPU is not estimated\n";
   if (r.o.show_schedule) text += choices_text(r, there.transport) + schedule_text(issued, r.model, ranks);
   return text;
 }

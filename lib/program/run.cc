@@ -368,8 +368,6 @@ Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
   r.backend = gpu ? Backend::gpu : Backend::cpu;
   const Preset p = preset_named(!o.preset.empty() ? o.preset : gpu ? "m7c" : "tiny");
   r.preset = o.init.empty() ? p.name : "";
-  if (!gpu && !o.gpu.empty())
-    r.notices.push_back("--gpu " + o.gpu + " has no effect: a step on a CPU is not estimated");
   if (!gpu && o.device == "auto")
     r.notices.push_back(strf("no GPU found: training %s in %s on the CPU",
                              r.preset.empty() ? o.init.c_str() : ("preset " + r.preset).c_str(),

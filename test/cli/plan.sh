@@ -18,6 +18,7 @@ good "parameters" "head" --show-params --preset tiny --device cpu
 ./train --device cpu --preset tiny --show-params >"$dir/out" 2>&1
 verdict "columns of parameters stand below each other" \
   "$(awk 'NR == 1 { at = index($0, "decay") } / (yes|no)$/ && match($0, /(yes|no)$/) != at' "$dir/out")"
+good "a chip for a plan of a CPU" "--gpu h200 has no effect: a step on a CPU is not estimated" --plan --gpu h200 --device cpu --preset tiny
 good "a plan of one rank" "slowdown from casts" --plan --gpu h200 --world 1 --preset rope
 verdict "a plan of one rank has no links" "$(grep -E "links|into the network|collectives beside" "$dir/out")"
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
