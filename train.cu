@@ -266,7 +266,7 @@ std::string loop(Training<T, G>& t) {
   const Run& r = t.r;
   const auto begin = Clock::now();
   int64_t step = t.first, saved = 0;
-  bool due = false, told = false;  // a save, and that it waits
+  const auto note = [&](const std::string& line) { t.job.telemetry->note(line); };
   const auto save = [&](int64_t n) {
     const OlderSteps older = t.bad.amid() ? OlderSteps::stay : OlderSteps::rotate;
     begin_save(t.saver.get(), &t.model.fsdp, saved = n, state_at(r, n), older);
@@ -283,16 +283,7 @@ std::string loop(Training<T, G>& t) {
     if (t.samples(step)) t.slot(step).sample = write_sample(t.job, t.model, step);
     if (t.saver) {
       t.saver->check();
-      // While steps are being skipped, the weights may be what is wrong: a save waits until a step is good.
-      due = due || (r.o.save_every > 0 && step % r.o.save_every == 0);
-      if (t.bad.amid()) {
-        if (due && t.speaks() && !std::exchange(told, true))
-          t.job.telemetry->note(
-              strf("step %lld is not saved: the step before was skipped; a save waits for one that is not", ll(step)));
-      } else if (std::exchange(due, false)) {
-        told = false;
-        if (step == r.last_step || t.saver->idle(step)) save(step);
-      }
+      if (t.bad.save_is_due(step, note) && (step == r.last_step || t.saver->idle(step))) save(step);
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;

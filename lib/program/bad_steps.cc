@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <utility>
 
 #include "lib/comm/world.h"
 
@@ -80,4 +81,12 @@ std::string BadSteps::take(int64_t step, const StepScalars& of, const std::vecto
   else if (r_.fsdp.update_in_backward) end += ", and the weights in memory are lost (--optimizer-in-backward)";
   else end += "; the optimizer did not apply it";
   return end + "; nothing is saved from here on; try a lower --lr, a longer --warmup or --clip";
+}
+
+bool BadSteps::save_is_due(int64_t step, const std::function<void(const std::string&)>& note) {
+  const bool due = r_.o.save_every > 0 && step % r_.o.save_every == 0;
+  if (!amid()) return std::exchange(save_waits_, false) || due;
+  if (due && !std::exchange(save_waits_, true) && this_rank() == 0)
+    note(strf("step %lld is not saved: the step before was skipped; a save waits for one that is not", ll(step)));
+  return false;
 }
