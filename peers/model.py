@@ -82,8 +82,13 @@ def our_name(name):
     return name if name in ("embedding.weight", "head.weight") else name.removesuffix(".weight")
 
 
+def is_among(name, some):
+    """Is the parameter called `some`, or in the module of that name?"""
+    return (name + ".").startswith(some + ".")
+
+
 def is_frozen(a, name):
-    return any((name + ".").startswith(some + ".") for some in a.freeze.split(",") if some)
+    return any(is_among(name, some) for some in a.freeze.split(",") if some)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

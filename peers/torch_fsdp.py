@@ -66,6 +66,7 @@ from model import (
     flops_simple_pytorch,
     head_module,
     init_parameter,
+    is_among,
     is_frozen,
     our_name,
     parameter_table,
@@ -220,7 +221,7 @@ def resolve_model(a, gpu):
     names = [p.name for p in parameter_table(a)]
     for some in filter(None, a.freeze.split(",")):
         refuse_if(
-            not any((n + ".").startswith(some + ".") for n in names),
+            not any(is_among(n, some) for n in names),
             f"--freeze {some}: no parameter and no module has that name",
         )
     refuse_if(all(is_frozen(a, n) for n in names), f"--freeze {a.freeze}: nothing is left to train")
