@@ -203,7 +203,8 @@ std::string Estimate::text(double tokens, double flops) const {
   row("optimizer", busy(Work::optimizer));
   const bool sends =
       std::any_of(sums_.traffic.begin(), sums_.traffic.end(), [](const Traffic& c) { return c.count > 0; });
-  row(sends ? "slowdown from collectives beside it" : "slowdown from casts beside it", std::fabs(sums_.slowed));
+  const char* const beside = sends ? "collectives" : "casts";
+  row(strf("slowdown from %s beside it", beside).c_str(), std::fabs(sums_.slowed));
   row("waiting for gathers", exposed(1));
   row("waiting for reductions", exposed(2));
   row("step", s);
@@ -220,7 +221,7 @@ std::string Estimate::text(double tokens, double flops) const {
             1e-12 * flops, 1e2 * flops / s / chip_.bf16,
             s <= host()              ? "the host"
             : waited > 0.1 * s       ? "communication: it does not hide"
-            : sums_.slowed > 0.1 * s ? "compute, which collectives beside it slow down"
+            : sums_.slowed > 0.1 * s ? strf("compute, which %s beside it slow down", beside).c_str()
                                      : "compute");
   t += strf("  assumed, at an H200's measured fractions of its datasheet: memory %.2f TB/s",
             1e-12 * chip_.bandwidth * of_bandwidth);
