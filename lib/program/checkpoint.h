@@ -86,11 +86,11 @@ std::vector<Part> parts_to_save(const F& fsdp) {
 
 // ----------------------------------------------------------------------------------------------------------- saving
 
-// Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
-// 12 bytes for each parameter of the shard), once, when it is made.
 // What becomes of the steps saved before when another one is.
 enum class OlderSteps { rotate, stay };  // rotate: those beyond --keep go
 
+// Copies the parts aside and writes them from a thread. Takes host memory for one copy of the parts (pinned on a GPU;
+// 12 bytes for each parameter of the shard), once, when it is made.
 class Saver {
  public:
   // Collective. keep: how many steps stay, 0: all. note: says something to the user; called on rank 0, from begin(),

@@ -86,7 +86,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"min-lr-ratio", "X", &Options::min_lr_ratio, from(0, 1), "the cosine schedule ends at this fraction of the peak"},
   {"warmup", "STEPS", &Options::warmup, at_least(0), "linear warm-up", "a tenth of the steps, at most 100"},
   {"clip-norm", "P", &Options::clip_norm, one_of({"1", "2", "3", "inf"}), "the norm that --clip bounds and the log shows"},
-  {"on-nan", "WHAT", &Options::on_nan, any_as({"stop", "skip", "skip:"}), "at a loss or gradient norm that is not finite: stop; or skip[:K], leave the step out, at most K in a row (10), and save none until one is good"},
+  {"on-nan", "WHAT", &Options::on_nan, any_as({"stop", "skip", "skip:"}), "at a loss or gradient norm that is not finite: stop; or skip[:K], leave the step out, at most K in a row (10), and save nothing before a step is good again"},
   {"beta1", "X", &Options::beta1, in_fp32(from_to_below(0, 1)), "AdamW's beta1"},
   {"beta2", "X", &Options::beta2, in_fp32(from_to_below(0, 1)), "AdamW's beta2"},
   {"eps", "X", &Options::eps, in_fp32(above(0, 1)), "AdamW's epsilon"},

@@ -164,7 +164,7 @@ static void refuse_own_options(const Words& extra) {
 }
 
 // What a row gives an option, with its name: "" where it leaves it out.
-std::string given(const SweepRow& row, const std::string& option) {
+static std::string given(const SweepRow& row, const std::string& option) {
   const auto is_option = [](const std::string& word) { return word.rfind("--", 0) == 0; };
   const auto at = std::find(row.options.begin(), row.options.end(), option);
   if (at == row.options.end()) return "";
@@ -172,7 +172,7 @@ std::string given(const SweepRow& row, const std::string& option) {
 }
 
 // Rows that differ in an option, and are called by it, would run with one value of it and keep their names.
-void refuse_varied_options(const SweepRun& run, const std::vector<SweepRow>& rows) {
+static void refuse_varied_options(const SweepRun& run, const std::vector<SweepRow>& rows) {
   for (const std::string& word : run.extra) {
     const std::string option = word.substr(0, word.find('='));
     if (option.rfind("--", 0) != 0 || rows.empty()) continue;
