@@ -312,18 +312,21 @@ json subject_of(json row) {
   return row;
 }
 
-// The rows timed now, in the places of those that they stand for; of another machine none stays. For --values, which
-// asks for some rows of a file.
+// The rows timed now, in the places of those that they stand for; of another machine none stays, which is said. For
+// --values, which asks for some rows of a file.
 std::string merged(const std::vector<json>& before, std::vector<json> now) {
   std::string text;
   const json hardware = now.empty() ? json() : now[0].value("hardware", json());
   const auto put = [&](const json& row) { text += row.dump() + "\n"; };
+  int64_t gone = 0;
   for (const json& old : before) {
     const auto same = std::find_if(
         now.begin(), now.end(), [&](const json& row) { return !row.is_null() && subject_of(row) == subject_of(old); });
     if (same != now.end()) put(std::exchange(*same, nullptr));
     else if (old.value("hardware", json()) == hardware) put(old);
+    else ++gone;
   }
+  if (gone > 0) std::printf("left out: %lld row%s of another machine\n", ll(gone), gone == 1 ? "" : "s");
   for (const json& row : now)
     if (!row.is_null()) put(row);
   return text;

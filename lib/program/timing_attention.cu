@@ -158,7 +158,7 @@ bool time_attention_layers(const RowFile& rows, const std::vector<int64_t>& leng
       for (bool sparse : {true, false}) {
         json row = {{"attention", heads_json(n)},
                     {"kernel", sparse ? "nsa" : "dense"},
-                    {"hardware", {{"gpus", gpu_count()}, {"name", name}}}};
+                    {"hardware", {{"gpus", gpu ? 1 : 0}, {"name", name}}}};
         try {
           const json r = time_layer(backend, sparse, n);
           for (const char* key : {"forward_ms", "forward_backward_ms"})
@@ -305,7 +305,7 @@ json hardware(const Device& dev) {
   int runtime = 0, driver = 0;
   CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
   CUDA_CHECK(cudaDriverGetVersion(&driver));
-  return {{"gpus", gpu_count()},
+  return {{"gpus", 1},
           {"name", dev.name},
           {"compute_capability", dev.compute_capability},
           {"cuda_runtime", runtime},

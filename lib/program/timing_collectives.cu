@@ -131,7 +131,10 @@ class Bench {
     ops::sum_parts(dev_.gather(), shard_, static_cast<const T*>(received_), count, world_.size, /*accumulate=*/false);
   }
 
-  json hardware() const { return {{"gpus", gpu_count()}, {"name", dev_.name}, {"nccl", nccl_version()}}; }
+  json hardware() const {
+    const int gpus = dev_.backend == Backend::gpu ? world_.size : 0;
+    return {{"gpus", gpus}, {"name", dev_.name}, {"nccl", nccl_version()}};
+  }
 
  private:
   // Cut so that every rank's part is a multiple of 256 bytes.

@@ -322,6 +322,11 @@ rows "$dir/attention.jsonl" 8 '"attention"'
 bench --sweep attention --values 64 --out "$dir/attention.jsonl"
 verdict "--values makes the rows that it names anew, in their places" \
   "$([ "$(grep -o '"T":[0-9]*' "$dir/attention.jsonl" | uniq -c | tr -d '\n ')" = '4"T":644"T":32' ] || cat "$dir/attention.jsonl")"
+sed -i '/"T":32/s/"gpus":[0-9]*/"gpus":7/' "$dir/attention.jsonl"
+bench --sweep attention --values 64 --out "$dir/attention.jsonl"
+rows "$dir/attention.jsonl" 4 '"attention"'
+verdict "rows of another machine leave the file, and that is said" \
+  "$(grep -q "left out: 4 rows of another machine" "$dir/out" || cat "$dir/out")"
 bench --sweep collectives -- --seq 64
 judge "options for a ./train that does not run" "--sweep collectives" "--"
 for own in "--steps 3" --steps=3 "--log $dir/none.jsonl" "--gpu a100" "--world 2" --plan "--device gpu"; do
