@@ -39,7 +39,7 @@ static void check(const AttentionShape& a) {
 
 // Does one kernel make all gradients, or a pair of them? Blocks of the one wait for each other while they begin, which
 // long sequences and many sequences outweigh. Measured on an H100, alone and in steps, with groups of 4 and 6 heads:
-// results/gpu-tests-2026-11-25.log; so was the one under compressed keys, slower by a tenth to a fourth at any length.
+// results/gpu-tests-2026-11-25.log; so was the one under compressed keys, slower at every length.
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || a.D != a.v_dim() || kernels == BackwardKernels::pair) return false;
   if (kernels == BackwardKernels::one) return true;
