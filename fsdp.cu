@@ -55,6 +55,13 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   adamw_ = dev.mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
 }
 
+// Whether the unit's master copy lies in halves: where its upper half is what is gathered.
+template <class T, class G>
+bool Fsdp<T, G>::in_halves(int u) const {
+  const bool gathered_wide = options_.gather_wide && shards(u) > 1;
+  return std::is_same_v<T, bf16> && units_[size_t(u)].in_fp8 == 0 && !gathered_wide;
+}
+
 // What a rank owns for ever: its shard of each unit in fp32, and AdamW's moments of what has a gradient.
 template <class T, class G>
 void Fsdp<T, G>::keep_state() {
@@ -62,7 +69,10 @@ void Fsdp<T, G>::keep_state() {
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
     State s(dev_);
-    s.master = mem.keep<float>(u.shard, u.name + " master", Purpose::master);
+    float* const master = mem.keep<float>(u.shard, u.name + " master", Purpose::master);
+    s.master = master;
+    if (bf16* const high = reinterpret_cast<bf16*>(master); in_halves(int(i)))
+      s.master = Halves{high, reinterpret_cast<int16_t*>(high + u.shard)};
     auto moment = [&](const char* name) -> void* {
       if (!u.trained()) return nullptr;
       const int64_t n = u.with_gradient.shard;
@@ -90,31 +100,39 @@ int64_t Fsdp<T, G>::slot_numel(int u) const {
   return unit.in_fp8 > 0 ? (fp8_layout(unit, shards(u), size).bytes + size - 1) / size : unit.padded;
 }
 
-// A slot of its own for each unit that stays resident once it is gathered; the others share as many as the options
-// allow, each as large as the largest of them. In fp32 on one rank a unit's own slot is the master copy, and takes no
-// memory.
+// The unit's master copy, if it can be computed with as it lies: one rank has all of it, in T.
+template <class T, class G>
+T* Fsdp<T, G>::as_slot(int u) const {
+  const Masters& master = state_[size_t(u)].master;
+  if (shards(u) > 1 || units_[size_t(u)].in_fp8 > 0) return nullptr;
+  if constexpr (std::is_same_v<T, float>) return master.whole;
+  else if constexpr (std::is_same_v<T, bf16>) return master.halves.high;
+  else return nullptr;
+}
+
+// A slot of its own for each unit that stays resident once it is gathered; it takes no memory where it is the master
+// copy. The others share as many as the options allow, each as large as the largest of them.
 template <class T, class G>
 void Fsdp<T, G>::keep_gather_slots() {
-  const Purpose purpose = Purpose::gather_slots;
-  auto add = [&](int owner, int64_t numel, const std::string& name) {
-    const bool is_master =
-        std::is_same_v<T, float> && owner >= 0 && shards(owner) == 1 && units_[size_t(owner)].in_fp8 == 0;
-    T* p = is_master ? reinterpret_cast<T*>(state_[size_t(owner)].master) : dev_.mem.keep<T>(numel, name, purpose);
+  auto add = [&](int owner, int64_t numel, const std::string& name, T* master) {
+    const Purpose purpose = Purpose::gather_slots;
+    T* p = master ? master : dev_.mem.keep<T>(numel, name, purpose);
     const bool gathered = (owner < 0 ? shard_world_.size : shards(owner)) > 1;
     float* wide = options_.gather_wide && gathered ? dev_.mem.keep<float>(numel, name + ", fp32", purpose) : nullptr;
     slots_.emplace_back(dev_, name, p, wide);
-    slots_.back().owner = owner;
+    slots_.back().owner = owner, slots_.back().is_master = master;
   };
   const bool own = !options_.reshard_after_forward || options_.gather_slots == 0;
   int64_t most = 0;
-  int sharded = 0;
+  int sharing = 0;
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
     const int64_t numel = slot_numel(int(i));
-    if (own || u.replicated) add(int(i), numel, u.name + " gathered");
-    if (!u.replicated) sharded++, most = std::max(most, numel);
+    T* const master = as_slot(int(i));
+    if (own || u.replicated || master) add(int(i), numel, u.name + " gathered", master);
+    else sharing++, most = std::max(most, numel);
   }
-  for (int i = 0; !own && i < std::min(options_.gather_slots, sharded); i++) add(-1, most, strf("gather slot %d", i));
+  for (int i = 0; i < std::min(options_.gather_slots, sharing); i++) add(-1, most, strf("gather slot %d", i), nullptr);
 }
 
 // Sharded units share gradient slots, each as large as the largest gradient; a replicated unit has its own, because its
@@ -175,7 +193,7 @@ int64_t Fsdp<T, G>::pinned_bytes() const {
 template <class T, class G>
 void Fsdp<T, G>::init_weights() {
   Stream& s = dev_.compute();
-  auto make = [&](const Param& p, float* to, int64_t from, int64_t numel) {
+  auto make = [&](const Param& p, const Masters& to, int64_t from, int64_t numel) {
     if (p.std == 0) ops::fill(s, to, p.mean, numel);
     else ops::init_normal(s, to, options_.seed, p.id, from, numel, p.mean, p.std);
   };
@@ -191,12 +209,13 @@ void Fsdp<T, G>::init_weights() {
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
     State& state = state_[i];
-    s.zero(state.master, u.shard * 4);  // the padding stays zero for ever: its gradient is zero
+    void* const master = state.master.whole ? static_cast<void*>(state.master.whole) : state.master.halves.high;
+    s.zero(master, u.shard * 4);  // the padding stays zero for ever: its gradient is zero
     for (const Param& p : u.params) {
       const Unit::Piece mine = u.piece(p, shard_rank(int(i)));
-      float* to = state.master + mine.offset_in_shard;
+      const Masters to = state.master + mine.offset_in_shard;
       if (mine.numel == 0) continue;
-      if (options_.unsharded_init) s.copy(to, unsharded[i] + p.offset + mine.first, mine.numel * 4);
+      if (options_.unsharded_init) ops::copy_weights(s, to, unsharded[i] + p.offset + mine.first, mine.numel);
       else make(p, to, mine.first, mine.numel);
     }
     s.record(state.ready);
@@ -221,6 +240,12 @@ void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
 }
 
 // ------------------------------------------------------------------------------------------- gather, use, release
+
+// A trace shows what slots hold; a master copy is no slot.
+template <class T, class G>
+void Fsdp<T, G>::tell(Stream& s, const Slot& slot, const std::string& unit, const char* how) {
+  if (!slot.is_master) s.holds(slot.name, unit, how);
+}
 
 // The slot in which the unit is resident or on its way, or else one that it may be gathered into, or none.
 template <class T, class G>
@@ -268,39 +293,51 @@ void Fsdp<T, G>::gather(int u) {
 template <class T, class G>
 void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   const Unit& unit = units_[size_t(u)];
-  const float* master = state_[size_t(u)].master;
-  const bool sharded = !(shards(u) == 1 && slot->owner == u);
   Stream& stream = gather_channel_.stream();
   stream.wait(state_[size_t(u)].ready);
   stream.wait(slot->released);
-  stream.holds(slot->name, unit.name);
+  tell(stream, *slot, unit.name);
+  if (!slot->is_master) gather_into(u, slot);
+  stream.record(slot->gathered);
+  slot->unit = u;
+}
+
+template <class T, class G>
+void Fsdp<T, G>::gather_into(int u, Slot* slot) {
+  const Unit& unit = units_[size_t(u)];
+  const Masters& master = state_[size_t(u)].master;
+  const bool sharded = !(shards(u) == 1 && slot->owner == u);
+  Stream& stream = gather_channel_.stream();
   const int64_t bytes = slot_numel(u) * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
   const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
   gather_channel_.set_unit(unit.name);
   auto unshard = [&](auto* to) {
     using E = std::remove_pointer_t<decltype(to)>;
-    // My shard is cast straight to where the all_gather wants it: no copy in, no copy out.
+    // The all_gather takes my shard from where it lies, or it is cast straight to where it is wanted.
+    const E* mine = nullptr;
+    if constexpr (std::is_same_v<E, float>) mine = master.whole;
+    if constexpr (std::is_same_v<E, bf16>) mine = master.halves.high;
     for (const FlatParam& f : {unit.with_gradient, unit.without_gradient})
-      if (f.numel > 0 && static_cast<const void*>(to) != master)
-        ops::cast(stream, to + f.offset_in_unit + shard_rank(u) * f.shard, master + f.offset_in_shard, f.shard);
+      if (f.numel > 0 && !mine)
+        ops::cast_weights(stream, to + f.offset_in_unit + shard_rank(u) * f.shard, master.whole + f.offset_in_shard,
+                          f.shard);
     for (const FlatParam& f : {unit.with_gradient, unit.without_gradient}) {
       if (f.numel == 0 || !sharded) continue;
-      gather_channel_.all_gather(to + f.offset_in_unit, f.shard, dtype_of<E>);
+      gather_channel_.all_gather(to + f.offset_in_unit, f.shard, dtype_of<E>,
+                                 mine ? mine + f.offset_in_shard : nullptr);
       issued_.note(Issued::all_gather, u, f.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
     }
     if (!sharded) issued_.note(Issued::cast, u);
   };
   if (unit.in_fp8 > 0) {
     ASSERT(!slot->wide);
-    fp8_.gather(u, {shard_rank(u), shards(u), master, sharded}, slot->p, gather_channel_, &issued_);
+    fp8_.gather(u, {shard_rank(u), shards(u), master.whole, sharded}, slot->p, gather_channel_, &issued_);
   } else if (slot->wide) {
     unshard(slot->wide);
-    ops::cast(stream, slot->p, slot->wide, unit.padded);
+    ops::cast_weights(stream, slot->p, slot->wide, unit.padded);
   } else {
     unshard(slot->p);
   }
-  stream.record(slot->gathered);
-  slot->unit = u;
 }
 
 template <class T, class G>
@@ -308,7 +345,7 @@ const T* Fsdp<T, G>::use(int u) {
   gather(u);
   Slot& slot = used_slot(u, "use");
   exposed_.wait(ExposedTime::gathers, slot.gathered);
-  dev_.compute().holds(slot.name, units_[size_t(u)].name);
+  tell(dev_.compute(), slot, units_[size_t(u)].name);
   issued_.note(Issued::use, u);
   if (units_[size_t(u)].in_fp8 == 0) return slot.p;
   const Fp8Layout layout = fp8_layout(units_[size_t(u)], shards(u), sizeof(T));
@@ -325,7 +362,7 @@ template <class T, class G>
 void Fsdp<T, G>::release(int u) {
   Slot& slot = used_slot(u, "release");
   dev_.compute().record(slot.released);
-  dev_.compute().holds(slot.name, units_[size_t(u)].name, ", resident");
+  tell(dev_.compute(), slot, units_[size_t(u)].name, ", resident");
   slot.state = Slot::resident;
   slot.last_release = ++releases_;
   issued_.note(Issued::release, u);
@@ -336,7 +373,7 @@ void Fsdp<T, G>::reshard(int u) {
   Slot& slot = used_slot(u, "reshard");
   release(u);
   if (!options_.reshard_after_forward || units_[size_t(u)].replicated) return;
-  dev_.compute().holds(slot.name, "");
+  tell(dev_.compute(), slot, "");
   slot.state = Slot::empty, slot.unit = -1;
 }
 
@@ -344,7 +381,7 @@ template <class T, class G>
 void Fsdp<T, G>::empty_slots() {
   for (Slot& slot : slots_) {
     ASSERT(slot.state != Slot::busy);
-    dev_.compute().holds(slot.name, "");
+    tell(dev_.compute(), slot, "");
     slot.state = Slot::empty, slot.unit = -1;
   }
   fp8_.forget();

@@ -24,9 +24,11 @@
 // sharded on their own, and are gathered alone: they have no gradient and no moments (but for what one product makes
 // together with a trainable parameter). Nothing else of the model stays on a rank for longer than it is used:
 //
-//   gather(u)     gather stream: cast my master shard into my part of a slot, all_gather the slot in place; begins when
-//                 the compute stream comes to this call. What goes in fp8 is scaled by the largest number that any rank
-//                 has of it, which an all_reduce finds once a step
+//   gather(u)     gather stream: all_gather the ranks' master shards into a slot; begins when the compute stream comes
+//                 to this call. In bf16 nothing is cast: a master copy lies in two halves (lib/device/halves.h), of
+//                 which the upper is what is sent. One rank gathers nothing, and computes with its master copy as it
+//                 lies. What goes in fp8 is scaled by the largest number that any rank has of it, which an all_reduce
+//                 finds once a step
 //   prefetch(u)   the same, begun as soon as a slot is free; if none is, nothing, and gather(u) does it later
 //   use(u)        compute stream waits for the gather; returns the unsharded unit in the compute dtype
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
@@ -152,7 +154,7 @@ class Fsdp {
   bool first_replica(int u) const {
     return replica_world_.rank == 0 && (!units_[size_t(u)].replicated || shard_world_.rank == 0);
   }
-  float* master(int u) const { return state_[size_t(u)].master; }
+  Masters master(int u) const { return state_[size_t(u)].master; }
   void* first_moment(int u) const { return state_[size_t(u)].m; }
   void* second_moment(int u) const { return state_[size_t(u)].v; }
   Dtype moment_dtype() const { return options_.moment_dtype; }
@@ -167,7 +169,7 @@ class Fsdp {
  private:
   struct State {  // of a unit
     explicit State(Device& dev) : ready(dev) {}
-    float* master;
+    Masters master;
     Event ready;  // to be gathered: AdamW, or what made the weights, is done with the master copy
     void *m = nullptr, *v = nullptr;
     Buffer<float> gradient;            // my shard of it; lives from the unit's first reduction to the optimizer
@@ -191,9 +193,10 @@ class Fsdp {
     Slot(Device& dev, const std::string& name, T* p, float* wide)
         : name(name), p(p), wide(wide), gathered(dev), released(dev) {}
     std::string name;  // in the plan of memory
-    T* p;
-    float* wide;     // what is gathered, where that is not p
-    int owner = -1;  // the one unit that it is for; -1: any
+    T* p;              // of a unit that is not gathered: its master copy
+    float* wide;       // what is gathered, where that is not p
+    int owner = -1;    // the one unit that it is for; -1: any
+    bool is_master = false;
     State state = empty;
     int unit = -1;  // -1: empty
     int64_t last_release = 0;
@@ -236,9 +239,13 @@ class Fsdp {
   bool exchanges() const { return options_.reduce_by_copy_engine && shard_world_.size > 1; }
   void open_exchange(Transport transport, Links links);
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
+  void tell(Stream& s, const Slot& slot, const std::string& unit, const char* how = "");
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
+  void gather_into(int u, Slot* slot);
   int64_t slot_numel(int u) const;
+  bool in_halves(int u) const;
+  T* as_slot(int u) const;
   Slot& used_slot(int u, const char* verb);
   GradientSlot& gradient_slot_of(int u);
   void await_reduction(GradientSlot& s);

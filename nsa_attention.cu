@@ -259,7 +259,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
            attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a)));
   } else {
     s.zero(v.o_compressed, rows * width * int64_t(sizeof(T)));
-    if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed, -INFINITY, rows * a.H);
+    if constexpr (std::is_same_v<A, float>) ops::fill(s, v.lse_compressed.get(), -INFINITY, rows * a.H);
     else s.enqueue([p = v.lse_compressed.get(), n = rows * a.H] { std::fill(p, p + n, -INFINITY); });
   }
   if (saved && saved->indices) {

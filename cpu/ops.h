@@ -410,20 +410,34 @@ void flag_not_finite(int32_t* flag, const T* x, int64_t n) {
 
 // --------------------------------------------------------------------------------------------------------- parameters
 
-inline void init_normal(float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {
+template <class W>
+void init_normal(W w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {
   Normals4 four{};
   for (int64_t i = first; i < first + n; ++i) {
     if (i == first || i % 4 == 0) four = philox_normals(seed, tensor, uint64_t(i / 4));
-    w[i - first] = mean + std * std::min(3.0f, std::max(-3.0f, four.x[i % 4]));
+    put(w, i - first, mean + std * std::min(3.0f, std::max(-3.0f, four.x[i % 4])));
   }
 }
-inline void fill(float* w, float value, int64_t n) { std::fill(w, w + n, value); }
+template <class W>
+void fill(W w, float value, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) put(w, i, value);
+}
+template <class W>
+void copy_weights(W to, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) put(to, i, from[i]);
+}
 
 template <class To, class From>
 void cast(To* to, const From* from, int64_t n) {
   if constexpr (std::is_same_v<To, From>) std::memmove(to, from, n * sizeof(To));
   else
     for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
+}
+template <class To>
+void cast_weights(To* to, const float* w, int64_t n) {
+  if constexpr (std::is_same_v<To, bf16>)
+    for (int64_t i = 0; i < n; ++i) to[i] = nearest_away(w[i]);
+  else cast(to, w, n);
 }
 inline void total_power(GradNorm p, double* out, const double* pieces, int64_t n) {
   double total = 0;
@@ -459,8 +473,8 @@ inline Philox4 rounding_bits(uint64_t seed, uint32_t tensor, uint32_t step, int6
   return philox4x32({{uint32_t(quad), uint32_t(quad >> 32), tensor, step}}, uint32_t(seed), uint32_t(seed >> 32));
 }
 
-template <class M, class G>
-void adamw(float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
+template <class W, class M, class G>
+void adamw(W w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
            int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
   if (sumsq && !std::isfinite(*sumsq)) return;
   const AdamW a = *now;
@@ -478,7 +492,8 @@ void adamw(float* w, M* m, M* v, const G* grad, const double* sumsq, float clip,
       } else {
         m[i] = mi, v[i] = vi;
       }
-      w[i] -= a.lr * (a.c1 * mi / (std::sqrt(a.c2 * vi) + a.eps) + weight_decay * w[i]);
+      const float was = get(w, i);
+      put(w, i, was - a.lr * (a.c1 * mi / (std::sqrt(a.c2 * vi) + a.eps) + weight_decay * was));
     }
   };
   update(0, std::min(decayed, n), a.weight_decay);

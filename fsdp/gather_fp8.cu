@@ -67,8 +67,8 @@ void Fp8Gathers<T>::gather(int u, const Shard& mine, T* slot, Channel& channel, 
   });
   const int64_t shard = mine.rank * flat.shard, from = std::max(shard, unit.in_fp8);
   if (const int64_t n = std::min(shard + flat.shard, flat.numel) - from; n > 0)
-    ops::cast(stream, rest + layout.first + from - unit.in_fp8,
-              static_cast<const float*>(mine.master + flat.offset_in_shard + from - shard), n);
+    ops::cast_weights(stream, rest + layout.first + from - unit.in_fp8,
+                      mine.master + flat.offset_in_shard + from - shard, n);
   if (!mine.gathered) return issued->note(Issued::cast, u);
   channel.all_gather(codes, flat.shard, Dtype::e4m3);
   issued->note(Issued::all_gather, u, flat.padded, Dtype::e4m3, mine.ranks);

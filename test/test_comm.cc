@@ -119,13 +119,19 @@ T nan() {
   return v;
 }
 
-// In place: a rank sets its own part alone.
+// In place: a rank sets its own part alone. Or its part lies elsewhere, and comes from there.
 template <class T>
-void check_all_gather(Rig& rig, int64_t count, uint64_t seed) {
+void check_all_gather(Rig& rig, int64_t count, uint64_t seed, bool apart = false) {
   const int ranks = rig.world.size, rank = rig.world.rank;
-  std::vector<T> data(size_t(count * ranks), nan<T>());
-  for (int64_t i = 0; i < count; ++i) data[size_t(rank * count + i)] = value<T>(seed, rank, i);
-  CHECK(rig.around<T>(*rig.gathers, rig.one, data, [&](T* buf) { rig.gathers->all_gather(buf, count, dtype_of<T>); }));
+  std::vector<T> data(size_t(count * ranks), nan<T>()), mine;
+  for (int64_t i = 0; i < count; ++i) mine.push_back(value<T>(seed, rank, i));
+  if (!apart) std::copy(mine.begin(), mine.end(), data.begin() + rank * count);
+  CHECK(rig.around<T>(*rig.gathers, rig.one, data, [&](T* buf) {
+    if (!apart) return rig.gathers->all_gather(buf, count, dtype_of<T>);
+    std::memcpy(rig.host.get(), mine.data(), mine.size() * sizeof(T));
+    rig.gathers->stream().copy(rig.two, rig.host.get(), count * int64_t(sizeof(T)));
+    rig.gathers->all_gather(buf, count, dtype_of<T>, rig.two);
+  }));
   int64_t wrong = 0;
   for (int r = 0; r < ranks; ++r)
     for (int64_t i = 0; i < count; ++i) wrong += !same(data[size_t(r * count + i)], value<T>(seed, r, i));
@@ -243,6 +249,7 @@ void check_collectives_of(Rig& rig) {
   uint64_t seed = 1;
   for (int64_t count : counts) {
     check_all_gather<T>(rig, count, seed++);
+    check_all_gather<T>(rig, count, seed++, /*apart=*/true);
     check_reduce_scatter<T>(rig, count, seed++);
     check_all_to_all<T>(rig, count, seed++);
   }

@@ -2,6 +2,7 @@
 // gradient is not finite. How whole runs end is in test/faults.sh.
 #include "test/catch.h"
 #include "test/scratch.h"
+#include "test/training.h"
 
 #include <array>
 #include <chrono>
@@ -90,8 +91,8 @@ struct Rig {
   std::vector<float> state() const {
     std::vector<float> all;
     for (size_t u = 0; u < fsdp->units().size(); u++)
-      for (const void* p :
-           std::vector<const void*>{fsdp->master(int(u)), fsdp->first_moment(int(u)), fsdp->second_moment(int(u))})
+      for (const void* p : std::vector<const void*>{fsdp->master(int(u)).whole, fsdp->first_moment(int(u)),
+                                                    fsdp->second_moment(int(u))})
         all.insert(all.end(), static_cast<const float*>(p), static_cast<const float*>(p) + fsdp->units()[u].shard);
     return all;
   }
@@ -247,7 +248,7 @@ struct Replay {
       const Unit& unit = model->fsdp.units()[u];
       for (const Param& p : unit.params) {
         const int64_t at = p.offset + i - (unit.replicated ? 0 : world.rank * unit.shard);
-        if (p.name == name && at >= 0 && at < unit.shard) model->fsdp.master(int(u))[at] = value;
+        if (p.name == name && at >= 0 && at < unit.shard) put(model->fsdp.master(int(u)), at, value);
       }
     }
   }
@@ -255,9 +256,11 @@ struct Replay {
     dev.compute().synchronize();
     std::vector<float> all;
     for (size_t u = 0; u < model->fsdp.units().size(); u++)
-      for (const void* p : std::vector<const void*>{model->fsdp.master(int(u)), model->fsdp.first_moment(int(u))})
-        all.insert(all.end(), static_cast<const float*>(p),
-                   static_cast<const float*>(p) + model->fsdp.units()[u].shard);
+      for (const Masters& of :
+           {model->fsdp.master(int(u)), Masters(static_cast<float*>(model->fsdp.first_moment(int(u))))}) {
+        const std::vector<float> numbers = numbers_of(of, model->fsdp.units()[u].shard);
+        all.insert(all.end(), numbers.begin(), numbers.end());
+      }
     return all;
   }
   std::string first() {

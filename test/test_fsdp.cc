@@ -23,6 +23,7 @@ void check_flat(Backend backend) {
 
 TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   const World& world = test_world();
+  if (world.size == 1) SKIP_TEST("one rank computes with its master copy");
   Setup s;
   s.model = small(Arch::rope, 4 * world.size + 1);  // units: 0 the embedding, 1 to 3 the blocks, 4 the head
   s.steps = 2;
@@ -42,7 +43,6 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   CHECK(trace(1, 1) ==
         "gather0 gather1 gather2 gather3 gather4 reduce4 gather3 reduce3 gather2 reduce2 gather1 reduce1 reduce0 sum "
         "step");
-  if (world.size == 1) return;  // where each unit has a slot of its own, that is the master copy itself
   // As many slots as units, or no limit: a unit is still given up after its forward.
   for (int slots : {5, 0})
     CHECK(trace(slots, 1) ==
@@ -140,7 +140,23 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   }
 }
 
+TEST_CASE("one rank gathers nothing", "[fsdp]") {
+  if (test_world().size != 1) SKIP_TEST("is about one rank");
+  Setup s;
+  s.model = small(Arch::rope, 4), s.steps = 2;
+  for (bool reshards : {true, false}) {
+    s.fsdp.reshard_after_forward = reshards;
+    for (bool narrow : {false, true}) {
+      s.fsdp.reduce_dtype = narrow ? Dtype::bf16 : Dtype::f32;
+      const Outcome out = narrow ? train<bf16, bf16>(s, test_world()) : train<float, float>(s, test_world());
+      CHECK(text_of(out.trace) == "reduce4 reduce3 reduce2 reduce1 reduce0 sum step");
+      CHECK(out.memory.peak[int(Purpose::gather_slots)] == 0);
+    }
+  }
+}
+
 TEST_CASE("a unit is gathered as far ahead of its use as the prefetches say", "[fsdp]") {
+  if (test_world().size == 1) SKIP_TEST("one rank computes with its master copy");
   Setup s;
   s.model = small(Arch::rope, 4 * test_world().size + 1), s.steps = 1;
   auto trace = [&](int slots, int ahead, BackwardPrefetch behind) {
@@ -189,12 +205,12 @@ TEST_CASE("what is gathered when it is wanted hides behind nothing", "[fsdp]") {
     const Estimate of_the_last = estimate;
     estimate.next_step();
     model.fsdp.use(1), model.fsdp.release(1);  // which AdamW was done with early
-    CHECK(estimate.exposed(gather) > estimate.talking(Collective::all_gather));
+    CHECK(estimate.exposed(gather) == Approx(estimate.talking(Collective::all_gather)));
     return of_the_last;
   };
   for (auto behind : {BackwardPrefetch::post, BackwardPrefetch::none}) {
     const Estimate first = dry(0, behind, 1), second = dry(0, behind, 2);
-    CHECK(first.exposed(gather) > first.talking(Collective::all_gather));
+    CHECK(first.exposed(gather) > 0.999 * first.talking(Collective::all_gather));
     // Nor behind the optimizer of the step before, where the gather of a unit ahead does.
     CHECK(second.exposed(gather) == Approx(first.exposed(gather)));
     CHECK(dry(1, behind, 2).exposed(gather) < 0.99 * dry(1, behind, 1).exposed(gather));
@@ -537,11 +553,11 @@ TEST_CASE("a rank that skips a step is found out in that step", "[fsdp]") {
 }
 
 TEST_CASE("a unit is used between its gather and its release", "[fsdp]") {
+  if (test_world().size == 1) SKIP_TEST("one rank computes with its master copy");
   Setup s;
   s.model = small(Arch::llama, 4 * test_world().size + 1);
   s.steps = 2, s.micro_batches = 2;  // the trace is the second step's, which begins with empty slots
   for (int slots : {1, 2, 3, 5}) {
-    if (test_world().size == 1 && slots == 5) continue;
     s.fsdp.gather_slots = slots;
     s.model.wrap = slots == 3 ? Wrap::sublayer : Wrap::block;
     std::vector<int> held;  // units in slots, as far as the trace tells
@@ -771,14 +787,15 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
   const int64_t n = int64_t(units.size());
   CHECK(about(out.memory.init[int(Purpose::master)], shards * 4, n));
   CHECK(about(out.memory.before_step[int(Purpose::moments)], shards * 8, 2 * n));
-  CHECK(about(out.memory.peak[int(Purpose::gather_slots)], largest * 4 * 2, 2));
+  const int gathers_here = world.size > 1;  // one rank computes with its master copy
+  CHECK(about(out.memory.peak[int(Purpose::gather_slots)], gathers_here * largest * 4 * 2, 2));
   CHECK(about(out.memory.peak[int(Purpose::gradient_slots)], largest * 4 * 2, 2));
   // As many slots as are asked for, and no more than units.
   for (auto [gathers, gradients] : {std::pair<int, int>{1, 3}, {3, 1}, {9, 9}}) {
     s.fsdp.gather_slots = gathers, s.fsdp.gradient_slots = gradients;
     const MemoryReport memory = train<float, float>(s, world).memory;
     const int64_t g = std::min<int64_t>(gathers, n), r = std::min<int64_t>(gradients, n);
-    CHECK(about(memory.peak[int(Purpose::gather_slots)], largest * 4 * g, g));
+    CHECK(about(memory.peak[int(Purpose::gather_slots)], gathers_here * largest * 4 * g, g));
     CHECK(about(memory.peak[int(Purpose::gradient_slots)], largest * 4 * r, r));
   }
 }

@@ -1118,6 +1118,84 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
     }
 }
 
+TEST_CASE("a number in halves is the number, and the upper half is the bf16 nearest to it", "[ops]") {
+  std::vector<uint32_t> all = {0,           0x80000000u, 1,           0x7fff,      0x8000,
+                               0x8001,      0x3f808000u, 0xbf808000u, 0x3f818000u, 0x7f7fffffu,
+                               0xff7fffffu, 0x7f7f8000u, 0x7f800000u, 0xff800000u};
+  for (uint32_t i = 0, x = 12345; i < 1000000; ++i) all.push_back(x = x * 1664525u + 1013904223u);
+  int64_t wrong = 0;
+  for (const uint32_t bits : all) {
+    const float f = float_of(bits);
+    const bf16 high = nearest_away(f);
+    if (std::isnan(f)) {
+      wrong += !std::isnan(float(high)) || !std::isnan(join(high, rest_of(f)));
+      continue;
+    }
+    wrong += bits_of(join(high, rest_of(f))) != bits;
+    if (std::isinf(float(high))) wrong += !std::isinf(float(bf16(f)));
+    else wrong += std::abs(double(f) - double(high)) != std::abs(double(f) - double(bf16(f)));
+    // Of two as near: up in magnitude, where the other rounding takes the even one.
+    if ((bits & 0xffffu) == 0x8000u) wrong += std::abs(float(high)) <= std::abs(f);
+  }
+  CHECK(wrong == 0);
+  for (const uint32_t nan : {0x7f800001u, 0x7fffffffu, 0xffffffffu, 0x7fc08000u})
+    CHECK(std::isnan(float(nearest_away(float_of(nan)))));
+}
+
+namespace {
+// What is done to weights gives the same bits in halves as in one piece.
+template <class M, class G>
+void check_halves(Backend backend, int64_t n, int64_t shift) {
+  CAPTURE(n, shift, name_of(dtype_of<M>), name_of(dtype_of<G>));
+  const auto r = run_on(backend, [&](Space& a) {
+    auto *whole = a.out<float>(n + shift) + shift, *copied = a.out<float>(n + shift) + shift;
+    auto *high = a.out<bf16>(n + shift) + shift, *rest = a.out<bf16>(n + shift) + shift,
+         *cast = a.out<bf16>(n + shift) + shift;
+    const Halves halves{high, reinterpret_cast<int16_t*>(rest)};
+    auto* grad = a.out<G>(n + shift) + shift;
+    const float* normal = a.in<float>(n + shift);
+    ops::cast<G, float>(a.s, grad - shift, normal, n + shift);
+    const ops::AdamW* now = a.in(std::vector<ops::AdamW>{{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3}});
+    ops::copy_weights(a.s, copied, normal, n);
+    for (const Masters& w : {Masters(whole), Masters(halves)}) {
+      M *m = a.out<M>(n + shift) + shift, *v = a.out<M>(n + shift) + shift;
+      ops::cast<M, float>(a.s, m - shift, normal, n + shift);
+      ops::fill(a.s, w, 0.3f, n);
+      ops::copy_weights(a.s, w, normal, n / 2);
+      ops::init_normal(a.s, w + n / 3, 1, 2, 5, n / 3, 0.1f, 0.5f);
+      a.s.zero(v - shift, (n + shift) * int64_t(sizeof(M)));
+      for (int i = 0; i < 3; ++i) ops::adamw(a.s, w, m, v, grad, nullptr, 0.0f, now, n, n / 2, 1, 2, 4 * shift);
+    }
+    ops::cast_weights<bf16>(a.s, cast, whole, n);
+  });
+  const auto* whole = reinterpret_cast<const uint32_t*>(r[0].bits.data()) + shift;
+  const auto* high = reinterpret_cast<const bf16*>(r[2].bits.data()) + shift;
+  const auto* rest = reinterpret_cast<const int16_t*>(r[3].bits.data()) + shift;
+  const auto* cast = reinterpret_cast<const bf16*>(r[4].bits.data()) + shift;
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    wrong += bits_of(join(high[i], rest[i])) != whole[i] || std::isnan(float(high[i]));
+    wrong += high[i].bits != cast[i].bits;
+  }
+  CHECK(wrong == 0);
+}
+void check_halves(Backend backend) {
+  for (int64_t n : {1, 3, 4, 1000, 4097, 300001})
+    for (int64_t shift : {0, 1}) {
+      check_halves<float, float>(backend, n, shift);
+      check_halves<bf16, float>(backend, n, shift);
+      check_halves<float, bf16>(backend, n, shift);
+      check_halves<bf16, bf16>(backend, n, shift);
+    }
+}
+}  // namespace
+
+TEST_CASE("weights in halves are made and updated as those in one piece", "[ops]") { check_halves(Backend::cpu); }
+TEST_CASE("GPU: weights in halves are made and updated as those in one piece", "[ops][gpu][small]") {
+  NEEDS_GPU();
+  check_halves(Backend::gpu);
+}
+
 TEST_CASE("GPU: initial weights do not depend on the cut", "[ops][gpu]") {
   NEEDS_GPU();
   const int64_t n = 10007;

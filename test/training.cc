@@ -211,8 +211,7 @@ Outcome train(const Setup& s, const World& world) {
   }
   if (times) model.fsdp.exposed().read(/*latest=*/true, &out.exposed.first, &out.exposed.second);
   for (size_t u = 0; u < model.fsdp.units().size() && s.backend == Backend::cpu; ++u) {
-    const float* w = model.fsdp.master(int(u));
-    out.shards.emplace_back(w, w + model.fsdp.units()[u].shard);
+    out.shards.push_back(numbers_of(model.fsdp.master(int(u)), model.fsdp.units()[u].shard));
   }
   if (model.nsa_sums()) {
     HostBuffer<NsaSums> sums(dev, s.model.depth);

@@ -88,3 +88,9 @@ double furthest(const std::vector<double>& x, const std::vector<double>& y);
 inline bool same(const Outcome& a, const Outcome& b) { return a.losses == b.losses && a.norms == b.norms; }
 // What moves, and with `uses` what is used, in a line: gather0 use0 gather1 ...
 std::string text_of(const std::vector<Issued>& issued, bool uses = false);
+// A shard's weights on the host.
+inline std::vector<float> numbers_of(const Masters& w, int64_t n) {
+  std::vector<float> numbers;
+  for (int64_t i = 0; i < n; ++i) numbers.push_back(get(w, i));
+  return numbers;
+}

@@ -219,7 +219,8 @@ void Channel::open_window() {
   // NCCL may take kernels all the same, and tells nobody: one collective is looked at, and one before it sets NCCL up.
   const Mode mode = std::exchange(dev_.mode, Mode::run);
   auto carry = [&] {
-    if (engines_ == CopyEngines::all_gather) all_gather(base, count, Dtype::f32);
+    const char* apart = base + count * world_.size * size_of(Dtype::f32);
+    if (engines_ == CopyEngines::all_gather) all_gather(base, count, Dtype::f32, apart);
     else all_to_all(base, base + count * world_.size * size_of(Dtype::f32), count, Dtype::f32);
   };
   carry();
@@ -306,26 +307,27 @@ ncclDataType_t nccl_type(Dtype t) {
 #endif
 
 // Over MPI every collective has the same three steps: bring the bytes to the host (a GPU), talk, take them back.
-void Channel::all_gather(void* buf, int64_t count, Dtype t) {
+void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine) {
   stream_.sleep(delay_ms);
+  if (transport_ == Transport::none && mine) return stream_.copy(buf, mine, count * size_of(t));
   if (stream_.off())
     stream_.spend(Collective::all_gather, double(count * size_of(t)) * world_.size, world_.size, world_.local_size,
                   via(CopyEngines::all_gather));
   if (stream_.off() || transport_ == Transport::none) return;
-  int64_t part = count * size_of(t);
+  const int64_t part = count * size_of(t);
   ASSERT(!impl_->host || part * world_.size <= most_.any);
+  char* const place = static_cast<char*>(buf) + world_.rank * part;
 #if FSDP_NCCL
   if (transport_ == Transport::nccl) {
     const Recorded recorded(*this, "all_gather", part * world_.size);
-    NCCL_CHECK(ncclAllGather(static_cast<char*>(buf) + world_.rank * part, buf, size_t(count), nccl_type(t),
-                             impl_->nccl, stream_.cuda()),
+    NCCL_CHECK(ncclAllGather(mine ? mine : place, buf, size_t(count), nccl_type(t), impl_->nccl, stream_.cuda()),
                impl_->nccl);
     return;
   }
 #endif
   char* host = impl_->host ? impl_->host->get() : static_cast<char*>(buf);
-  char* mine = static_cast<char*>(buf) + world_.rank * part;
-  if (impl_->host) stream_.copy(host + world_.rank * part, mine, part);
+  if (impl_->host) stream_.copy(host + world_.rank * part, mine ? mine : place, part);
+  else if (mine) stream_.copy(place, mine, part);
   over_mpi("all_gather", part * world_.size, [host, part, mpi = impl_->mpi] {
     Part p(part);
     MPI_Request request;

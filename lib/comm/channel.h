@@ -73,8 +73,9 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  // In place: buf holds size*count elements; rank r's part, [r*count, (r+1)*count), is copied to all.
-  void all_gather(void* buf, int64_t count, Dtype t);
+  // buf holds size*count elements; rank r's part, [r*count, (r+1)*count), is copied to all: from buf itself, or from
+  // `mine` (count), elsewhere, which is read only.
+  void all_gather(void* buf, int64_t count, Dtype t, const void* mine = nullptr);
   // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
   // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
   void reduce_scatter(void* buf, int64_t count, Dtype t);

@@ -16,44 +16,44 @@
 #define HD
 #endif
 
+// A float as it lies in memory.
+HD inline uint32_t bits_of(float f) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(f);
+#else
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+#endif
+}
+HD inline float float_of(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+#endif
+}
+
 struct bf16 {
   uint16_t bits;
   bf16() = default;
   HD bf16(float f) {
-    uint32_t u = to_bits(f);
+    uint32_t u = bits_of(f);
     // Round to nearest even; a NaN keeps its sign and stays a NaN (the rounding could otherwise carry into infinity).
     bits = (u & 0x7fffffffu) > 0x7f800000u ? uint16_t((u >> 16) | 0x0040u)
                                            : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
   }
-  HD operator float() const { return from_bits(uint32_t(bits) << 16); }
+  HD operator float() const { return float_of(uint32_t(bits) << 16); }
   // Rounds away from zero if the bits cut off and `random`, a number below 2^16, come to 2^16 or more: with the odds
   // that make the mean right. What is not finite is rounded as ever.
   static HD bf16 stochastic(float f, uint32_t random) {
-    const uint32_t u = to_bits(f);
+    const uint32_t u = bits_of(f);
     if ((u & 0x7f800000u) == 0x7f800000u) return bf16(f);
     bf16 b;
     b.bits = uint16_t((u + random) >> 16);
     return b;
-  }
-
- private:
-  static HD uint32_t to_bits(float f) {
-#ifdef __CUDA_ARCH__
-    return __float_as_uint(f);
-#else
-    uint32_t u;
-    std::memcpy(&u, &f, 4);
-    return u;
-#endif
-  }
-  static HD float from_bits(uint32_t u) {
-#ifdef __CUDA_ARCH__
-    return __uint_as_float(u);
-#else
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
-#endif
   }
 };
 static_assert(sizeof(bf16) == 2, "bf16 is two bytes");

@@ -46,6 +46,12 @@ struct Pack<T, 1> {
   T x;
 };
 
+// The i-th 32 bits of a vector.
+template <class V>
+__device__ __forceinline__ uint32_t& word(V& v, int i) {
+  return reinterpret_cast<uint32_t*>(v.q)[i];
+}
+
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> load(const T* p) {
   Pack<T, N> v;

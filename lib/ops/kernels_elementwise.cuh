@@ -347,8 +347,48 @@ void embedding_forward(cudaStream_t stream, T* x, const T* table, const int32_t*
 
 // ------------------------------------------------------------------------------------------------------- parameters
 
+// Weights in halves are read and written as vectors too: of two numbers one word of high halves, one of rests.
+template <class W>
+constexpr int weight_width = width<float>;
+template <>
+constexpr int weight_width<Halves> = width<bf16>;
+inline bool aligned_weights(const float* w) { return aligned(w); }
+inline bool aligned_weights(const Halves& w) { return aligned(w.high, w.rest); }
+template <int N>
+__device__ __forceinline__ void load(float (&f)[N], const Halves& w) {
+  if constexpr (N == 1) {
+    f[0] = get(w, 0);
+  } else {
+    Pack<bf16, N> high = load<N>(w.high);
+    Pack<int16_t, N> rest = load<N>(w.rest);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const uint32_t h = word(high, i), r = word(rest, i);
+      f[2 * i] = __uint_as_float((h << 16) + uint32_t(int32_t(int16_t(r))));
+      f[2 * i + 1] = __uint_as_float((h & 0xffff0000u) + uint32_t(int32_t(r) >> 16));
+    }
+  }
+}
+template <int N>
+__device__ __forceinline__ void store(const Halves& w, const float (&f)[N]) {
+  if constexpr (N == 1) {
+    put(w, 0, f[0]);
+  } else {
+    Pack<bf16, N> high;
+    Pack<int16_t, N> rest;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float a = f[2 * i], b = f[2 * i + 1];
+      word(high, i) = uint32_t(nearest_away(a).bits) | uint32_t(nearest_away(b).bits) << 16;
+      word(rest, i) = uint32_t(uint16_t(rest_of(a))) | uint32_t(uint16_t(rest_of(b))) << 16;
+    }
+    store(w.high, high), store(w.rest, rest);
+  }
+}
+
+template <class W>
 struct InitNormal {  // one Philox counter: normal numbers 4q .. 4q+3 of the tensor
-  float* w;          // (n)
+  W w;               // (n)
   uint64_t seed;
   uint32_t tensor;
   int64_t first, n;
@@ -360,18 +400,21 @@ struct InitNormal {  // one Philox counter: normal numbers 4q .. 4q+3 of the ten
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int64_t i = 4 * q + j - first;
-      if (i >= 0 && i < n) w[i] = mean + std * fminf(3.0f, fmaxf(-3.0f, four.x[j]));
+      if (i >= 0 && i < n) put(w, i, mean + std * fminf(3.0f, fmaxf(-3.0f, four.x[j])));
     }
   }
 };
-inline void init_normal(cudaStream_t stream, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n,
-                        float mean, float std) {
+template <class W>
+void init_normal(cudaStream_t stream, W w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean,
+                 float std) {
   if (n == 0) return;
-  each<1>(stream, InitNormal{w, seed, tensor, first, n, mean, std}, (first + n - 1) / 4 - first / 4 + 1, false);
+  each<1>(stream, InitNormal<W>{w, seed, tensor, first, n, mean, std}, (first + n - 1) / 4 - first / 4 + 1, false);
 }
 
+template <class W>
 struct Fill {
-  float *w, value;  // w (n)
+  W w;  // (n)
+  float value;
   template <int N>
   __device__ void at(int64_t i) const {
     float v[N];
@@ -380,8 +423,25 @@ struct Fill {
     store(w + i, v);
   }
 };
-inline void fill(cudaStream_t stream, float* w, float value, int64_t n) {
-  each<4>(stream, Fill{w, value}, n, aligned(w));
+template <class W>
+void fill(cudaStream_t stream, W w, float value, int64_t n) {
+  each<weight_width<W>>(stream, Fill<W>{w, value}, n, aligned_weights(w));
+}
+
+template <class W>
+struct CopyWeights {
+  W to;               // (n)
+  const float* from;  // (n)
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float v[N];
+    load(v, from + i);
+    store(to + i, v);
+  }
+};
+template <class W>
+void copy_weights(cudaStream_t stream, W to, const float* from, int64_t n) {
+  each<weight_width<W>>(stream, CopyWeights<W>{to, from}, n, aligned_weights(to) && aligned(from));
 }
 
 template <class To, class From>
@@ -398,6 +458,26 @@ struct Cast {
 template <class To, class From>
 void cast(cudaStream_t stream, To* to, const From* from, int64_t n) {
   each<common_width<To, From>>(stream, Cast<To, From>{to, from}, n, aligned(to, from));
+}
+
+template <class To>
+struct CastWeights {
+  To* to;          // (n)
+  const float* w;  // (n)
+  template <int N>
+  __device__ void at(int64_t i) const {
+    float v[N];
+    load(v, w + i);
+    if constexpr (std::is_same_v<To, bf16>) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[j] = nearest_away(v[j]);
+    }
+    store(to + i, v);
+  }
+};
+template <class To>
+void cast_weights(cudaStream_t stream, To* to, const float* w, int64_t n) {
+  each<common_width<To, float>>(stream, CastWeights<To>{to, w}, n, aligned(to, w));
 }
 
 // Threads that find something all write the same.
@@ -422,9 +502,9 @@ void flag_not_finite(cudaStream_t stream, int32_t* flag, const T* x, int64_t n) 
 
 // 28 bytes a parameter with moments in fp32, 20 in bf16: w, m, v read and written, the gradient read; 2 less where that
 // is bf16. Random bits as in the twin: a draw serves four elements, both moments of each.
-template <class M, class G>
+template <class W, class M, class G>
 struct AdamWUpdate {
-  float* w;               // (n)
+  W w;                    // (n)
   M *m, *v;               // (n)
   const G* grad;          // (n)
   const double* sumsq;    // (1) or none
@@ -464,12 +544,12 @@ struct AdamWUpdate {
     store(w + i, p), store(m + i, mi), store(v + i, vi);
   }
 };
-template <class M, class G>
-void adamw(cudaStream_t stream, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip,
-           const ops::AdamW* now, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  constexpr int N = std::max(common_width<float, M>, width<G>);
-  const AdamWUpdate<M, G> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
-  each<N>(stream, update, n, first % 4 == 0 && aligned(w, m, v, grad));
+template <class W, class M, class G>
+void adamw(cudaStream_t stream, W w, M* m, M* v, const G* grad, const double* sumsq, float clip, const ops::AdamW* now,
+           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  constexpr int N = std::max({weight_width<W>, width<M>, width<G>});
+  const AdamWUpdate<W, M, G> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
+  each<N>(stream, update, n, first % 4 == 0 && aligned_weights(w) && aligned(m, v, grad));
 }
 
 }  // namespace gpu

@@ -240,10 +240,20 @@ void flag_not_finite(Stream& s, int32_t* flag, const T* x, int64_t n) {
   RUN(is_double<T>, moves<T>(n), flag_not_finite, flag, x, n);
 }
 
-void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std) {
-  RUN(false, moves<float>(n), init_normal, w, seed, tensor, first, n, mean, std);
+void init_normal(Stream& s, const Masters& weights, uint64_t seed, uint32_t tensor, int64_t first, int64_t n,
+                 float mean, float std) {
+  weights.visit([&](auto w) { RUN(false, moves<float>(n), init_normal, w, seed, tensor, first, n, mean, std); });
 }
-void fill(Stream& s, float* w, float value, int64_t n) { RUN(false, moves<float>(n), fill, w, value, n); }
+void fill(Stream& s, const Masters& weights, float value, int64_t n) {
+  weights.visit([&](auto w) { RUN(false, moves<float>(n), fill, w, value, n); });
+}
+void copy_weights(Stream& s, const Masters& weights, const float* from, int64_t n) {
+  weights.visit([&](auto to) { RUN(false, moves<float>(2 * n), copy_weights, to, from, n); });
+}
+template <class To>
+void cast_weights(Stream& s, To* to, const float* w, int64_t n) {
+  RUN(is_double<To>, moves<char>(n * (sizeof(To) + sizeof(float))), cast_weights, to, w, n);
+}
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n) {
   RUN(is_double<From>, moves<char>(n * (sizeof(To) + sizeof(From))), cast, to, from, n);
@@ -276,10 +286,12 @@ AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, 
       step(uint32_t(step)),
       summand(double(step)) {}
 template <class M, class G>
-void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a, int64_t n,
-           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
-  RUN(false, moves<char>(n * int64_t(8 + sizeof(G) + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq,
-      clip, a, n, decayed, seed, tensor, first);
+void adamw(Stream& s, const Masters& weights, M* m, M* v, const G* grad, const double* sumsq, float clip,
+           const AdamW* a, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+  weights.visit([&](auto w) {
+    RUN(false, moves<char>(n * int64_t(8 + sizeof(G) + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq,
+        clip, a, n, decayed, seed, tensor, first);
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------ instantiation
@@ -336,12 +348,15 @@ template void sum_parts(Stream&, double*, const double*, int64_t, int, bool, Pow
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);
+template void cast_weights(Stream&, float*, const float*, int64_t);
+template void cast_weights(Stream&, bf16*, const float*, int64_t);
+template void cast_weights(Stream&, double*, const float*, int64_t);
 template void cast(Stream&, double*, const double*, int64_t);
 template void cast(Stream&, float*, const bf16*, int64_t);
 template void cast(Stream&, float*, const double*, int64_t);
 template void accumulate_gradient(Stream&, bf16*, const bf16*, int64_t, bool, PowerSum);
-#define FOR(M, G)                                                                                              \
-  template void adamw(Stream&, float*, M*, M*, const G*, const double*, float, const AdamW*, int64_t, int64_t, \
+#define FOR(M, G)                                                                                                      \
+  template void adamw(Stream&, const Masters&, M*, M*, const G*, const double*, float, const AdamW*, int64_t, int64_t, \
                       uint64_t, uint32_t, int64_t);
 FOR(float, float)
 FOR(float, bf16)

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "lib/device/fp8.h"
+#include "lib/device/halves.h"
 #include "lib/device/stream.h"
 #include "lib/ops/rope.h"
 
@@ -216,11 +217,16 @@ void flag_not_finite(Stream& s, int32_t* flag, const T* x, int64_t n);
 // ---- parameters, on shards (n elements)
 // w (n)[i] = mean + std * normal(seed, tensor, first + i), clamped at 3 std; Philox 4x32-10 (Salmon et al. 2011), so an
 // element's value does not depend on how the tensor is cut.
-void init_normal(Stream& s, float* w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean, float std);
+void init_normal(Stream& s, const Masters& w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean,
+                 float std);
 // w (n) = value; to (n) = from (n), rounded.
-void fill(Stream& s, float* w, float value, int64_t n);
+void fill(Stream& s, const Masters& w, float value, int64_t n);
 template <class To, class From>
 void cast(Stream& s, To* to, const From* from, int64_t n);
+// The same of weights: to bf16 as halves are rounded. And without a loss.
+template <class To>
+void cast_weights(Stream& s, To* to, const float* w, int64_t n);
+void copy_weights(Stream& s, const Masters& to, const float* from, int64_t n);
 // The p-norm of a gradient is made in pieces. out (1), where somebody asks for it: the sum of |x|^p over what an
 // operation writes, in a fixed order; where p is infinity the largest |x|, and of a NaN infinity. partials:
 // sum_partials() doubles.
@@ -257,7 +263,7 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
 // M, float or bf16; bf16 is rounded stochastically (up or down with the odds that make the mean right: Gupta et al.
 // 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a moment change.
 template <class M, class G>
-void adamw(Stream& s, float* w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a, int64_t n,
-           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
+void adamw(Stream& s, const Masters& w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a,
+           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
 
 }  // namespace ops

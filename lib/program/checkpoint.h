@@ -35,6 +35,7 @@
 
 #include "lib/comm/comm.h"
 #include "lib/device/device.h"
+#include "lib/device/halves.h"
 #include "lib/program/checkpoint_directory.h"
 
 // Elements [first, first + count) of a tensor, at `data`, on the device or the host. A list of parts has one for every
@@ -45,9 +46,17 @@ struct Part {
   std::vector<int64_t> shape;  // of the tensor, unsharded
   int64_t first, count;
   char* data;
-  Dtype dtype;  // f32 or bf16
+  Dtype dtype;           // f32 or bf16
+  char* rest = nullptr;  // f32 in halves: `data` has the upper ones, and this the lower
   int64_t bytes() const { return count * size_of(dtype); }
 };
+// Numbers [at, at + n) of a part to the host, enqueued on a stream: halves one behind the other, n of each. When they
+// are there, joined() finds numbers [at, at + n) of the `count` that were copied: where they lie, or put together in
+// `room` (n numbers).
+void copy_to_host(Stream& s, char* to, const Part& p, int64_t at, int64_t n);
+const char* joined(const Part& p, const char* host, int64_t count, int64_t at, int64_t n, char* room);
+// And back. `numbers` and `room` (n numbers each, pinned) are read when the stream comes to it.
+void copy_from_host(Stream& s, const Part& p, int64_t at, int64_t n, const char* numbers, char* room);
 
 // A rank's parts of an Fsdp (or of anything that has its units and shards); and those that it saves, without what
 // another replica does.
@@ -60,21 +69,28 @@ std::vector<Part> parts_of(const F& fsdp, Replicas of = Replicas::all) {
     const int u = int(i);
     const bool mine = of == Replicas::all || fsdp.first_replica(u);
     // Kind by kind, as they lie in memory: what follows each other is copied in one go.
+    const Masters master = fsdp.master(u);
     struct {
       const char* name;
       void* data;
       Dtype dtype;
-    } kinds[] = {{"weight", fsdp.master(u), Dtype::f32},
+    } kinds[] = {{"weight", master.whole, Dtype::f32},
                  {"m", fsdp.first_moment(u), fsdp.moment_dtype()},
                  {"v", fsdp.second_moment(u), fsdp.moment_dtype()}};
     for (const auto& kind : kinds)
       for (const auto& p : unit.params) {
         if (p.frozen && kind.name != kinds[0].name) continue;
         const auto piece = unit.piece(p, fsdp.shard_rank(u));
-        const bool here = mine && piece.numel > 0;
-        char* at = static_cast<char*>(kind.data) + piece.offset_in_shard * size_of(kind.dtype);
-        if (here) parts.push_back({p.name, kind.name, p.shape, piece.first, piece.numel, at, kind.dtype});
-        else parts.push_back({p.name, kind.name, p.shape, 0, 0, nullptr, kind.dtype});
+        if (!mine || piece.numel == 0) {
+          parts.push_back({p.name, kind.name, p.shape, 0, 0, nullptr, kind.dtype});
+          continue;
+        }
+        const bool in_halves = !kind.data;
+        const Halves halves = master.halves + piece.offset_in_shard;
+        char* at = in_halves ? reinterpret_cast<char*>(halves.high)
+                             : static_cast<char*>(kind.data) + piece.offset_in_shard * size_of(kind.dtype);
+        parts.push_back({p.name, kind.name, p.shape, piece.first, piece.numel, at, kind.dtype,
+                         in_halves ? reinterpret_cast<char*>(halves.rest) : nullptr});
       }
   }
   return parts;
@@ -182,7 +198,8 @@ struct NotFinite {
 std::optional<NotFinite> not_finite(const char* weights, int64_t count);
 // Throws Error that names the first of these weights of a tensor, numbers `first` on of fp32, that is not finite.
 void require_finite(const std::string& tensor, const char* weights, int64_t first, int64_t count);
-// A rank's file, from `bytes`: its parts, one behind the other. Returns its entry in the manifest.
+// A rank's file, from `bytes`: its parts, one behind the other, each as copy_to_host leaves it. Returns its entry in
+// the manifest.
 std::string write_shard(const std::string& dir, int64_t step, int rank, const std::vector<Part>& parts,
                         const char* bytes);
 // All that rank 0 does after that. Returns what a user should be told though nothing is lost.

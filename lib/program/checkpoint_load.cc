@@ -71,6 +71,24 @@ void convert(char* to, Dtype to_type, const char* from, Dtype from_type, int64_t
   }
 }
 
+}  // namespace
+
+void copy_from_host(Stream& s, const Part& p, int64_t at, int64_t n, const char* numbers, char* room) {
+  if (!p.rest) return s.copy(p.data + at * size_of(p.dtype), numbers, n * size_of(p.dtype));
+  constexpr int64_t half = sizeof(bf16);
+  for (int64_t i = 0; i < n; i++) {
+    float f;
+    std::memcpy(&f, numbers + i * 4, 4);
+    const bf16 high = nearest_away(f);
+    const int16_t rest = rest_of(f);
+    std::memcpy(room + i * half, &high, half), std::memcpy(room + (n + i) * half, &rest, half);
+  }
+  s.copy(p.data + at * half, room, n * half);
+  s.copy(p.rest + at * half, room + n * half, n * half);
+}
+
+namespace {
+
 void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) {
   struct Job {
     const Manifest::Piece* piece;
@@ -90,7 +108,7 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
   });
   int64_t chunk_bytes = 0;  // of the largest that there is
   for (const Job& job : jobs) chunk_bytes = std::max(chunk_bytes, std::min(m.chunk, job.piece->bytes()));
-  HostBuffer<char> buffer(dev, chunk_bytes), converted(dev, 2 * chunk_bytes);
+  HostBuffer<char> buffer(dev, chunk_bytes), converted(dev, 2 * chunk_bytes), halves(dev, 2 * chunk_bytes);
   std::unique_ptr<files::File> file;
   for (const Job& job : jobs) {
     const Manifest::Piece& piece = *job.piece;
@@ -125,8 +143,7 @@ void read_parts(const Manifest& m, Device& dev, const std::vector<Part>& parts) 
         convert(converted.get(), part.dtype, elements, piece.dtype, b - a);
         elements = converted.get();
       }
-      dev.compute().copy(part.data + (piece.first - part.first + a) * size_of(part.dtype), elements,
-                         (b - a) * size_of(part.dtype));
+      copy_from_host(dev.compute(), part, piece.first - part.first + a, b - a, elements, halves.get());
       dev.compute().synchronize();
     }
   }

@@ -23,6 +23,26 @@
 using nlohmann::json;
 using ll = long long;
 
+void copy_to_host(Stream& s, char* to, const Part& p, int64_t at, int64_t n) {
+  if (!p.rest) return s.copy(to, p.data + at * size_of(p.dtype), n * size_of(p.dtype));
+  constexpr int64_t half = sizeof(bf16);
+  s.copy(to, p.data + at * half, n * half);
+  s.copy(to + n * half, p.rest + at * half, n * half);
+}
+
+const char* joined(const Part& p, const char* host, int64_t count, int64_t at, int64_t n, char* room) {
+  if (!p.rest) return host + at * size_of(p.dtype);
+  const char* const rests = host + count * int64_t(sizeof(bf16));
+  for (int64_t i = 0; i < n; i++) {
+    bf16 high;
+    int16_t rest;
+    std::memcpy(&high, host + (at + i) * 2, 2), std::memcpy(&rest, rests + (at + i) * 2, 2);
+    const float f = join(high, rest);
+    std::memcpy(room + i * 4, &f, 4);
+  }
+  return room;
+}
+
 std::string write_shard(const std::string& dir, int64_t step, int rank, const std::vector<Part>& parts,
                         const char* bytes) {
   const std::string tmp = tmp_of(dir, step), name = strf("rank-%d.bin", rank);
@@ -30,13 +50,16 @@ std::string write_shard(const std::string& dir, int64_t step, int rank, const st
   const std::unique_ptr<files::File> file = files::create_in(tmp, name);
   json entries = json::array();
   int64_t offset = 0;
+  std::vector<char> room(static_cast<size_t>(chunk_bytes));
   for (const Part& p : parts) {
     if (p.count == 0) continue;
     std::string checksums;
-    for (int64_t at = 0; at < p.bytes(); at += chunk_bytes) {
-      const int64_t n = std::min(chunk_bytes, p.bytes() - at);
-      checksums += digits_of(xxh3(bytes + offset + at, n));
-      file->write(bytes + offset + at, n);
+    const int64_t size = size_of(p.dtype), most = chunk_bytes / size;
+    for (int64_t at = 0; at < p.count; at += most) {
+      const int64_t n = std::min(most, p.count - at);
+      const char* const numbers = joined(p, bytes + offset, p.count, at, n, room.data());
+      checksums += digits_of(xxh3(numbers, n * size));
+      file->write(numbers, n * size);
     }
     entries.push_back({{"tensor", p.tensor},
                        {"kind", p.kind},
@@ -154,8 +177,13 @@ void require_finite(const std::string& tensor, const char* weights, int64_t firs
 namespace {
 // A run that has diverged must not push out the last good step.
 void require_finite_weights(const std::vector<Part>& parts, const char* bytes) {
+  constexpr int64_t most = 1 << 20;
+  std::vector<char> room(most * sizeof(float));
   for (const Part& p : parts) {
-    if (std::strcmp(p.kind, "weight") == 0) require_finite(p.tensor, bytes, p.first, p.count);
+    for (int64_t at = 0; std::strcmp(p.kind, "weight") == 0 && at < p.count; at += most) {
+      const int64_t n = std::min(most, p.count - at);
+      require_finite(p.tensor, joined(p, bytes, p.count, at, n, room.data()), p.first + at, n);
+    }
     bytes += p.bytes();
   }
 }
@@ -208,17 +236,9 @@ void Saver::begin(int64_t step, const json& state, OlderSteps older) {
   copies_.wait(begun_);
   copies_.sleep(delay_ms);
   char* to = copy_->get();
-  for (size_t i = 0; i < parts_.size();) {
-    const char* from = parts_[i].data;
-    int64_t n = 0;
-    for (; i < parts_.size(); i++) {
-      if (parts_[i].count == 0) continue;
-      if (n > 0 && parts_[i].data != from + n) break;
-      if (n == 0) from = parts_[i].data;
-      n += parts_[i].bytes();
-    }
-    if (n > 0) copies_.copy(to, from, n);
-    to += n;
+  for (const Part& p : parts_) {
+    if (p.count > 0) copy_to_host(copies_, to, p, 0, p.count);
+    to += p.bytes();
   }
   copies_.record(copied_);
   step_ = step;

@@ -143,7 +143,8 @@ void begin_file(files::File* file, const std::string& header, int64_t bytes) {
 void write_parts(const Layout& all, const std::vector<std::string>& paths, Dtype dtype, Device& dev,
                  const std::vector<Part>& parts) {
   constexpr int64_t most = 1 << 20;
-  HostBuffer<char> buffer(dev, most * 4);
+  HostBuffer<char> copied(dev, most * 4);
+  std::vector<char> numbers(most * 4);
   std::vector<std::pair<Layout::Place, const Part*>> jobs;
   for (const Part& p : parts)
     if (std::strcmp(p.kind, "weight") == 0 && p.count > 0) jobs.push_back({all.places.at(p.tensor), &p});
@@ -162,17 +163,19 @@ void write_parts(const Layout& all, const std::vector<std::string>& paths, Dtype
     }
     for (int64_t at = 0; at < p.count; at += most) {
       const int64_t n = std::min(most, p.count - at);
-      dev.compute().copy(buffer.get(), p.data + at * 4, n * 4);
+      copy_to_host(dev.compute(), copied.get(), p, at, n);
       dev.compute().synchronize();
-      require_finite(p.tensor, buffer.get(), p.first + at, n);
-      // Narrowed in place: the copy falls behind what is still to be read.
+      const char* weights = joined(p, copied.get(), n, 0, n, numbers.data());
+      require_finite(p.tensor, weights, p.first + at, n);
+      // Narrowed as a gather does, and perhaps in place: the copy falls behind what is still to be read.
       for (int64_t i = 0; dtype == Dtype::bf16 && i < n; i++) {
         float wide;
-        std::memcpy(&wide, buffer.get() + i * 4, 4);
-        const bf16 narrow(wide);
-        std::memcpy(buffer.get() + i * 2, &narrow, 2);
+        std::memcpy(&wide, weights + i * 4, 4);
+        const bf16 narrow = nearest_away(wide);
+        std::memcpy(numbers.data() + i * 2, &narrow, 2);
       }
-      file->write_at(buffer.get(), n * size_of(dtype), place.offset + (p.first + at) * size_of(dtype));
+      if (dtype == Dtype::bf16) weights = numbers.data();
+      file->write_at(weights, n * size_of(dtype), place.offset + (p.first + at) * size_of(dtype));
     }
   }
   if (file) file->flush_and_close();

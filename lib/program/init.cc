@@ -123,7 +123,7 @@ void read_parts(const ModelFolder& from, Device& dev, const std::vector<Part>& p
   });
   constexpr int64_t most = 1 << 20;
   HostBuffer<char> narrow(dev, most * 4);
-  HostBuffer<float> wide(dev, most);
+  HostBuffer<float> wide(dev, most), halves(dev, most);
   std::unique_ptr<files::File> file;
   for (const auto& [tensor, part] : jobs) {
     const std::string& path = from.files[tensor->file];
@@ -137,7 +137,7 @@ void read_parts(const ModelFolder& from, Device& dev, const std::vector<Part>& p
       if (const auto found = not_finite(weights, n))
         throw Error(strf("%s: a weight of tensor '%s' is %g, at place %lld; get the folder again", path.c_str(),
                          part->tensor.c_str(), found->value, static_cast<long long>(part->first + at + found->place)));
-      dev.compute().copy(part->data + at * 4, wide.get(), n * 4);
+      copy_from_host(dev.compute(), *part, at, n, weights, reinterpret_cast<char*>(halves.get()));
       dev.compute().synchronize();
     }
   }
