@@ -82,7 +82,9 @@ void Graph::make(const std::function<void()>& work) {
   CUDA_CHECK(cudaStreamEndCapture(compute, &graph));
   nodes_ = count_nodes(graph);
   cudaGraphExec_t exec = nullptr;
-  CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  // Without the flag all kernels have the priority of the stream that the graph is launched on: what talks to other
+  // ranks would wait until the kernel beside it has given out all its blocks.
+  CUDA_CHECK(cudaGraphInstantiate(&exec, graph, cudaGraphInstantiateFlagUseNodePriority));
   CUDA_CHECK(cudaGraphDestroy(graph));
   exec_ = exec;
   if (!dev_.after_graph) dev_.after_graph = std::make_unique<Event>(dev_);
