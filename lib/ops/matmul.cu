@@ -13,6 +13,8 @@
 #include <cuda_fp8.h>
 
 #include <array>
+#include <deque>
+#include <functional>
 #include <map>
 
 // lib/ops.cu
@@ -287,31 +289,59 @@ unsigned long long checksum(Stream& s, const void* p, Dtype t, int64_t n) {
   });
 }
 
-// Milliseconds of one call: the median of five timings, short calls repeated within each.
-template <class F>
-float time_of(Stream& s, F call) {
-  cudaEvent_t from, to;
-  CUDA_CHECK(cudaEventCreate(&from));
-  CUDA_CHECK(cudaEventCreate(&to));
-  const auto timed = [&](int repeats) {
-    CUDA_CHECK(cudaEventRecord(from, s.cuda()));
-    for (int i = 0; i < repeats; ++i) call();
-    CUDA_CHECK(cudaEventRecord(to, s.cuda()));
-    CUDA_CHECK(cudaEventSynchronize(to));
+// Times one call. A short one stands several times in a graph, as most steps of short calls are graphs: there a clear
+// that cuBLASLt puts in front of some kernels takes longer than among launches.
+class Timing {
+ public:
+  template <class F>
+  Timing(Stream& s, F call) : s_(s) {
+    CUDA_CHECK(cudaEventCreate(&from_));
+    CUDA_CHECK(cudaEventCreate(&to_));
+    call();
+    once_ = timed(call);
+    run_ = call;
+    if (once_ > short_ms) return;
+    calls_ = std::max(4, std::min(40, int(0.4f / std::max(once_, 1e-3f))));
+    CUDA_CHECK(cudaStreamBeginCapture(s.cuda(), cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < calls_; ++i) call();
+    cudaGraph_t graph;
+    CUDA_CHECK(cudaStreamEndCapture(s.cuda(), &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&graph_, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    run_ = [this] { CUDA_CHECK(cudaGraphLaunch(graph_, s_.cuda())); };
+    timed(run_);  // brings it to the device
+  }
+  ~Timing() {
+    cudaEventDestroy(from_), cudaEventDestroy(to_);
+    if (graph_) cudaGraphExecDestroy(graph_);
+  }
+  Timing(const Timing&) = delete;
+  float once() const { return once_; }
+  void take() { ms_.push_back(timed(run_) / float(calls_)); }
+  float median() {
+    std::sort(ms_.begin(), ms_.end());
+    return ms_[ms_.size() / 2];
+  }
+
+ private:
+  static constexpr float short_ms = 0.2f;
+  float timed(const std::function<void()>& work) {
+    CUDA_CHECK(cudaEventRecord(from_, s_.cuda()));
+    work();
+    CUDA_CHECK(cudaEventRecord(to_, s_.cuda()));
+    CUDA_CHECK(cudaEventSynchronize(to_));
     float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, from, to));
-    return ms / float(repeats);
-  };
-  timed(1);
-  const float once = timed(1);
-  const int runs = once > 20 ? 2 : 5, repeats = std::max(1, std::min(20, int(0.5f / std::max(once, 1e-3f))));
-  std::vector<float> ms;
-  for (int i = 0; i < runs; ++i) ms.push_back(timed(repeats));
-  std::sort(ms.begin(), ms.end());
-  CUDA_CHECK(cudaEventDestroy(from));
-  CUDA_CHECK(cudaEventDestroy(to));
-  return ms[ms.size() / 2];
-}
+    CUDA_CHECK(cudaEventElapsedTime(&ms, from_, to_));
+    return ms;
+  }
+  Stream& s_;
+  cudaEvent_t from_, to_;
+  cudaGraphExec_t graph_ = nullptr;
+  std::function<void()> run_;
+  float once_;
+  int calls_ = 1;
+  std::vector<float> ms_;
+};
 
 // Does it cut k and add the parts up afterwards? That changes the bits, and with it results from one shape to the next.
 bool splits_k(const cublasLtMatmulAlgo_t& algo) {
@@ -342,7 +372,8 @@ bool result_of(Stream& s, const Call& c, const Plan& p, const cublasLtMatmulAlgo
   return true;
 }
 
-// The fastest candidate that gives the same bits as the first; the first if there is none.
+// The fastest candidate that gives the same bits as the first; the first if there is none. They take turns, because a
+// chip that gets warm gets slower.
 void tune(Stream& s, const Call& c, Plan& p) {
   check_possible(c, p);
   ASSERT(s.device().blas_workspace);
@@ -350,14 +381,19 @@ void tune(Stream& s, const Call& c, Plan& p) {
   fill_inputs(s, c);
   unsigned long long first = 0, bits = 0;
   if (!result_of(s, c, p, p.algo, &first)) return;  // the run will say what is wrong
-  float best = -1;
+  std::vector<cublasLtMatmulAlgo_t> right;
   int place = 0;
   for (const auto& algo : candidates(s.device(), c, p, 12)) {
     if (place++ > 0 && splits_k(algo)) continue;
-    if (!result_of(s, c, p, algo, &bits) || bits != first) continue;
-    const float ms = time_of(s, [&] { CUBLAS_CHECK(try_launch(s, c, p, algo)); });
-    if (best < 0 || ms < best) best = ms, p.algo = algo;
+    if (result_of(s, c, p, algo, &bits) && bits == first) right.push_back(algo);
   }
+  std::deque<Timing> timings;
+  for (const auto& algo : right) timings.emplace_back(s, [&] { CUBLAS_CHECK(try_launch(s, c, p, algo)); });
+  for (int turn = 0; !right.empty() && turn < (timings[0].once() > 20 ? 2 : 5); ++turn)
+    for (Timing& t : timings) t.take();
+  float best = -1;
+  for (size_t i = 0; i < right.size(); ++i)
+    if (const float ms = timings[i].median(); best < 0 || ms < best) best = ms, p.algo = right[i];
 }
 
 void multiply(Stream& s, const Call& c) {
