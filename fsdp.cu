@@ -387,6 +387,42 @@ void Fsdp<T, G>::empty_slots() {
   fp8_.forget();
 }
 
+// What the next step begins with, and where that is gathered.
+template <class T, class G>
+std::vector<std::pair<int, typename Fsdp<T, G>::Slot*>> Fsdp<T, G>::next_gathers() {
+  std::vector<std::pair<int, Slot*>> gathers;
+  auto shared = slots_.begin();
+  for (int u : next_units_) {
+    const auto own = std::find_if(slots_.begin(), slots_.end(), [u](const Slot& s) { return s.owner == u; });
+    if (own != slots_.end()) {
+      gathers.emplace_back(u, &*own);
+      continue;
+    }
+    shared = std::find_if(shared, slots_.end(), [](const Slot& s) { return s.owner < 0; });
+    if (shared != slots_.end()) gathers.emplace_back(u, &*shared++);
+  }
+  return gathers;
+}
+
+template <class T, class G>
+void Fsdp<T, G>::gather_next() {
+  for (auto [u, slot] : next_gathers()) {
+    begin_gather(u, slot);
+    slot->state = Slot::resident;
+  }
+}
+
+template <class T, class G>
+void Fsdp<T, G>::before_graph() {
+  bool there = true;
+  for (auto [u, slot] : next_gathers()) there = there && slot->unit == u && slot->state == Slot::resident;
+  if (!there) {
+    empty_slots();
+    gather_next();
+  }
+  for (auto [u, slot] : next_gathers()) dev_.compute().wait(slot->gathered);
+}
+
 // ------------------------------------------------------------------------------------------------ gradient, reduce
 
 template <class T, class G>
@@ -646,6 +682,7 @@ void Fsdp<T, G>::end_step() {
   if (!options_.update_in_backward) issued_.note(Issued::optimizer, -1);
   held_ = nullptr;
   empty_slots();
+  gather_next();
 }
 
 template <class T, class G>

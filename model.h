@@ -40,6 +40,8 @@ class Model {
   void watch_outputs() { watch_.begin(); }
   const int32_t* bad_outputs() const { return watch_.bad(); }
   int unit_of(int module) const { return schedule_.unit_of(module); }  // -1: all its parameters are replicated
+  // From here on a step ends with the gathers that the next begins with (see Fsdp).
+  void end_steps_with_gathers() { fsdp.end_steps_with_gathers(schedule_.first_units()); }
   // Ends a step: fsdp.scalars() then holds the step's, of all ranks.
   void end_step();
   // Ends a validation: fsdp.scalars()->loss then holds the sum of losses.

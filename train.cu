@@ -146,6 +146,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   if (r.o.graph == 0 || step < t.first + 2 || t.model.fsdp.holds_updates()) {
     issue();
   } else {
+    t.model.fsdp.before_graph();
     if (!now.graph.made()) {
       now.graph.make(issue);
       if (t.speaks() && !t.slot(step + 1).graph.made()) report_graph(now.graph.nodes(), t.job.telemetry.get());
@@ -351,6 +352,7 @@ std::string train(const Job& job) {
     if (!r.o.save.empty())
       t.saver = std::make_unique<Saver>(dev, job.world, std::move(*job.save_to), r.o.keep, own_parts, note);
   } catch (const UsageError& e) { return e.what(); }
+  if (r.o.graph == 1) model.end_steps_with_gathers();
   if (t.speaks() && t.first > 1)
     note(strf("resuming after step %lld, from %s", ll(t.first - 1), job.saved.step_dir.c_str()));
   if (t.speaks() && r.backend == Backend::gpu && peak_bf16_tflops(dev.name) == 0)

@@ -55,6 +55,17 @@ void Schedule<T, G>::begin(const std::vector<Turn>& turns, bool last) {
   if (replicated_ >= 0) weights_[size_t(replicated_)] = fsdp_.use(replicated_);
 }
 
+template <class T, class G>
+std::vector<int> Schedule<T, G>::first_units() const {
+  std::vector<int> units;
+  if (c_.forward_prefetch == 0) return units;
+  if (replicated_ >= 0) units.push_back(replicated_);
+  size_t turn = 0;
+  for (int ahead = 0; ahead <= c_.forward_prefetch && turn < training_.size(); ahead++, turn = training_[turn].next_use)
+    if (training_[turn].uses >= 0) units.push_back(training_[turn].uses);
+  return units;
+}
+
 // Any module may write to the replicated unit's gradient, from the head on; it is reduced when the micro-batch ends.
 template <class T, class G>
 void Schedule<T, G>::begin_backward() {

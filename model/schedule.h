@@ -36,6 +36,7 @@ class Schedule {
   // A micro-batch goes through one list of turns. last: of the step.
   void begin_training(bool last) { begin(training_, last); }
   void begin_evaluation() { begin(evaluation_, /*last=*/true); }
+  std::vector<int> first_units() const;  // that a step gathers ahead of its first turn, in this order
   bool trains() const { return turns_ == &training_; }
   void begin_backward();
   void end_micro_batch();

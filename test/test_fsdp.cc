@@ -140,6 +140,38 @@ TEST_CASE("the collectives of a step, in order", "[fsdp]") {
   }
 }
 
+TEST_CASE("a step that ends with the next one's gathers is the same step", "[fsdp]") {
+  const World& world = test_world();
+  if (world.size == 1) SKIP_TEST("one rank computes with its master copy");
+  Setup s;
+  s.model = small(Arch::rope, 4 * world.size + 1), s.steps = 3;
+  const auto check = [&](const char* trace) {
+    s.gathers_next = false;
+    const Outcome plain = train<float, float>(s, world);
+    s.gathers_next = true;
+    const Outcome out = train<float, float>(s, world);
+    CHECK(same(out, plain));
+    CHECK(text_of(out.trace) == trace);
+  };
+  check("gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step gather0 gather1");
+  s.fsdp.gather_slots = 1;
+  check(
+      "gather1 gather2 gather3 gather4 reduce4 gather3 reduce3 gather2 reduce2 gather1 reduce1 reduce0 sum step "
+      "gather0");
+  // As far as what computes reads ahead.
+  s.fsdp.gather_slots = 4, s.model.forward_prefetch = 2;
+  check("gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step gather0 gather1 gather2");
+  s.model.forward_prefetch = 0;
+  check("gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step");
+  s.model.forward_prefetch = 1, s.fsdp.reshard_after_forward = false;
+  check("gather2 gather3 gather4 reduce4 reduce3 reduce2 reduce1 reduce0 sum step gather0 gather1");
+  // A validation takes the slots.
+  s.fsdp.reshard_after_forward = true, s.fsdp.gather_slots = 2, s.validate = true;
+  check(
+      "gather0 gather1 gather2 gather3 gather4 reduce4 gather2 reduce3 gather1 reduce2 reduce1 reduce0 sum step "
+      "gather0 gather1");
+}
+
 TEST_CASE("one rank gathers nothing", "[fsdp]") {
   if (test_world().size != 1) SKIP_TEST("is about one rank");
   Setup s;

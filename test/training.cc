@@ -130,6 +130,7 @@ Outcome train(const Setup& s, const World& world) {
     dev.mode = Mode::run;
   }
   model.init_weights();
+  if (s.graph || s.gathers_next) model.end_steps_with_gathers();
   const bool times = s.delays.first + s.delays.second > 0;
   if (times) model.fsdp.set_delays(s.delays.first, s.delays.second, 0);
   else model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
@@ -186,6 +187,7 @@ Outcome train(const Setup& s, const World& world) {
     if (times) model.fsdp.exposed().begin();
     if (s.graph && n > 2 && !(s.no_graph && n % s.no_graph == 0)) {
       adamw[0] = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, n);
+      model.fsdp.before_graph();
       if (!graph.made()) graph.make([&] { step(model, host, n, copied); });
       graph.launch();
     } else {

@@ -45,10 +45,11 @@ struct Setup {
   bool silent = false;  // every target is padding
   Backend backend = Backend::cpu;
   bool share_gpu = false;
-  bool graph = false;     // from the third step on
-  int64_t no_graph = 0;   // but not every so many steps, as behind a save
-  bool together = false;  // the host does not wait for one step before it issues the next
-  bool validate = false;  // after each step, on the batch of the next
+  bool graph = false;         // from the third step on
+  bool gathers_next = false;  // steps end with the gathers that the next begins with, as they do with a graph
+  int64_t no_graph = 0;       // but not every so many steps, as behind a save
+  bool together = false;      // the host does not wait for one step before it issues the next
+  bool validate = false;      // after each step, on the batch of the next
   bool fuse = true;
   int64_t skipped = 0;  // a step that the last rank leaves out, to make one more than the others instead
 };
