@@ -33,7 +33,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       reduce_channel_(dev, dev.reduce(), shard_world_, transport, "reduce",
                       largest_reduction(exchanges() ? replicated(units_) : units_, &FlatParam::padded,
                                         options.reduce_dtype, shard_world_.size),
-                      links),
+                      links, CopyEngines::none, options.reduce_ctas),
       replica_channel_(dev, dev.reduce(), replica_world_, transport, "replicas",
                        largest_reduction(units_, &FlatParam::shard, options.reduce_dtype, replica_world_.size), links),
       fp8_(dev, units_),

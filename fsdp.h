@@ -82,6 +82,7 @@ struct FsdpOptions {
     return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + (reduce_by_copy_engine ? 1 : 0)) + replicates;
   }
   bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
+  int reduce_ctas = 0;          // thread blocks of a reduction by NCCL, at most; 0: NCCL's choice
   bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;            // of the initial weights
 };

@@ -410,6 +410,9 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   says(refused(on_gpus("--reduce copy-engine", 4), Transport::nccl, !here), {"--reduce copy-engine", "hosts"});
   says(refused(on_gpus("--reduce copy-engine", 4), Transport::mpi, here), {"--reduce copy-engine", "GPU per rank"});
   says(refused(on_cpu("--reduce nccl", 4), Transport::mpi, here), {"--reduce nccl", "NCCL"});
+  says(refused(on_cpu("--reduce-ctas 4", 4), Transport::mpi, here), {"--reduce-ctas 4", "NCCL", "MPI"});
+  says(refused(on_gpus("--reduce-ctas 4", 1), Transport::none, here), {"--reduce-ctas 4", "one rank"});
+  CHECK(refused(on_cpu("--reduce-ctas 0", 4), Transport::mpi, here).empty());
   for (const char* shard : {"none", "hybrid:1"})
     says(refused(on_gpus(std::string("--reduce copy-engine --shard ") + shard, 4), Transport::nccl, here),
          {"--reduce copy-engine", "--shard", shard});
@@ -857,6 +860,11 @@ TEST_CASE("a schedule's events add up to what a rank sends", "[program]") {
   auto choices = [](const std::string& options, Transport t) { return choices_text(on_gpus(options, 4), t); };
   says(choices("", Transport::nccl), {"NCCL's kernels", "into 2 slots;", "2 gradient slots", "moments in fp32",
                                       "clipping by the norm 2", "initialized sharded", "one by one"});
+  says(choices("--preset tiny", Transport::nccl), {"reductions by NCCL's kernels of at most 4 thread blocks;"});
+  says(choices("--preset rope", Transport::nccl), {"reductions by NCCL's kernels;"});
+  says(choices("--preset rope --reduce-ctas 7", Transport::nccl), {"NCCL's kernels of at most 7 thread blocks;"});
+  says(choices("--preset tiny --reduce-ctas 0", Transport::nccl), {"reductions by NCCL's kernels;"});
+  says(choices_text(on_gpus("", 1), Transport::none), {"one rank gathers nothing; "});
   says(choices("--limit-all-gathers 1 --gradient-slots 1", Transport::nccl), {"into 1 slot;", "1 gradient slot;"});
   says(choices("--shard grad --clip 0 --graph 1", Transport::nccl),
        {"a slot for each unit", "no clipping", "CUDA graph"});

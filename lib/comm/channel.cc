@@ -158,7 +158,7 @@ struct Channel::Impl {
 };
 
 Channel::Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name,
-                 ChannelBytes most, Links links, CopyEngines engines)
+                 ChannelBytes most, Links links, CopyEngines engines, [[maybe_unused]] int most_ctas)
     : dev_(dev),
       stream_(stream),
       world_(world),
@@ -181,6 +181,7 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
     if (world.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id), nullptr);
     MPI_CHECK(MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, impl_->mpi));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    if (most_ctas > 0) config.maxCTAs = most_ctas;
 #if COPY_ENGINES
     if (engines != CopyEngines::none) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
 #endif

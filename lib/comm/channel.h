@@ -66,9 +66,9 @@ class Channel {
   // MPI stages what is received through planned memory (CPU), everything through pinned host memory (GPU). Collective
   // over all ranks, of all groups. A world of one needs no transport, whatever is given. engines: of arena memory,
   // whose buffers lie at the same places on all ranks; one host; after use_nccl_memory. Throws NcclError where NCCL
-  // would take kernels instead.
+  // would take kernels instead. most_ctas: thread blocks of an NCCL kernel; 0: NCCL's choice.
   Channel(Device& dev, Stream& stream, const World& world, Transport transport, const char* name, ChannelBytes most,
-          Links links, CopyEngines engines = CopyEngines::none);
+          Links links, CopyEngines engines = CopyEngines::none, int most_ctas = 0);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;

@@ -143,6 +143,7 @@ const std::vector<Spec> options_parts::specs = flat({
     "copy-engine if each shard group is Hopper or newer GPUs of one host, else nccl; mpi unless each rank has a GPU"},
   {"reduce", "HOW", &Options::reduce, one_of({"nccl", "copy-engine"}), "what moves gradients: NCCL's reduce-scatter; an all-to-all by copy engines (by MPI on CPUs), which leave the SMs free, "
     "and a sum in fp32 and in rank order by the shard's owner", "nccl; reduce-scatter over MPI unless each rank has a GPU"},
+  {"reduce-ctas", "N", &Options::reduce_ctas, from(0, 64), "thread blocks that NCCL may take for a reduction, at most: fewer leave more SMs to the kernels beside it; 0: NCCL's choice", "4 if no unit's gradient exceeds 16 MiB, else 0"},
 }},
 {"Checkpoints", {
   {"save", "DIR", &Options::save, any, "save to DIR at the end, and every --save-every steps", "never"},

@@ -73,8 +73,9 @@ struct Options {
   std::string accum_sync = "every";
   int64_t replicate_below = 0;  // bytes
   int64_t meta_init = 1, optimizer_in_backward = 0;
-  std::string gather;  // nccl, copy-engine, mpi; empty: by the transport
-  std::string reduce;  // nccl, copy-engine; empty: by the transport
+  std::string gather;        // nccl, copy-engine, mpi; empty: by the transport
+  std::string reduce;        // nccl, copy-engine; empty: by the transport
+  int64_t reduce_ctas = -1;  // -1: by the size of gradients
   // Checkpoints.
   std::string save;        // directory; empty: none
   int64_t save_every = 0;  // steps; 0: at the end alone

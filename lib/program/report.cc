@@ -166,16 +166,20 @@ std::string presets_text() {
 std::string choices_text(const Run& r, Transport transport) {
   const FsdpOptions& f = r.fsdp;
   auto count = [](int n, const char* what) { return strf("%d %s%s", n, what, n == 1 ? "" : "s"); };
+  const bool casts = r.model.gather_fp8 || (f.gather_wide && transport != Transport::none);
   std::string text = f.gather_by_copy_engine                            ? "gathers by copy engines"
                      : f.gather_over_mpi || transport == Transport::mpi ? "gathers by MPI"
                      : transport == Transport::nccl                     ? "gathers by NCCL's kernels"
-                                                                        : "gathers are local casts";
-  text += ", into " +
-          (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
+                     : casts                                            ? "gathers are local casts"
+                                                                        : "one rank gathers nothing";
+  if (transport != Transport::none || casts)
+    text += ", into " +
+            (!f.reshard_after_forward || f.gather_slots == 0 ? "a slot for each unit" : count(f.gather_slots, "slot"));
   if (transport != Transport::none)
     text += strf("; reductions by %s", f.reduce_by_copy_engine        ? "all-to-all and a sum in rank order"
                                        : transport == Transport::nccl ? "NCCL's kernels"
                                                                       : "MPI");
+  if (transport == Transport::nccl && f.reduce_ctas > 0) text += strf(" of at most %d thread blocks", f.reduce_ctas);
   return text + strf("; %s; moments in %s; %s; weights initialized %s; %s; %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
                      r.o.clip > 0 ? ("clipping by the norm " + r.o.clip_norm).c_str() : "no clipping",
@@ -278,6 +282,7 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
                  {"reduce", transport == Transport::none   ? "none"
                             : r.fsdp.reduce_by_copy_engine ? "copy-engine"
                                                            : name_of(transport)},
+                 {"reduce_ctas", transport == Transport::nccl ? r.fsdp.reduce_ctas : 0},
                  {"parameters", parameter_count(r.model)},
                  {"flops_per_token", flops_per_token(r.model)}});
   json h = hardware_json(dev, gpus);

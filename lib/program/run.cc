@@ -198,6 +198,15 @@ int gather_slots(const Options& o, int otherwise) {
 }
 
 // The knobs of sharding. gathered: the dtype in which parameters are gathered.
+// Gradients of small models are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200
+// 4 of 132 SMs leave 128, which is a whole wave of many a product's tiles.
+int few_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype) {
+  std::vector<Unit> units = parameter_table(m);
+  lay_out(&units, shards);
+  const int64_t most = largest(units, [](const Unit& u) { return u.with_gradient.padded; });
+  return most * size_of(reduce_dtype) <= int64_t(16) << 20 ? 4 : 0;
+}
+
 void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   FsdpOptions& f = r->fsdp;
   ModelConfig& m = r->model;
@@ -396,6 +405,8 @@ Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
                ll(r.batch), ll(r.grad_accum), ll(r.model.seq));
   check_frozen(r.model, o.freeze);
   check_gather_fp8(&r, r.fsdp.shards(world_size));
+  if (o.reduce_ctas >= 0) r.fsdp.reduce_ctas = int(o.reduce_ctas);
+  else if (gpu) r.fsdp.reduce_ctas = few_ctas(r.model, r.fsdp.shards(world_size), r.reduce_dtype);
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);
   const int64_t left = std::max<int64_t>(0, o.tokens - before.tokens);
@@ -428,6 +439,9 @@ void check_collectives(const Run& r, Transport transport, bool one_host) {
   const bool gpu = r.backend == Backend::gpu;
   REQUIRE_USER(o.reduce.empty() || transport != Transport::mpi || (o.reduce == "copy-engine" && !gpu),
                "--reduce %s needs NCCL and one GPU per rank", o.reduce.c_str());
+  REQUIRE_USER(o.reduce_ctas <= 0 || transport == Transport::nccl,
+               "--reduce-ctas %lld is for NCCL, and %s: leave it out", static_cast<long long>(o.reduce_ctas),
+               transport == Transport::none ? "one rank reduces nothing" : "gradients go over MPI here");
   REQUIRE_USER(o.reduce != "copy-engine" || transport == Transport::none || r.fsdp.shard_ranks != 1,
                "--reduce copy-engine sends each shard's gradient to its owner; with --shard %s nothing is sharded, and "
                "gradients are all-reduced: drop one of them",
