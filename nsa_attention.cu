@@ -103,12 +103,6 @@ AttentionShape compressed_shape(const NsaShape& a) {
   return s;
 }
 
-// phi's shape for values, which are as wide as its keys are.
-NsaShape of_values(NsaShape a) {
-  a.D = a.v_dim(), a.DV = 0;
-  return a;
-}
-
 template <class T>
 void zero_columns(Stream& s, T* p, int64_t columns, const NsaShape& a) {
   s.zero_rows(p, a.ld * int64_t(sizeof(T)), columns * int64_t(sizeof(T)), a.B * a.T);
@@ -134,11 +128,10 @@ struct PhiSizes {
   explicit PhiSizes(const NsaShape& a) : rows(a.B * a.compressed()), in(a.block * a.D), hidden(2 * a.D) {}
 };
 
-// out (B*compressed(), HKV D) = phi of x, columns of (B*T, ld). Returns the kernel that read x.
+// out (B*compressed(), HKV D) = phi of x, columns of (B*T, ld); not Phi::mean. Returns the kernel that read x.
 template <class T>
 Kernel compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const NsaShape& a) {
   Stream& s = dev.compute();
-  if (a.phi == Phi::mean) return nsa_mean(s, out, x, a);
   const T* none = nullptr;
   const auto [rows, in, F] = PhiSizes(a);
   Buffer<T> y = dev.mem.take<T>(a.HKV * rows * a.D, "compressed, by head");
@@ -170,7 +163,6 @@ template <class T, class G>
 Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, const T* x, Parameters<const T> phi,
                          const NsaShape& a) {
   Stream& s = dev.compute();
-  if (a.phi == Phi::mean) return nsa_mean_backward(s, dx, dout, a);
   const T* none = nullptr;
   const auto [rows, in, F] = PhiSizes(a);
   Buffer<T> blocks = dev.mem.take<T>(a.HKV * rows * in, "blocks to compress, then their gradient");
@@ -252,8 +244,12 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   v.lse_compressed = mem.take<A>(rows * a.H, "compressed log-sum-exp", life);
   if (a.compressed() > 0) {
     dev.mark("compression");
-    record(Stage::compression, compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a));
-    record(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), of_values(a)));
+    if (a.phi == Phi::mean) {
+      record(Stage::compression, nsa_mean<T>(s, v.k, v.v, x, a));
+    } else {
+      record(Stage::compression, compress<T>(dev, v.k, x + a.k(0), of_keys(phi), a));
+      record(Stage::compression, compress<T>(dev, v.v, x + a.v(0), of_values(phi), a.of_values()));
+    }
     dev.mark("compressed branch");
     record(Stage::compressed,
            attention_forward<T>(s, v.o_compressed, v.lse_compressed, x, v.k, v.v, compressed_shape(a)));
@@ -338,16 +334,18 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 
   // The top-k has no gradient, so dk and dv of the compressed branch are all that phi gets.
-  if (compressed) {
-    dev.mark("compression, backward");
+  dev.mark("compression, backward");
+  if (compressed && a.phi == Phi::mean) {
+    record(Stage::compression_backward, nsa_mean_backward<T>(s, dx, dk, dv, a));
+  } else if (compressed) {
     record(Stage::compression_backward,
            compress_backward<T, G>(dev, dx + a.k(0), of_keys(dphi), dk, x + a.k(0), of_keys(phi), a));
     dk.reset();
     record(Stage::compression_backward,
-           compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), of_values(a)));
+           compress_backward<T, G>(dev, dx + a.v(0), of_values(dphi), dv, x + a.v(0), of_values(phi), a.of_values()));
   } else {
     zero_gradients_of_phi(s, dx + a.k(0), of_keys(dphi), a);
-    zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), of_values(a));
+    zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), a.of_values());
     zero_columns(s, dx + a.gate(0), a.H, a);
   }
   zero_columns(s, dx + a.columns(), a.ld - a.columns(), a);

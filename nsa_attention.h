@@ -46,6 +46,12 @@ struct NsaShape {
   int64_t v(int branch) const { return (H + 3 * HKV) * D + branch * HKV * v_dim(); }
   HD int64_t gate(int branch) const { return (H + 3 * HKV) * D + 3 * HKV * (DV ? DV : D) + branch * H; }
   int64_t columns() const { return gate(3); }
+  // phi's shape for values, which are as wide as its keys are.
+  NsaShape of_values() const {
+    NsaShape a = *this;
+    a.D = v_dim(), a.DV = 0;
+    return a;
+  }
 };
 constexpr NsaShape nsa_defaults{};  // of block, stride, select_block, selected, window and phi: those of the paper
 // Throws UsageError: a combination that the equations forbid (block and select_block are multiples of stride,

@@ -28,12 +28,12 @@
   } while (0)
 
 template <class T>
-Kernel nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a) {
-  RUN(T, moves<T>(a.B * a.T * a.HKV * a.D), nsa_mean, out, x, a);
+Kernel nsa_mean(Stream& s, T* k, T* v, const T* x, const NsaShape& a) {
+  RUN(T, moves<T>(a.B * a.T * a.HKV * (a.D + a.v_dim())), nsa_mean, k, v, x, a);
 }
 template <class T>
-Kernel nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a) {
-  RUN(T, moves<T>(a.B * a.T * a.HKV * a.D), nsa_mean_backward, dx, dout, a);
+Kernel nsa_mean_backward(Stream& s, T* dx, const T* dk, const T* dv, const NsaShape& a) {
+  RUN(T, moves<T>(a.B * a.T * a.HKV * (a.D + a.v_dim())), nsa_mean_backward, dx, dk, dv, a);
 }
 
 template <class T>
@@ -79,8 +79,8 @@ void nsa_stats_total(Stream& s, NsaSums* sums, NsaMaxima* maxima, const double* 
 }
 
 #define INSTANTIATE(T)                                                                                  \
-  template Kernel nsa_mean(Stream&, T*, const T*, const NsaShape&);                                     \
-  template Kernel nsa_mean_backward(Stream&, T*, const T*, const NsaShape&);                            \
+  template Kernel nsa_mean(Stream&, T*, T*, const T*, const NsaShape&);                                 \
+  template Kernel nsa_mean_backward(Stream&, T*, const T*, const T*, const NsaShape&);                  \
   template Kernel nsa_blocks(Stream&, T*, const T*, const T*, const NsaShape&);                         \
   template Kernel nsa_blocks_backward(Stream&, T*, T*, const T*, acc_t<T>*, const NsaShape&);           \
   template Kernel nsa_heads_last(Stream&, T*, const T*, int64_t, int64_t, int64_t);                     \

@@ -37,6 +37,29 @@ Kernel rows(cudaStream_t stream, F f, int64_t M, int64_t C, bool vectors) {
   vectors ? rows_by<width<T>>(stream, f, M, C) : rows_by<1>(stream, f, M, C);
   return {"cuda", vectors ? "vectors" : "single numbers", !vectors};
 }
+// The same of keys and of values at one go: many of these kernels are so short that starting one costs as much.
+template <int N, class F>
+__global__ void __launch_bounds__(256) both_kernel(F keys, F values, int M, int vectors_k, int vectors_v) {
+  begin_kernel();
+  const int row = blockIdx.x * blockDim.y + threadIdx.y, vector = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= M) return;
+  if (blockIdx.z == 0 && vector < vectors_k) keys.template at<N>(row, vector * N);
+  if (blockIdx.z == 1 && vector < vectors_v) values.template at<N>(row, vector * N);
+}
+template <class T, class F>
+Kernel both(cudaStream_t stream, F keys, F values, int64_t M, int64_t C_k, int64_t C_v, bool vectors) {
+  if (M == 0) return {};
+  if (M > 1 << 30 || std::max(C_k, C_v) > 1 << 23) throw Error("nsa: too many rows or columns for one launch");
+  const auto by = [&](auto width) {
+    constexpr int N = width.value;
+    Grid g = rows_by_vectors(M, std::max(C_k, C_v) / N);
+    g.blocks.z = 2;
+    launch(stream, both_kernel<N, F>, g, keys, values, int(M), int(C_k / N), int(C_v / N));
+  };
+  if (vectors) by(std::integral_constant<int, width<T>>());
+  else by(std::integral_constant<int, 1>());
+  return {"cuda", vectors ? "vectors" : "single numbers", !vectors};
+}
 template <class T>
 bool whole_vectors(const NsaShape& a) {
   return a.D % width<T> == 0 && a.ld % width<T> == 0;
@@ -199,16 +222,23 @@ struct Combine {
 }  // namespace compress
 
 template <class T>
-Kernel nsa_mean(cudaStream_t stream, T* out, const T* x, const NsaShape& a) {
+Kernel nsa_mean(cudaStream_t stream, T* k, T* v, const T* x, const NsaShape& a) {
   using namespace compress;
-  const Mean<T> f{out, x, Blocks(a), 1 / float(a.block)};
-  return rows<T>(stream, f, a.B * a.compressed(), a.HKV * a.D, whole_vectors<T>(a) && aligned(out, x));
+  const NsaShape w = a.of_values();
+  const float factor = 1 / float(a.block);
+  const Mean<T> keys{k, x + a.k(0), Blocks(a), factor}, values{v, x + a.v(0), Blocks(w), factor};
+  const bool vectors = whole_vectors<T>(a) && whole_vectors<T>(w) && aligned(keys.out, keys.x, values.out, values.x);
+  return both<T>(stream, keys, values, a.B * a.compressed(), a.HKV * a.D, a.HKV * w.D, vectors);
 }
 template <class T>
-Kernel nsa_mean_backward(cudaStream_t stream, T* dx, const T* dout, const NsaShape& a) {
+Kernel nsa_mean_backward(cudaStream_t stream, T* dx, const T* dk, const T* dv, const NsaShape& a) {
   using namespace compress;
-  const MeanBackward<T> f{dx, dout, Blocks(a), 1 / float(a.block)};
-  return rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dout));
+  const NsaShape w = a.of_values();
+  const float factor = 1 / float(a.block);
+  const MeanBackward<T> keys{dx + a.k(0), dk, Blocks(a), factor}, values{dx + a.v(0), dv, Blocks(w), factor};
+  const bool vectors =
+      whole_vectors<T>(a) && whole_vectors<T>(w) && aligned(keys.dx, keys.dout, values.dx, values.dout);
+  return both<T>(stream, keys, values, a.B * a.T, a.HKV * a.D, a.HKV * w.D, vectors);
 }
 
 template <class T>

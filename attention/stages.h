@@ -34,12 +34,14 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
                              char* scratch, const NsaShape& a, Gate<T> gate);
 
-// ---- compressing (attention/compress.cu): keys, or values with DV for D
-// Phi::mean: compressed keys or values, out and dout (B*compressed(), HKV D), from x and dx, columns of (B*T, ld).
+// ---- compressing (attention/compress.cu)
+// Phi::mean: compressed keys k, dk (B*compressed(), HKV D) and values v, dv (B*compressed(), HKV DV), of the columns of
+// the compressed branch in x and dx (B*T, ld). Every row of dx is written.
 template <class T>
-Kernel nsa_mean(Stream& s, T* out, const T* x, const NsaShape& a);
+Kernel nsa_mean(Stream& s, T* k, T* v, const T* x, const NsaShape& a);
 template <class T>
-Kernel nsa_mean_backward(Stream& s, T* dx, const T* dout, const NsaShape& a);  // every row of dx is written
+Kernel nsa_mean_backward(Stream& s, T* dx, const T* dk, const T* dv, const NsaShape& a);
+// What follows is of keys, or of values with DV for D.
 // Phi::linear and mlp: blocks (HKV, B*compressed(), block*D) = the blocks' rows of x + position (HKV, block, D). What
 // follows is ops::matmul's, a head at a time; nsa_heads_last makes (rows, heads D) of (heads, rows, D), and
 // nsa_heads_first the reverse.

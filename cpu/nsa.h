@@ -54,8 +54,9 @@ void scatter_add(A* to, const A* from, const int* rows, int count, int64_t D) {
 
 // ------------------------------------------------------------------------------------------------------- compression
 
+namespace nsa_detail {
 template <class T>
-void nsa_mean(T* out, const T* x, const NsaShape& a) {
+void mean_of(T* out, const T* x, const NsaShape& a) {
   using A = acc_t<T>;
   const int64_t keys = a.compressed(), C = a.HKV * a.D;
   std::vector<A> sum(C);
@@ -70,7 +71,6 @@ void nsa_mean(T* out, const T* x, const NsaShape& a) {
     }
 }
 
-namespace nsa_detail {
 // dx[t] = factor * the sum over the blocks i that hold token t, in their order, of row(b, i, t - stride i), a function
 // that gives HKV D numbers as (numbers, distance between heads).
 template <class T, class Row>
@@ -93,9 +93,18 @@ void sum_over_blocks(T* dx, acc_t<T> factor, const NsaShape& a, Row row) {
 }  // namespace nsa_detail
 
 template <class T>
-void nsa_mean_backward(T* dx, const T* dout, const NsaShape& a) {
-  nsa_detail::sum_over_blocks(dx, acc_t<T>(1) / acc_t<T>(a.block), a,
-                              [=](int64_t i, int64_t h, int64_t) { return dout + (i * a.HKV + h) * a.D; });
+void nsa_mean(T* k, T* v, const T* x, const NsaShape& a) {
+  nsa_detail::mean_of(k, x + a.k(0), a);
+  nsa_detail::mean_of(v, x + a.v(0), a.of_values());
+}
+template <class T>
+void nsa_mean_backward(T* dx, const T* dk, const T* dv, const NsaShape& a) {
+  const auto one = [](T* columns, const T* dout, const NsaShape& of) {
+    nsa_detail::sum_over_blocks(columns, acc_t<T>(1) / acc_t<T>(of.block), of,
+                                [=](int64_t i, int64_t h, int64_t) { return dout + (i * of.HKV + h) * of.D; });
+  };
+  one(dx + a.k(0), dk, a);
+  one(dx + a.v(0), dv, a.of_values());
 }
 
 template <class T>

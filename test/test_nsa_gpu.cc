@@ -24,7 +24,7 @@ void check_against_twin(const Errors& gpu, const Errors& twin) {
 // The stages that move and pool numbers, each from the same inputs in every type.
 template <class T, class G>
 struct Simple {
-  std::vector<T> mean, dmean, blocks, dblocks, last, first, combined;
+  std::vector<T> mean, mean_v, dmean, blocks, dblocks, last, first, combined;
   std::vector<G> dposition;
   std::vector<float> amax;  // of combined, of each query and head; of kernels in fp32 and for odd heads empty
   bool vectors = true;      // none of the kernels is the general one
@@ -33,17 +33,20 @@ struct Simple {
     Arrays on(s);
     const Inputs in(a);
     const int64_t C = a.HKV * a.D, rows = a.B * a.compressed(), n = a.HKV * rows * a.block * a.D;
+    const int64_t C_v = a.HKV * a.v_dim();
     std::vector<T> x = converted<T>(in.x), dout = converted<T>(normals(rows * C, 1, 40)),
+                   dout_v = converted<T>(normals(rows * C_v, 1, 46)),
                    position = converted<T>(normals(a.HKV * a.block * a.D, 1, 41)), d = converted<T>(normals(n, 1, 42)),
                    o[3];
     for (uint32_t i = 0; i < 3; ++i) o[i] = converted<T>(normals(int64_t(in.d_o.size()), 1, 43 + i));
-    mean = nans<T>(rows * C), dmean = nans<T>(int64_t(x.size())), dblocks = dmean, blocks = nans<T>(n);
+    mean = nans<T>(rows * C), mean_v = nans<T>(rows * C_v), dmean = nans<T>(int64_t(x.size())), dblocks = dmean,
+    blocks = nans<T>(n);
     last = mean, first = mean, combined = nans<T>(int64_t(in.d_o.size())),
     dposition = nans<G>(int64_t(position.size()));
     const T *px = on.up(x), *pd = on.up(dout);
     const auto tell = [&](const Kernel& k) { vectors = vectors && !k.general; };
-    tell(nsa_mean<T>(s, on.up(mean), px + a.k(0), a));
-    tell(nsa_mean_backward<T>(s, on.up(dmean) + a.v(0), pd, a));
+    tell(nsa_mean<T>(s, on.up(mean), on.up(mean_v), px, a));
+    tell(nsa_mean_backward<T>(s, on.up(dmean), pd, on.up(dout_v), a));
     tell(nsa_blocks<T>(s, on.up(blocks), px + a.v(0), on.up(position), a));
     tell(nsa_blocks_backward<T, G>(s, on.up(dblocks) + a.k(0), on.up(dposition), on.up(d),
                                    on.scratch<acc_t<T>>(nsa_blocks_partials(a)), a));
@@ -59,11 +62,16 @@ struct Simple {
 };
 template <class T, class G>
 Errors errors(const Simple<T, G>& x, const Simple<double, double>& ref, const NsaShape& a) {
-  const auto in_columns = [&](const auto& v, int64_t from) { return columns(v, a.ld, from, from + a.HKV * a.D); };
-  return {{"mean", error(x.mean, ref.mean)},
-          {"mean's gradient", error(in_columns(x.dmean, a.v(0)), in_columns(ref.dmean, a.v(0)))},
+  const auto in_columns = [&](const auto& v, int64_t from, int64_t D) {
+    return columns(v, a.ld, from, from + a.HKV * D);
+  };
+  return {{"mean of keys", error(x.mean, ref.mean)},
+          {"mean of values", error(x.mean_v, ref.mean_v)},
+          {"gradient of keys' mean", error(in_columns(x.dmean, a.k(0), a.D), in_columns(ref.dmean, a.k(0), a.D))},
+          {"gradient of values' mean",
+           error(in_columns(x.dmean, a.v(0), a.v_dim()), in_columns(ref.dmean, a.v(0), a.v_dim()))},
           {"blocks", error(x.blocks, ref.blocks)},
-          {"blocks' gradient", error(in_columns(x.dblocks, a.k(0)), in_columns(ref.dblocks, a.k(0)))},
+          {"blocks' gradient", error(in_columns(x.dblocks, a.k(0), a.D), in_columns(ref.dblocks, a.k(0), a.D))},
           {"positions' gradient", error(x.dposition, ref.dposition)},
           {"heads last", error(x.last, ref.last)},
           {"heads first", error(x.first, ref.first)},
@@ -74,18 +82,20 @@ void check_simple(const NsaShape& a, const Simple<double, double>& ref, const Er
   const Simple<T, G> x(a, Backend::gpu), y(a, Backend::gpu);
   check_against_twin<T>(errors(x, ref, a), twin);
   check_amax(x.combined, x.amax, a);
-  CHECK((same_bits(x.mean, y.mean) && same_bits(x.dmean, y.dmean) && same_bits(x.blocks, y.blocks) &&
-         same_bits(x.dblocks, y.dblocks) && same_bits(x.dposition, y.dposition) && same_bits(x.combined, y.combined)));
-  const auto untouched = [&](const std::vector<T>& v, int64_t from) {  // outside of its columns
+  CHECK((same_bits(x.mean, y.mean) && same_bits(x.mean_v, y.mean_v) && same_bits(x.dmean, y.dmean) &&
+         same_bits(x.blocks, y.blocks) && same_bits(x.dblocks, y.dblocks) && same_bits(x.dposition, y.dposition) &&
+         same_bits(x.combined, y.combined)));
+  const auto untouched = [&](const std::vector<T>& v, bool values) {  // outside of its columns
     bool clean = true;
     for (size_t i = 0; i < v.size(); ++i) {
-      const int64_t c = int64_t(i) % a.ld - from;
-      clean = clean && ((c >= 0 && c < a.HKV * a.D) || std::isnan(double(acc_t<T>(v[i]))));
+      const int64_t c = int64_t(i) % a.ld, of_k = c - a.k(0), of_v = c - a.v(0);
+      const bool inside = (of_k >= 0 && of_k < a.HKV * a.D) || (values && of_v >= 0 && of_v < a.HKV * a.v_dim());
+      clean = clean && (inside || std::isnan(double(acc_t<T>(v[i]))));
     }
     return clean;
   };
-  CHECK(untouched(x.dmean, a.v(0)));
-  CHECK(untouched(x.dblocks, a.k(0)));
+  CHECK(untouched(x.dmean, /*values=*/true));
+  CHECK(untouched(x.dblocks, /*values=*/false));
   CHECK(x.vectors == (a.D * sizeof(T) % 16 == 0));
 }
 void check_simple(const std::vector<NsaShape>& shapes) {
