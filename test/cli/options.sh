@@ -50,7 +50,7 @@ printf '\357\273\277steps = 4\n' >"$dir/marked.toml"
 good "a file of options that an editor has marked as UTF-8" "4 steps" "${small[@]:0:6}" --config "$dir/marked.toml"
 bad "two answers at a time" "--hardware and --plan|one at a time" --plan --hardware
 bad "two others" "--show-params and --show-schedule|one at a time" --show-schedule --show-params
-good "a plan with its schedule" "all_gather" --plan --show-schedule "${small[@]}"
+good "a plan with its schedule" "all_gather" --plan --show-schedule --world 2 "${small[@]}"
 bad "groups that do not divide the ranks" "--shard hybrid:3|2 ranks" --shard hybrid:3
 bad "a way to shard that there is not" "--shard some|full|hybrid:K" --shard some
 for given in "--eps 1e-46" "--clip 1e-46" "--beta1 0.99999999" "--beta2 0.99999999" "--lr 1e-50"; do

@@ -23,7 +23,7 @@ good "a plan of one rank" "slowdown from casts" --plan --gpu h200 --world 1 --pr
 verdict "a plan of one rank has no links" "$(grep -E "links|into the network|collectives beside" "$dir/out")"
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
-good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200
+good "what to change so that it fits" "the cheapest change that fits: --moments bf16" --plan --preset llama-8b --gpu h200 --seq 16384
 good "a knob to put back so that it fits" "the cheapest change that fits: --wrap block:" --plan --preset llama-8b --gpu h100 --world 4 --wrap single
 good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync every:" --plan --preset llama-8b --gpu h100 --world 8 --grad-accum 2 --accum-sync last
 good "what three communicators take beside a plan" "141, of which CUDA and NCCL take 1.5" --plan --preset llama-47b --gpu h200 --world 8 --shard hybrid:4
@@ -53,7 +53,7 @@ good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
 good "how much is frozen" " parameters (32.8 k frozen)" --plan --preset tiny --freeze embedding
 
-good "schedule" "one rank: nothing moves" --show-schedule --world 4 --shard hybrid:1 --preset tiny
+good "schedule" "one rank: nothing moves" --show-schedule --world 1 --preset tiny
 # Every knob of sharding reaches the step: how often something is in the schedule and the plan with it, and without it.
 # Without numbers of lines and MiB of what moves, and with one blank between words.
 told() {
