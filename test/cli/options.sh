@@ -63,6 +63,8 @@ for keeps in "--shard grad" "--shard none" "--reshard-after-forward 0"; do
 done
 good "sums over one micro-batch" "note: --accum-sync last has no effect" "${small[@]}" --accum-sync last
 bad "no limit that there is" "--limit-all-gathers 0|64|off" --limit-all-gathers 0
+bad "more thread blocks than there are" "--reduce-ctas 65|0 to 64" --reduce-ctas 65
+bad "NCCL's thread blocks where MPI reduces" "--reduce-ctas 4|NCCL|MPI" --reduce-ctas 4
 bad "a limit where all stay" "--limit-all-gathers" --shard grad --limit-all-gathers 3
 bad "resharding what stays whole" "--shard none|--reshard-after-forward 1" --shard none --reshard-after-forward 1
 bad "sizes of units without auto" "--wrap auto" --wrap-min-params 5
