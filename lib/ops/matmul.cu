@@ -388,7 +388,7 @@ void tune(Stream& s, const Call& c, Plan& p) {
     if (result_of(s, c, p, algo, &bits) && bits == first) right.push_back(algo);
   }
   std::deque<Timing> timings;
-  for (const auto& algo : right) timings.emplace_back(s, [&] { CUBLAS_CHECK(try_launch(s, c, p, algo)); });
+  for (const auto& algo : right) timings.emplace_back(s, [&, algo] { CUBLAS_CHECK(try_launch(s, c, p, algo)); });
   for (int turn = 0; !right.empty() && turn < (timings[0].once() > 20 ? 2 : 5); ++turn)
     for (Timing& t : timings) t.take();
   float best = -1;
