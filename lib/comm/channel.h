@@ -6,8 +6,7 @@
 // order, channel by channel. Counts are per rank and 64 bit; any world size.
 //
 //   Channel gathers(dev, dev.gather(), world, Transport::nccl, "gather", most_bytes, Links::open);
-//   cast(dev.gather(), slot + world.rank * count, shard, count);    // this rank's part, where it belongs
-//   gathers.all_gather(slot, count, Dtype::bf16);                   // and now all parts
+//   gathers.all_gather(slot, count, Dtype::bf16, shard);  // from each rank's shard to all ranks' slots
 //   dev.gather().record(gathered);
 #pragma once
 
