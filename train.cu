@@ -302,6 +302,7 @@ std::string loop(Training<T, G>& t) {
   if (t.saver) t.unsaved = t.saver->finish();
   if (t.speaks() && !t.stop.empty()) note_stop(t, last);
   t.dev.compute().synchronize();
+  t.dev.gather().synchronize();  // a step may have ended with gathers for a next one that does not come
   return "";
 }
 
