@@ -89,7 +89,6 @@ knob 'into 3 slots;.*;(gather all_gather [^;]*;){3}compute' 1 0 --limit-all-gath
 knob '(gather all_gather [^;]*;){4}' 1 0 --limit-all-gathers off
 knob 'gradient slots 0.0 1.2' 1 0 --gradient-slots 3
 knob 'waiting for gathers 0.0[0-4]' 0 1 --forward-prefetch 0
-knob 'waiting for gathers 0.00' 1 0 --graph 1
 knob 'reduce_scatter head [^;]*;gather all_gather block.0' 0 1 --backward-prefetch post
 knob 'reduce_scatter block.1 [^;]*;gather all_gather block.0' 1 0 --backward-prefetch none
 knob 'all_gather [a-z.0-9]+ fp32' 5 0 --param-dtype fp32
