@@ -387,26 +387,24 @@ void Fsdp<T, G>::empty_slots() {
   fp8_.forget();
 }
 
-// What the next step begins with, and where that is gathered.
 template <class T, class G>
-std::vector<std::pair<int, typename Fsdp<T, G>::Slot*>> Fsdp<T, G>::next_gathers() {
-  std::vector<std::pair<int, Slot*>> gathers;
+void Fsdp<T, G>::end_steps_with_gathers(const std::vector<int>& units) {
+  next_gathers_.clear();
   auto shared = slots_.begin();
-  for (int u : next_units_) {
+  for (int u : units) {
     const auto own = std::find_if(slots_.begin(), slots_.end(), [u](const Slot& s) { return s.owner == u; });
     if (own != slots_.end()) {
-      gathers.emplace_back(u, &*own);
+      next_gathers_.emplace_back(u, &*own);
       continue;
     }
     shared = std::find_if(shared, slots_.end(), [](const Slot& s) { return s.owner < 0; });
-    if (shared != slots_.end()) gathers.emplace_back(u, &*shared++);
+    if (shared != slots_.end()) next_gathers_.emplace_back(u, &*shared++);
   }
-  return gathers;
 }
 
 template <class T, class G>
 void Fsdp<T, G>::gather_next() {
-  for (auto [u, slot] : next_gathers()) {
+  for (auto [u, slot] : next_gathers_) {
     begin_gather(u, slot);
     slot->state = Slot::resident;
   }
@@ -415,12 +413,12 @@ void Fsdp<T, G>::gather_next() {
 template <class T, class G>
 void Fsdp<T, G>::before_graph() {
   bool there = true;
-  for (auto [u, slot] : next_gathers()) there = there && slot->unit == u && slot->state == Slot::resident;
+  for (auto [u, slot] : next_gathers_) there = there && slot->unit == u && slot->state == Slot::resident;
   if (!there) {
     empty_slots();
     gather_next();
   }
-  for (auto [u, slot] : next_gathers()) dev_.compute().wait(slot->gathered);
+  for (auto [u, slot] : next_gathers_) dev_.compute().wait(slot->gathered);
 }
 
 // ------------------------------------------------------------------------------------------------ gradient, reduce

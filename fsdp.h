@@ -134,7 +134,7 @@ class Fsdp {
   // Nothing of a step that is a graph begins before the graph does. So that its first gathers hide all the same, the
   // step before it ends with them, beside AdamW: of these units, as far as there are slots, each into a slot that stays
   // the same from step to step.
-  void end_steps_with_gathers(std::vector<int> units) { next_units_ = std::move(units); }
+  void end_steps_with_gathers(const std::vector<int>& units);
   // Before such a graph is made, and before each launch: somebody may have used the slots.
   void before_graph();
   // Sums the loss in scalars() over the ranks without a step (validation).
@@ -249,7 +249,6 @@ class Fsdp {
   void tell(Stream& s, const Slot& slot, const std::string& unit, const char* how = "");
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
-  std::vector<std::pair<int, Slot*>> next_gathers();
   void gather_next();
   void gather_into(int u, Slot* slot);
   int64_t slot_numel(int u) const;
@@ -275,7 +274,7 @@ class Fsdp {
   std::vector<Slot> slots_;
   std::vector<GradientSlot> gradient_slots_;
   size_t next_gradient_slot_ = 0, rotating_ = 0;
-  std::vector<int> next_units_;
+  std::vector<std::pair<int, Slot*>> next_gathers_;  // units that the next step begins with, and where they go
   int64_t releases_ = 0;
   ops::AdamW* adamw_;
   float clip_ = 0;
