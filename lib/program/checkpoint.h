@@ -68,7 +68,7 @@ std::vector<Part> parts_of(const F& fsdp, Replicas of = Replicas::all) {
     const auto& unit = fsdp.units()[i];
     const int u = int(i);
     const bool mine = of == Replicas::all || fsdp.first_replica(u);
-    // Kind by kind, as they lie in memory: what follows each other is copied in one go.
+    // Kind by kind, as they lie in memory: what follows each other, and is not in halves, is copied in one go.
     const Masters master = fsdp.master(u);
     struct {
       const char* name;

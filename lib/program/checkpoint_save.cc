@@ -236,9 +236,22 @@ void Saver::begin(int64_t step, const json& state, OlderSteps older) {
   copies_.wait(begun_);
   copies_.sleep(delay_ms);
   char* to = copy_->get();
-  for (const Part& p : parts_) {
-    if (p.count > 0) copy_to_host(copies_, to, p, 0, p.count);
-    to += p.bytes();
+  for (size_t i = 0; i < parts_.size();) {
+    if (const Part& p = parts_[i]; p.rest) {
+      copy_to_host(copies_, to, p, 0, p.count);
+      to += p.bytes(), i++;
+      continue;
+    }
+    const char* from = parts_[i].data;
+    int64_t n = 0;
+    for (; i < parts_.size() && !parts_[i].rest; i++) {
+      if (parts_[i].count == 0) continue;
+      if (n > 0 && parts_[i].data != from + n) break;
+      if (n == 0) from = parts_[i].data;
+      n += parts_[i].bytes();
+    }
+    if (n > 0) copies_.copy(to, from, n);
+    to += n;
   }
   copies_.record(copied_);
   step_ = step;
