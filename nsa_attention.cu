@@ -334,7 +334,7 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 
   // The top-k has no gradient, so dk and dv of the compressed branch are all that phi gets.
-  dev.mark("compression, backward");
+  if (compressed) dev.mark("compression, backward");
   if (compressed && a.phi == Phi::mean) {
     record(Stage::compression_backward, nsa_mean_backward<T>(s, dx, dk, dv, a));
   } else if (compressed) {

@@ -197,7 +197,6 @@ int gather_slots(const Options& o, int otherwise) {
   return slots;
 }
 
-// The knobs of sharding. gathered: the dtype in which parameters are gathered.
 // Gradients of small models are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200
 // 4 of 132 SMs leave 128, which is a whole wave of many a product's tiles.
 int few_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype) {
@@ -207,6 +206,7 @@ int few_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype) {
   return most * size_of(reduce_dtype) <= int64_t(16) << 20 ? 4 : 0;
 }
 
+// The knobs of sharding. gathered: the dtype in which parameters are gathered.
 void shard(const Options& o, int world_size, Dtype gathered, Run* r) {
   FsdpOptions& f = r->fsdp;
   ModelConfig& m = r->model;
