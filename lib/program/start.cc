@@ -164,13 +164,13 @@ void open_device(Job* job) {
     try {
       if (gpu) check_gpu(r.model, job->dev->compute_capability, job->dev->name);
     } catch (const UsageError& e) { throw of_checkpoint(e, job->saved.step_dir); }
-    plan(*job->dev, world, job->transport, r);
   });
+  choose_gathers(&r, world.size, job->transport, one_host, agree(engines_pay ? "" : "no").empty());
+  together([&] { plan(*job->dev, world, job->transport, r); });
   RankFacts here = job->ranks[size_t(world.rank)];
   here.device = gpu ? strf("GPU %d, ", taken.ordinal) + job->dev->name : job->dev->name;
   if (gpu) here.pci = name_gpu(taken.ordinal).card;
   job->ranks = gather_facts(here);
-  choose_gathers(&r, world.size, job->transport, one_host, agree(engines_pay ? "" : "no").empty());
 }
 
 // Rank 0's, and all that is said from here on goes through it.
