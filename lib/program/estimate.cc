@@ -203,7 +203,7 @@ std::string Estimate::text(double tokens, double flops) const {
   row("optimizer", busy(Work::optimizer));
   const bool sends =
       std::any_of(sums_.traffic.begin(), sums_.traffic.end(), [](const Traffic& c) { return c.count > 0; });
-  const char* const beside = sends ? "collectives" : "casts";
+  const char* const beside = sends ? "collectives" : "kernels";
   row(strf("slowdown from %s beside it", beside).c_str(), std::fabs(sums_.slowed));
   row("waiting for gathers", exposed(1));
   row("waiting for reductions", exposed(2));

@@ -19,7 +19,7 @@ good "parameters" "head" --show-params --preset tiny --device cpu
 verdict "columns of parameters stand below each other" \
   "$(awk 'NR == 1 { at = index($0, "decay") } / (yes|no)$/ && match($0, /(yes|no)$/) != at' "$dir/out")"
 good "a chip for a plan of a CPU" "--gpu h200 has no effect: a step on a CPU is not estimated" --plan --gpu h200 --device cpu --preset tiny
-good "a plan of one rank" "slowdown from casts" --plan --gpu h200 --world 1 --preset rope
+good "a plan of one rank" "slowdown from kernels beside it" --plan --gpu h200 --world 1 --preset rope
 verdict "a plan of one rank has no links" "$(grep -E "links|into the network|collectives beside" "$dir/out")"
 good "plan for a model that is not here" "MiB" --plan --world 8 --preset llama-8b
 good "time of a step on ranks that are not here" "tokens/s a GPU" --plan --gpu h200 --world 4096 --preset llama-8b
