@@ -237,20 +237,15 @@ void Saver::begin(int64_t step, const json& state, OlderSteps older) {
   copies_.sleep(delay_ms);
   char* to = copy_->get();
   for (size_t i = 0; i < parts_.size();) {
-    if (const Part& p = parts_[i]; p.rest) {
+    const Part& p = parts_[i++];
+    int64_t n = p.bytes();
+    if (p.rest) {
       copy_to_host(copies_, to, p, 0, p.count);
-      to += p.bytes(), i++;
-      continue;
+    } else {
+      for (; i < parts_.size() && !parts_[i].rest; n += parts_[i++].bytes())
+        if (parts_[i].count > 0 && parts_[i].data != p.data + n) break;
+      if (n > 0) copies_.copy(to, p.data, n);
     }
-    const char* from = parts_[i].data;
-    int64_t n = 0;
-    for (; i < parts_.size() && !parts_[i].rest; i++) {
-      if (parts_[i].count == 0) continue;
-      if (n > 0 && parts_[i].data != from + n) break;
-      if (n == 0) from = parts_[i].data;
-      n += parts_[i].bytes();
-    }
-    if (n > 0) copies_.copy(to, from, n);
     to += n;
   }
   copies_.record(copied_);
