@@ -1,8 +1,10 @@
 // What attention's kernels on Hopper (sm_90a) share: wgmma reads tiles from shared memory that TMA has put there.
 //
-// A kernel of dense attention is three warpgroups. One thread of the first is the producer: it keeps a ring of tiles
-// filled. The other two are consumers: each owns 64 rows of the block's 128-row tile and every matrix product that
-// makes them, so they never exchange anything; while one runs its exponentials, the other keeps the tensor cores busy.
+// In a kernel of dense attention one thread of the first warpgroup is the producer: it keeps a ring of tiles filled.
+// The two others are consumers: each owns 64 rows of the block's tile and every matrix product that makes them, so they
+// never exchange anything; while one runs its exponentials, the other keeps the tensor cores busy. Where tiles are too
+// few for a GPU, consumers, two or three, share 64 rows and walk different keys (Share), and exchange their sums at the
+// end.
 //
 // Tiles in shared memory: R rows x D as D/64 panels of R x 64, a row of a panel being 128 bytes, its eight 16-byte
 // pieces permuted by the row number (the 128-byte swizzle that TMA writes and wgmma reads). A panel row is a column
@@ -11,6 +13,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <tuple>
@@ -179,6 +182,14 @@ __device__ inline int load_shared(uint32_t at) {
 __device__ inline void store_shared(uint32_t at, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
+__device__ inline float load_shared_float(uint32_t at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+__device__ inline void store_shared(uint32_t at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
 __device__ inline uint64_t load_shared64(uint32_t at) {
   uint64_t x;
   asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
@@ -220,19 +231,24 @@ __device__ inline void add_all(float (&d)[N], const Addends& addends, const Prob
   }
 }
 
-// The work queue of persistent blocks: items of 128 queries of one head, those with most keys first; heads fastest, so
-// that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from a
-// counter while it works; the block that draws the last number resets the counter. So a block that starts late, because
-// another stream's kernel occupies its SM, leaves no fixed share of the work behind. The producer passes an item to the
-// consumers through one word of shared memory.
+// The work queue of persistent blocks: items of so many queries of one head, those with most keys first; heads fastest,
+// so that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from
+// a counter while it works; the block that draws the last number resets the counter. So a block that starts late,
+// because another stream's kernel occupies its SM, leaves no fixed share of the work behind. The producer passes an
+// item to the consumers through one word of shared memory.
 struct Items {
   Ring<1> ring;
   uint32_t word;
-  int tiles, count, list;
+  int rows, tiles, count, list;
   static constexpr int bytes = Ring<1>::bytes + 16;
 
-  __device__ Items(uint32_t at, const Problem& a, int list_)
-      : ring(at), word(at + Ring<1>::bytes), tiles(ceil_div(a.T, 128)), count(a.B * tiles * a.H), list(list_) {}
+  __device__ Items(uint32_t at, const Problem& a, int list_, int rows_ = 128)
+      : ring(at),
+        word(at + Ring<1>::bytes),
+        rows(rows_),
+        tiles(ceil_div(a.T, rows)),
+        count(a.B * tiles * a.H),
+        list(list_) {}
   __device__ int draw() const {
     unsigned drawn = atomicAdd(&items_drawn[list], 1);
     if (drawn == unsigned(count) - 1) atomicExch(&items_drawn[list], 0);
@@ -255,7 +271,7 @@ struct Items {
   }
   __device__ void locate(int item, const Problem& a, int* b, int* q0, int* h) const {
     *h = item % a.H;
-    *q0 = (tiles - 1 - item / a.H % tiles) * 128;
+    *q0 = (tiles - 1 - item / a.H % tiles) * rows;
     *b = item / a.H / tiles;
   }
 };
@@ -309,6 +325,18 @@ inline int persistent_blocks(int items) {
   CUDA_CHECK(cudaGetDevice(&device));
   CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   return sms < items ? sms : items;
+}
+// How warpgroups share an item: by keys where the longest item of 128 queries is a tenth or more above a block's share
+// of them all, in tiles of 128 keys. Of a shape, not of a GPU: 132 blocks.
+enum class Share { rows, keys };
+template <class Mask>
+Share share_of(const Problem& a, const Mask& mask) {
+  int64_t longest = 0, all = 0;
+  for (int q0 = 0; q0 < a.T; q0 += 128) {
+    const int64_t tiles = ceil_div(mask.last_key(q0 + 128), 128) - mask.first_key(q0) / 128;
+    longest = std::max(longest, tiles), all += tiles;
+  }
+  return longest * 132 * 10 > all * a.B * a.H * 11 ? Share::keys : Share::rows;
 }
 inline int next_list() {
   static std::atomic<unsigned> launches{0};

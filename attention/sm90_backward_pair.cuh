@@ -215,22 +215,27 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 // ---------------------------------------------------------------------------------------------------------------- dQ
-// Items as in the forward; their keys go past 128 at a time. A consumer thread owns parts of two rows. S = Q K^T,
-// P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K (times scale, at the end). Read once: Q, dO,
-// statistics; for each 128 queries and head: K, V. Written once: dQ.
-// H200, T 8192, 32/8 heads, D 128: 1.02 to 1.1 ms, three products at 750 to 810 TFLOP/s (tensor pipes 91 % busy).
-// T 65536: a window of 512 1.6 ms, keys compressed 32/16 4.8 ms.
+// Items as in the forward, of 128 queries or, shared by keys, of 64; their keys go past 128 at a time. A consumer
+// thread owns parts of two rows. S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K (times
+// scale, at the end). Read once: Q, dO, statistics; for each item: K, V. Written once: dQ. H200, T 8192, 32/8 heads, D
+// 128: 1.02 to 1.1 ms, three products at 750 to 810 TFLOP/s (tensor pipes 91 % busy). T 65536: a window of 512 1.6 ms,
+// keys compressed 32/16 4.8 ms.
 
-template <int D, int DV>
+template <int D, int DV, Share share>
 struct BackwardQ {
-  static constexpr int BM = 128, BN = D > 128 ? 64 : 128, stages = 2;
+  static constexpr bool by_keys = share == Share::keys;
+  static constexpr int BM = by_keys ? 64 : 128, BN = D > 128 ? 64 : 128;
+  // By keys a slot is one warpgroup's, for ever.
+  static constexpr int readers = by_keys ? 4 : consumers, stages = by_keys ? 4 : 2;
   static constexpr int q = 0, d_o = q + BM * D * 2, dq = d_o + BM * DV * 2, k = dq + BM * D * 2;
-  static constexpr int v = k + stages * BN * D * 2, words = v + stages * BN * DV * 2, bars = words + stages * 32;
-  static constexpr int items = bars + 16 * (2 * stages + 1), bytes = items + 32 + 1024;
+  static constexpr int v = k + stages * BN * D * 2, part = v + stages * BN * DV * 2;
+  static constexpr int word_bytes = BM / 64 * 16, words = part + (by_keys ? D / 2 * 128 * 4 : 0);
+  static constexpr int bars = words + stages * word_bytes;
+  static constexpr int items = bars + 16 * (2 * stages + 2), bytes = items + 32 + 1024;
 };
 
 // Maps of q, dq (B,T,H,D), do (B,T,H,DV), k (B,keys,HKV,D), v (B,keys,HKV,DV); lse2, delta (B,H,Tp).
-template <int D, int DV, class Mask>
+template <int D, int DV, Share share, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
@@ -238,14 +243,15 @@ __global__ void __launch_bounds__(384, 1)
                int list) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using L = BackwardQ<D, DV>;
+  using L = BackwardQ<D, DV, share>;
   constexpr int BM = L::BM, BN = L::BN, k_tile = BN * D * 2, v_tile = BN * DV * 2;
   uint32_t base = shared_base();
   Ring<L::stages> k_ring(base + L::bars), v_ring(k_ring.full + k_ring.bytes);
-  Ring<1> q_ring(v_ring.full + v_ring.bytes);
-  const Items items(base + L::items, a, list);
+  Ring<1> q_ring(v_ring.full + v_ring.bytes), part_ring(q_ring.full + q_ring.bytes);
+  const Items items(base + L::items, a, list, BM);
   if (threadIdx.x == 0) {
-    k_ring.init(consumers), v_ring.init(consumers), q_ring.init(consumers), items.ring.init(consumers);
+    k_ring.init(L::readers), v_ring.init(L::readers), q_ring.init(consumers), part_ring.init(4);
+    items.ring.init(consumers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -265,12 +271,12 @@ __global__ void __launch_bounds__(384, 1)
         load_tile<BM, DV>(base + L::d_o, do_map, bar, q0, h, b);
         for (int j = last - 1; j >= first; --j, ++n) {
           int slot = k_ring.slot(n);
-          bar = k_ring.acquire(n, k_tile + (Mask::chooses ? 32 : 0));
+          bar = k_ring.acquire(n, k_tile + (Mask::chooses ? L::word_bytes : 0));
           load_tile<BN, D>(base + L::k + slot * k_tile, k_map, bar, j * BN, h / a.group, b);
           if constexpr (Mask::chooses)
-            for (int i = 0; i < 2; ++i)
-              bulk_load(base + L::words + slot * 32 + i * 16, mask.words_at(b, h / a.group, q0 / 64 + i, j * 2), 16,
-                        bar);
+            for (int i = 0; i < BM / 64; ++i)
+              bulk_load(base + L::words + slot * L::word_bytes + i * 16,
+                        mask.words_at(b, h / a.group, q0 / 64 + i, j * 2), 16, bar);
           load_tile<BN, DV>(base + L::v + slot * v_tile, v_map, v_ring.acquire(n, v_tile), j * BN, h / a.group, b);
         }
       }
@@ -278,14 +284,16 @@ __global__ void __launch_bounds__(384, 1)
   } else {
     more_registers<240>();
     int wg = warpgroup - 1, lane = threadIdx.x % 32;
-    uint32_t q_rows = base + L::q + wg * 64 * 128, do_rows = base + L::d_o + wg * 64 * 128;
-    uint32_t dq_rows = base + L::dq + wg * 64 * 128;
+    const int rows = L::by_keys ? 0 : wg * 64;  // this warpgroup's of the item, from here on
+    uint32_t q_rows = base + L::q + rows * 128, do_rows = base + L::d_o + rows * 128,
+             dq_rows = base + L::dq + rows * 128;
+    constexpr int step = L::by_keys ? 2 : 1;
     int n0 = 0;  // tiles of K and V before this item
     for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
       items.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
-      int t0 = q0 + wg * 64, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
+      int t0 = q0 + rows, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
       const int64_t stats = int64_t(b * a.H + h) * a.Tp + t;
       const float l[2] = {lse2[stats], lse2[stats + 8]}, r[2] = {delta[stats], delta[stats + 8]};
 
@@ -314,7 +322,7 @@ __global__ void __launch_bounds__(384, 1)
             if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
         };
         if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) hide(mask);
-        const auto chosen = chosen_of<Mask, 2>(base + L::words + k_ring.slot(n) * 32 + wg * 16);
+        const auto chosen = chosen_of<Mask, 2>(base + L::words + k_ring.slot(n) * L::word_bytes + rows / 64 * 16);
         if (!chosen.whole()) hide(chosen);
 #pragma unroll
         for (int i = 0; i < BN / 2; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -l[i / 2 % 2]));
@@ -330,41 +338,61 @@ __global__ void __launch_bounds__(384, 1)
         multiply_nn<D, BN>(dq, ds, base + L::k + k_ring.slot(n) * k_tile);
         wgmma_commit();
       };
-      const int steps = last - first;
+      const int n1 = n0 + last - first;  // tiles after this item
+      // This warpgroup's first tile. By keys those that its slots hold, and perhaps none of an item's. Which of the two
+      // has the first changes from item to item, but not the sum of theirs.
+      int n = L::by_keys ? n0 + (wg + n0) % step : n0;
+      const auto tile_of = [&](int n) { return last - 1 - (n - n0); };
       q_ring.wait(round);
-      if (steps > 0) {
-        start_scores(n0);
-        start_dp(n0);
+      if (n < n1) {
+        start_scores(n);
+        start_dp(n);
         wgmma_wait<1>();
         pin(s);
-        probabilities(n0, last - 1);
+        probabilities(n, tile_of(n));
         wgmma_wait<0>();
         pin(dp);
-        v_ring.release(n0);
+        v_ring.release(n);
 #pragma unroll 1
-        for (int n = n0; n + 1 < n0 + steps; ++n) {  // finds P and dP of step n finished and nothing in flight
+        for (; n + step < n1; n += step) {  // finds P and dP of tile n finished and nothing in flight
+          const int next = n + step;
           pack_ds();
           accumulate(n);
-          start_scores(n + 1);
+          start_scores(next);
           wgmma_wait<1>();  // dQ's product: dS's registers make room for dP
           pin(dq);
           k_ring.release(n);
-          start_dp(n + 1);
+          start_dp(next);
           wgmma_wait<1>();  // the scores; dP runs beside the exponentials
           pin(s);
-          probabilities(n + 1, last - 2 - (n - n0));
+          probabilities(next, tile_of(next));
           wgmma_wait<0>();
           pin(dp);
-          v_ring.release(n + 1);
+          v_ring.release(next);
         }
         pack_ds();
-        accumulate(n0 + steps - 1);
+        accumulate(n);
         wgmma_wait<0>();
         pin(dq);
-        k_ring.release(n0 + steps - 1);
-        n0 += steps;
+        k_ring.release(n);
       }
+      n0 = n1;
       q_ring.release(round);
+      if constexpr (L::by_keys) {  // the second warpgroup's sums go to the first
+        const auto number = [&](int i) { return base + L::part + (i * 128 + threadIdx.x % 128) * 4; };
+        if (wg > 0) {
+          part_ring.wait_free(round);
+#pragma unroll
+          for (int i = 0; i < D / 2; ++i) store_shared(number(i), dq[i]);
+          named_barrier(1 + wg, 128);
+          if (threadIdx.x % 128 == 0) barrier_arrive(part_ring.full);
+          continue;
+        }
+        part_ring.wait(round);
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) dq[i] += load_shared_float(number(i));
+        part_ring.release(round);
+      }
       if (threadIdx.x % 128 == 0) store_wait();  // the previous item's rows have left
       named_barrier(1 + wg, 128);
 #pragma unroll
@@ -379,19 +407,30 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
+template <int D, int DV, Share share, class Mask>
+void backward_of_q(cudaStream_t stream, bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v,
+                   const float* lse2, const float* delta, const Problem& a, const Mask& mask) {
+  using Q = BackwardQ<D, DV, share>;
+  launch(stream, backward_q<D, DV, share, Mask>, {persistent_blocks(a.B * a.H * ceil_div(a.T, Q::BM)), 384, Q::bytes},
+         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
+         tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
+         tensor_map(dq, a.ld_dq, a.H, D, a.T, a), lse2, delta, a, mask, next_list());
+}
+
 template <int D, int DV, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
   using KV = BackwardKV<D, DV>;
-  using Q = BackwardQ<D, DV>;
-  CUtensorMap q_map = tensor_map(q, a.ld_q, a.H, D, a.T, a), do_map = tensor_map(d_o, a.ld_o, a.H, DV, a.T, a);
-  CUtensorMap k_map = tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a), v_map = tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a);
-  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, KV::BN), 384, KV::bytes}, q_map,
-         k_map, v_map, do_map, tensor_map(dk, a.ld_dkv, a.HKV, D, a.keys, a),
-         tensor_map(dv, a.ld_dv, a.HKV, DV, a.keys, a), lse2, delta, a, mask, parts, part_sums);
-  launch(stream, backward_q<D, DV, Mask>, {persistent_blocks(a.B * a.H * ceil_div(a.T, Q::BM)), 384, Q::bytes}, q_map,
-         k_map, v_map, do_map, tensor_map(dq, a.ld_dq, a.H, D, a.T, a), lse2, delta, a, mask, next_list());
+  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, KV::BN), 384, KV::bytes},
+         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
+         tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
+         tensor_map(dk, a.ld_dkv, a.HKV, D, a.keys, a), tensor_map(dv, a.ld_dv, a.HKV, DV, a.keys, a), lse2, delta, a,
+         mask, parts, part_sums);
+  if constexpr (D == 64)
+    if (share_of(a, mask) == Share::keys)
+      return backward_of_q<D, DV, Share::keys>(stream, dq, d_o, q, k, v, lse2, delta, a, mask);
+  backward_of_q<D, DV, Share::rows>(stream, dq, d_o, q, k, v, lse2, delta, a, mask);
 }
 
 }  // namespace attention::sm90
