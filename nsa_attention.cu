@@ -207,6 +207,32 @@ void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape&
   if (a.phi == Phi::mlp) s.zero(dphi.w2, a.D * n.hidden * bytes);
 }
 
+// What the backwards of the compressed, selected and window branch begin with. Where all begin alike they do it
+// together, with one look at d_o, and give their outputs back, which nothing needs any more; else each for itself.
+template <class T>
+struct BranchStats {
+  StatsAt at = StatsAt::workspace;
+  Buffer<acc_t<T>> of[3];
+
+  template <class GateOf>
+  BranchStats(Device& dev, NsaSaved<T>* saved, const T* d_o, bool compressed, const GateOf& gate, const NsaShape& a) {
+    if (!nsa_selected_begins_as_dense(dev, a, dtype_of<T>)) return;
+    at = StatsAt::elsewhere;
+    std::vector<BackwardStart<T>> starts;
+    const auto begin = [&](int i, Buffer<T>* o, Buffer<acc_t<T>>* lse) {
+      of[i] = dev.mem.take<acc_t<T>>(attention_stats(a.B, a.T, a.H), "statistics of queries");
+      starts.push_back({o->get(), lse->get(), gate(i), of[i].get()});
+    };
+    if (compressed) begin(0, &saved->o_compressed, &saved->lse_compressed);
+    begin(1, &saved->o_selected, &saved->lse_selected);
+    begin(2, &saved->o_window, &saved->lse_window);
+    dev.mark("statistics of queries, backward");
+    attention_begin_backward<T>(dev.compute(), starts, d_o, window_shape(a));
+    for (Buffer<T>* o : {&saved->o_compressed, &saved->o_selected, &saved->o_window}) o->reset();
+    for (Buffer<acc_t<T>>* lse : {&saved->lse_compressed, &saved->lse_selected, &saved->lse_window}) lse->reset();
+  }
+};
+
 // Are a stage's tiles of 128 queries and a head so few that another stage finds idle multiprocessors? Two rounds of a
 // large GPU's.
 bool leaves_idle(const NsaShape& a) { return a.B * a.H * ((a.T + 127) / 128) <= 2 * 132; }
@@ -295,41 +321,46 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   Memory& mem = dev.mem;
   const auto gate = [&](int branch) { return Gate<T>{x + a.gate(branch), dx + a.gate(branch), a.ld}; };
 
-  // dq is columns of dx: the window branch writes it, the selected branch adds its own and the compressed branch's.
   const AttentionShape w = window_shape(a);
-  Buffer<A> window_workspace = mem.take<A>(attention_backward_workspace<T>(w), "attention workspace");
+  const bool compressed = a.compressed() > 0;
+  const BranchStats<T> stats(dev, &saved, d_o, compressed, gate, a);
+
+  // dq is columns of dx: the window branch writes it, the selected branch adds its own and the compressed branch's.
+  Buffer<A> window_workspace =
+      mem.take<A>(attention_backward_workspace<T>(w, BackwardKernels::suits, stats.at), "attention workspace");
   const bool beside = leaves_idle(a);
   Branch branch(dev, beside);
   dev.mark("window branch, backward");
   record(Stage::window_backward,
          attention_backward<T>(branch.stream(), dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2),
-                               saved.o_window, saved.lse_window, window_workspace, w, gate(2)));
+                               saved.o_window, saved.lse_window, window_workspace, w, gate(2), stats.of[2]));
   const auto window_done = [&] { window_workspace.reset(), saved.o_window.reset(), saved.lse_window.reset(); };
   if (!beside) window_done();
 
-  const bool compressed = a.compressed() > 0;
   Buffer<T> dk, dv, dq;  // of the compressed branch
   if (compressed) {
     const AttentionShape c = compressed_shape(a);
     dk = mem.take<T>(saved.k.size(), "gradient of compressed keys");
     dv = mem.take<T>(saved.v.size(), "gradient of compressed values");
     dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
-    Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(c), "attention workspace");
+    Buffer<A> workspace =
+        mem.take<A>(attention_backward_workspace<T>(c, BackwardKernels::suits, stats.at), "attention workspace");
     dev.mark("compressed branch, backward");
     record(Stage::compressed_backward,
            attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed, saved.lse_compressed,
-                                 workspace, c, gate(0)));
+                                 workspace, c, gate(0), stats.of[0]));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
   branch.join();
   if (beside) window_done();
 
   {
-    Buffer<char> scratch = mem.take<char>(nsa_selected_backward_scratch<T>(dev, a), "selected attention workspace");
+    Buffer<char> scratch =
+        mem.take<char>(nsa_selected_backward_scratch<T>(dev, a, stats.at), "selected attention workspace");
     dev.mark("selected branch, backward");
-    record(Stage::selected_backward,
-           nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1),
-                                    saved.o_selected, saved.lse_selected, saved.indices, scratch, a, gate(1)));
+    record(Stage::selected_backward, nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1),
+                                                              x + a.v(1), saved.o_selected, saved.lse_selected,
+                                                              saved.indices, scratch, a, gate(1), stats.of[1]));
   }
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 

@@ -104,26 +104,28 @@ Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const 
 template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape,
-                          Gate<T> gate, BackwardKernels kernels) {
+                          Gate<T> gate, BackwardKernels kernels, const float* stats) {
   using namespace attention;
   const Problem a(shape);
   attention::check<T>(arch, a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
   const bool hopper = arch == 90;
   const int64_t rows = int64_t(a.B) * a.H * a.Tp;
-  float *lse2 = workspace, *delta = workspace + rows;
+  float* const more = stats ? workspace : workspace + 2 * rows;
+  const float *lse2 = stats ? stats : workspace, *delta = lse2 + rows;
   if constexpr (std::is_same_v<T, bf16>) {
     if (hopper && in_one(shape, kernels)) {
+      ASSERT(!stats);  // who begins clears the counts
       const DqOrder order(a);
-      float* sums = delta + rows;
+      float* sums = more;
       auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-      prepare(stream, lse2, delta, d_o, o, lse, a, gate, counts, order.counts() + 1);
+      prepare(stream, workspace, d_o, o, lse, a, gate, counts, order.counts() + 1);
       const auto run = a.D == 128 ? sm90::backward_in_one<128, Causal> : sm90::backward_in_one<64, Causal>;
       run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
       return {"sm90", "five products"};
     }
-    prepare(stream, lse2, delta, d_o, o, lse, a, gate);
+    if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
     const int parts = kv_parts(shape);
-    float* part_sums = delta + rows;
+    float* part_sums = more;
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
       auto run = [&](auto backward) {
@@ -135,7 +137,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
     });
     join_parts(stream, dk, dv, part_sums, a, parts);
   } else {
-    prepare(stream, lse2, delta, d_o, o, lse, a, gate);
+    if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
       const auto run = a.D <= 64                ? fp32::backward<64, 32, Mask>
@@ -153,10 +155,10 @@ template Kernel attention_forward(cudaStream_t, int, bf16*, float*, const bf16*,
                                   const AttentionShape&, float*);
 template Kernel attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
                                    const float*, const float*, const float*, float*, const AttentionShape&, Gate<float>,
-                                   BackwardKernels);
+                                   BackwardKernels, const float*);
 template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
                                    const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>,
-                                   BackwardKernels);
+                                   BackwardKernels, const float*);
 
 }  // namespace gpu
 #endif
@@ -198,10 +200,29 @@ Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k,
   return plain_loops;
 }
 
+int64_t attention_stats(int64_t B, int64_t T, int64_t H) { return 2 * B * H * ((T + 127) / 128 * 128); }
+
 template <class T>
-int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels) {
+void attention_begin_backward(Stream& s, const std::vector<BackwardStart<T>>& starts, [[maybe_unused]] const T* d_o,
+                              const AttentionShape& a) {
   check(a);
-  int64_t numbers = 2 * a.B * a.H * ((a.T + 127) / 128 * 128);  // lse and delta, rows rounded up to whole tiles
+  const int64_t n = int64_t(starts.size());
+  if (s.off()) return s.spend(moves<T>((n + 1) * a.B * a.T * a.H * a.v_dim(), 1, Work::attention));
+#if FSDP_CUDA
+  if constexpr (!std::is_same_v<T, double>) {
+    ASSERT(s.on_gpu() && n <= most_starts);
+    attention::Starts<T> all = {};
+    for (const BackwardStart<T>& start : starts) all.of[all.n++] = start;
+    return attention::prepare(s.cuda(), all, d_o, attention::Problem(a));
+  }
+#endif
+  throw Error("attention: a CPU's backward begins with o and lse");
+}
+
+template <class T>
+int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels, StatsAt stats) {
+  check(a);
+  int64_t numbers = stats == StatsAt::workspace ? attention_stats(a.B, a.T, a.H) : 0;
   if constexpr (std::is_same_v<T, bf16>) {
     int64_t more = attention::part_numbers(a, attention::kv_parts(a));  // another GPU than Hopper has the pair
     if (in_one(a, kernels)) {
@@ -215,7 +236,8 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
 
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
-                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate) {
+                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate,
+                          const acc_t<T>* stats) {
   check(a);
   if (s.off()) return s.spend(cost<T>(a, true)), Kernel();
 #if FSDP_CUDA
@@ -223,10 +245,11 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
     else
       return gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse,
-                                     workspace, a, gate);
+                                     workspace, a, gate, BackwardKernels::suits, stats);
   }
 #endif
   (void)workspace;
+  ASSERT(!stats);
   s.enqueue([=] { cpu::attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, a, gate); });
   return plain_loops;
 }
@@ -234,9 +257,11 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
 #define INSTANTIATE(T)                                                                                           \
   template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&, \
                                     float*);                                                                     \
-  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels);                      \
+  template void attention_begin_backward(Stream&, const std::vector<BackwardStart<T>>&, const T*,                \
+                                         const AttentionShape&);                                                 \
+  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels, StatsAt);             \
   template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
-                                     const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>);
+                                     const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>, const acc_t<T>*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

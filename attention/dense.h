@@ -19,6 +19,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "lib/device/device.h"
 
@@ -71,15 +72,6 @@ template <class T>
 Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
                          float* amax = nullptr);
 
-// On Hopper, in bf16: a pair of kernels that do seven products, or, for causal attention, one that does five but waits
-// at its start and takes memory for sums of dq. `suits`: whichever is faster.
-enum class BackwardKernels { suits, pair, one };
-
-// Numbers of acc_t<T> in the backward's workspace: lse and rowsum(do * o), each (B,H,T) in rows rounded up to 128,
-// partial sums of dk and dv where few keys are seen by many queries, and one kernel's sums of dq.
-template <class T>
-int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels = BackwardKernels::suits);
-
 // A gate on attention's output: y = sigmoid(gate) * o, and the backward gets dy in place of do. gate and dgate (B,T,H)
 // lie at p[(b*T + t) * ld + h]. Null pointers: no gate.
 template <class T>
@@ -89,11 +81,41 @@ struct Gate {
   int64_t ld = 0;
 };
 
+// A GPU's backward begins with statistics of each query and head, after which it needs o and lse no more: lse in units
+// of log2, with the gate's logarithm off it, and behind them rowsum(do * o), each (B,H,T) in rows rounded up to 128.
+// Several attentions of the same queries can begin at once, which reads do once (attention_begin_backward).
+enum class StatsAt { workspace, elsewhere };
+template <class T>
+struct BackwardStart {
+  const T* o = nullptr;
+  const acc_t<T>* lse = nullptr;
+  Gate<T> gate = {};          // its gradient is written
+  acc_t<T>* stats = nullptr;  // attention_stats() numbers
+};
+constexpr int most_starts = 3;
+int64_t attention_stats(int64_t B, int64_t T, int64_t H);
+// d_o and the o's: (B,T,H,DV), in rows of a.ld_o. GPU alone.
+template <class T>
+void attention_begin_backward(Stream& s, const std::vector<BackwardStart<T>>& starts, const T* d_o,
+                              const AttentionShape& a);
+
+// On Hopper, in bf16: a pair of kernels that do seven products, or, for causal attention, one that does five but waits
+// at its start and takes memory for sums of dq. `suits`: whichever is faster.
+enum class BackwardKernels { suits, pair, one };
+
+// Numbers of acc_t<T> in the backward's workspace: lse and rowsum(do * o), each (B,H,T) in rows rounded up to 128,
+// partial sums of dk and dv where few keys are seen by many queries, and one kernel's sums of dq.
+template <class T>
+int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels = BackwardKernels::suits,
+                                     StatsAt stats = StatsAt::workspace);
+
 // dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
-// d_o: the gradient of o, or of sigmoid(gate) * o.
+// d_o: the gradient of o, or of sigmoid(gate) * o. stats: of attention_begin_backward, which has read o and lse and
+// seen to the gate; not with causal attention.
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
-                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {});
+                          const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {},
+                          const acc_t<T>* stats = nullptr);
 
 #if FSDP_CUDA
 // The kernels behind these on a bare CUDA stream, for tests and timings: the same arguments and shapes. arch: compute
@@ -105,6 +127,7 @@ Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const 
 template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,
-                          Gate<T> gate = {}, BackwardKernels kernels = BackwardKernels::suits);
+                          Gate<T> gate = {}, BackwardKernels kernels = BackwardKernels::suits,
+                          const float* stats = nullptr);
 }  // namespace gpu
 #endif

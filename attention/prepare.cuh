@@ -5,19 +5,27 @@
 
 namespace attention {
 
-// Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2, both in rows of Tp; queries
-// past T get delta 0 and lse +inf, which makes their probabilities 0. A gate g multiplies do: taken off lse as its
-// logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them. 8 lanes take a
-// row of one head. Reads do and o once. Zeros `counts` besides, for the backward in one kernel.
+// Queries' statistics for the backward: delta = rowsum(do * o), and lse in units of log2. A gate g multiplies do: taken
+// off lse as its logarithm, it multiplies the probabilities instead, and with them all that the backward makes of them.
+// In rows of Tp, where queries past T get delta 0 and lse +inf, which makes their probabilities 0. 8 lanes take a row
+// of one head, of one of several attentions that share do: blocks side by side take the same rows, so that do is read
+// from memory once. Reads each o once. Zeros `counts` besides, for the backward in one kernel.
+template <class E>
+struct Starts {
+  BackwardStart<E> of[most_starts];
+  int n;
+};
 template <class E>
 __global__ void __launch_bounds__(256)
-    prepare_kernel(float* lse2, float* delta, const E* d_o, const E* o, const float* lse, Problem a, Gate<E> gate,
-                   unsigned* counts, int n_counts) {
+    prepare_kernel(Starts<E> starts, const E* d_o, Problem a, unsigned* counts, int n_counts) {
   begin_kernel();
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n_counts) counts[i] = 0;
-  const int tiles = a.Tp / 64, tile = blockIdx.x / a.H % tiles;  // of 64 queries of a head: two a thread
-  const int h = blockIdx.x % a.H, b = blockIdx.x / a.H / tiles, t0 = tile * 64 + int(threadIdx.x) / 8;
+  const BackwardStart<E>& start = starts.of[blockIdx.x % starts.n];
+  const Gate<E> gate = start.gate;
+  const int block = blockIdx.x / starts.n;
+  const int tiles = a.Tp / 64, tile = block / a.H % tiles;  // of 64 queries of a head: two a thread
+  const int h = block % a.H, b = block / a.H / tiles, t0 = tile * 64 + int(threadIdx.x) / 8;
   const bool writes = threadIdx.x % 8 == 0;
   float sum[2] = {0, 0}, l[2] = {-INFINITY, -INFINITY}, gate_input[2] = {0, 0};
 #pragma unroll
@@ -25,7 +33,7 @@ __global__ void __launch_bounds__(256)
     const int t = t0 + r * 32;
     if (t >= a.T) continue;
     if (writes) {  // now, to wait for memory once
-      l[r] = lse[int64_t(b * a.H + h) * a.T + t];
+      l[r] = start.lse[int64_t(b * a.H + h) * a.T + t];
       if (gate.gate) gate_input[r] = float(gate.gate[(int64_t(b) * a.T + t) * gate.ld + h]);
     }
     const int64_t at = (int64_t(b) * a.T + t) * a.ld_o + h * a.DV;
@@ -33,7 +41,7 @@ __global__ void __launch_bounds__(256)
     for (int d = threadIdx.x % 8 * n; d < a.DV; d += 8 * n) {
       alignas(16) E x[n], y[n];
       *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
-      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(o + at + d);
+      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(start.o + at + d);
 #pragma unroll
       for (int e = 0; e < n; ++e) sum[r] += float(x[e]) * float(y[e]);
     }
@@ -49,17 +57,23 @@ __global__ void __launch_bounds__(256)
       gate.dgate[(int64_t(b) * a.T + t) * gate.ld + h] = E(g * (1 - g) * sum[r]);
       log2_gate = log2f(g);
     }
-    const int64_t to = int64_t(b * a.H + h) * a.Tp + t;
-    lse2[to] = l[r] == -INFINITY ? INFINITY : l[r] * 1.4426950408889634f - log2_gate;
-    delta[to] = sum[r];
+    float* const to = start.stats + int64_t(b * a.H + h) * a.Tp + t;
+    to[0] = l[r] == -INFINITY ? INFINITY : l[r] * 1.4426950408889634f - log2_gate;
+    to[int64_t(a.B) * a.H * a.Tp] = sum[r];
   }
 }
 
 template <class E>
-void prepare(cudaStream_t stream, float* lse2, float* delta, const E* d_o, const E* o, const float* lse,
-             const Problem& a, Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
-  launch(stream, prepare_kernel<E>, {unsigned(int64_t(a.B) * (a.Tp / 64) * a.H), 256}, lse2, delta, d_o, o, lse, a,
-         gate, counts, n_counts);
+void prepare(cudaStream_t stream, const Starts<E>& starts, const E* d_o, const Problem& a, unsigned* counts = nullptr,
+             int n_counts = 0) {
+  launch(stream, prepare_kernel<E>, {unsigned(int64_t(a.B) * (a.Tp / 64) * a.H * starts.n), 256}, starts, d_o, a,
+         counts, n_counts);
+}
+// Of one attention: lse2, and behind it delta.
+template <class E>
+void prepare(cudaStream_t stream, float* stats, const E* d_o, const E* o, const float* lse, const Problem& a,
+             Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
+  prepare(stream, Starts<E>{{{o, lse, gate, stats}}, 1}, d_o, a, counts, n_counts);
 }
 
 }  // namespace attention

@@ -90,9 +90,10 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   return p;
 }
 
-int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment) {
+int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment, StatsAt stats) {
   const bool masked = arch == 90 && is_masked(a, backward, segment);
-  return masked ? masked_bytes(a, backward, segment) : plan(a, backward, segment).bytes;
+  ASSERT(masked || stats == StatsAt::workspace);
+  return masked ? masked_bytes(a, backward, segment, stats) : plan(a, backward, segment).bytes;
 }
 
 #if FSDP_CUDA
@@ -217,16 +218,18 @@ template <class T>
 Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* dq, T* dk, T* dv,
                              const T* dq_compressed, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                              const float* lse, const int32_t* indices, char* scratch, const NsaShape& shape,
-                             Gate<T> gate, int64_t segment) {
+                             Gate<T> gate, int64_t segment, const float* begun) {
   using namespace attention::selected;
   const Plan p = plan(shape, true, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
   constexpr bool narrow = std::is_same_v<T, bf16>;
   if constexpr (narrow)
     if (arch == 90 && is_masked(shape, true, segment)) {
-      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate, segment);
+      masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate, segment,
+                      begun);
       return {"sm90", "masked tiles"};
     }
+  ASSERT(!begun);
   const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
   launch(stream, statistics<T>, {blocks(shape.B * shape.T * shape.H * 8), 256}, stats, d_o, o, lse, a, gate);
@@ -247,7 +250,7 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
                                        char*, const NsaShape&, int64_t);                                            \
   template Kernel nsa_selected_backward(cudaStream_t, int, T*, T*, T*, const T*, const T*, const T*, const T*,      \
                                         const T*, const T*, const float*, const int32_t*, char*, const NsaShape&,   \
-                                        Gate<T>, int64_t);
+                                        Gate<T>, int64_t, const float*);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
 #undef INSTANTIATE
@@ -304,17 +307,22 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
   return plain_loops;
 }
 
+bool nsa_selected_begins_as_dense(const Device& dev, const NsaShape& a, Dtype dtype) {
+  return dtype == Dtype::bf16 && dev.compute_capability == 90 &&
+         attention::selected::is_masked(a, /*backward=*/true, /*segment=*/0);
+}
+
 template <class T>
-int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a) {
+int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, StatsAt stats) {
   check(a);
-  if (std::is_same_v<T, bf16>) return attention::selected::scratch_bytes(a, dev.compute_capability, true);
+  if (std::is_same_v<T, bf16>) return attention::selected::scratch_bytes(a, dev.compute_capability, true, 0, stats);
   return std::is_same_v<T, float> ? a.B * a.T * a.H * 8 : 0;
 }
 
 template <class T>
 Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
-                             char* scratch, const NsaShape& a, Gate<T> gate) {
+                             char* scratch, const NsaShape& a, Gate<T> gate, const acc_t<T>* stats) {
   check(a);
   if (s.off()) return s.spend(cost<T>(s.device(), a, true)), Kernel();
 #if FSDP_CUDA
@@ -322,9 +330,10 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
     else
       return gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k,
-                                        v, o, lse, indices, scratch, a, gate);
+                                        v, o, lse, indices, scratch, a, gate, 0, stats);
   }
 #endif
+  ASSERT(!stats);
   s.enqueue(
       [=] { cpu::nsa_selected_backward(dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, a, gate); });
   return plain_loops;
@@ -334,9 +343,10 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
   template int64_t nsa_selected_forward_scratch<T>(const Device&, const NsaShape&);                                 \
   template Kernel nsa_selected_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const int32_t*, char*, \
                                        const NsaShape&);                                                            \
-  template int64_t nsa_selected_backward_scratch<T>(const Device&, const NsaShape&);                                \
+  template int64_t nsa_selected_backward_scratch<T>(const Device&, const NsaShape&, StatsAt);                       \
   template Kernel nsa_selected_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
-                                        const T*, const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>);
+                                        const T*, const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>, \
+                                        const acc_t<T>*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

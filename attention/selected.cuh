@@ -25,7 +25,8 @@ struct Plan {
 Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
 // Bytes of scratch for bf16 on a GPU of compute capability `arch`: the plan's, or what masked tiles need there
 // (selected_masked.cuh). 0: any GPU, without those.
-int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment = 0);
+int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment = 0,
+                      StatsAt stats = StatsAt::workspace);
 
 }  // namespace attention::selected
 
@@ -39,6 +40,7 @@ Kernel nsa_selected_forward(cudaStream_t stream, int arch, T* o, float* lse, con
 template <class T>
 Kernel nsa_selected_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o,
                              const T* q, const T* k, const T* v, const T* o, const float* lse, const int32_t* indices,
-                             char* scratch, const NsaShape& a, Gate<T> gate, int64_t segment = 0);
+                             char* scratch, const NsaShape& a, Gate<T> gate, int64_t segment = 0,
+                             const float* stats = nullptr);
 }  // namespace gpu
 #endif

@@ -26,24 +26,25 @@ static bool in_one(const NsaShape& a, int64_t segment) {
   return segment == masked_in_one ||
          (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
 }
-// Words; in the backward behind them lse2 and delta, and the sums of dQ with their counts or of parts of dK and dV.
-int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment) {
+// Words; in the backward behind them statistics, and the sums of dQ with their counts or of parts of dK and dV.
+int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats) {
   if (!backward) return word_bytes(a);
   const AttentionShape shape = dense_shape(a);
   const Problem p(shape);
   const DqOrder order(p);
   const int64_t numbers =
       in_one(a, segment) ? order.sums(a.D) + order.counts() + 1 : part_numbers(shape, kv_parts(shape));
-  return word_bytes(a) + (2 * a.B * a.H * p.Tp + numbers) * 4;
+  return word_bytes(a) + (numbers + (stats == StatsAt::workspace ? attention_stats(a.B, a.T, a.H) : 0)) * 4;
 }
 
 #if FSDP_CUDA
 
 // words from indices (B,HKV,T,selected). A block has 64 queries of a pair, of which each warp makes half of every word;
-// blockIdx.x: (B, HKV, Tp/64).
-__global__ void __launch_bounds__(64)
-    word_kernel(uint64_t* words, const int32_t* indices, int T, int selected, int tiles) {
+// blockIdx.x: (B, HKV, Tp/64). Zeros `counts` besides, for the backward in one kernel.
+__global__ void __launch_bounds__(64) word_kernel(uint64_t* words, const int32_t* indices, int T, int selected,
+                                                  int tiles, unsigned* counts, int n_counts) {
   begin_kernel();
+  for (int i = int(blockIdx.x * 64 + threadIdx.x); i < n_counts; i += int(gridDim.x) * 64) counts[i] = 0;
   const int tile = blockIdx.x % tiles, pair = blockIdx.x / tiles, t = tile * 64 + int(threadIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint64_t blocks = 0;  // this query's
@@ -71,10 +72,11 @@ __global__ void __launch_bounds__(64)
 }
 
 static Chosen choose(cudaStream_t stream, char* scratch, const int32_t* indices, const NsaShape& a, const Problem& p,
-                     const Addends& addends = {}) {
+                     const Addends& addends = {}, unsigned* counts = nullptr, int n_counts = 0) {
   uint64_t* words = reinterpret_cast<uint64_t*>(scratch);
   const Chosen mask(dense_shape(a), p, words, addends);
-  launch(stream, word_kernel, {unsigned(a.B * a.HKV * mask.n), 64}, words, indices, p.T, int(a.selected), mask.n);
+  launch(stream, word_kernel, {unsigned(a.B * a.HKV * mask.n), 64}, words, indices, p.T, int(a.selected), mask.n,
+         counts, n_counts);
   return mask;
 }
 
@@ -88,22 +90,28 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
 
 void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
-                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment) {
+                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment,
+                     const float* stats) {
   const AttentionShape shape = dense_shape(a);
   const Problem p(shape);
-  const Chosen mask = choose(stream, scratch, indices, a, p, {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}});
-  float *lse2 = reinterpret_cast<float*>(scratch + word_bytes(a)), *delta = lse2 + a.B * a.H * p.Tp;
-  float* sums = delta + a.B * a.H * p.Tp;
-  if (in_one(a, segment)) {
-    const DqOrder order(p);
-    auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-    prepare(stream, lse2, delta, d_o, o, lse, p, gate, counts, order.counts() + 1);
+  const bool one = in_one(a, segment);
+  const DqOrder order(p);
+  const int parts = kv_parts(shape);
+  float* const made = reinterpret_cast<float*>(scratch + word_bytes(a));
+  float* const sums = stats ? made : made + attention_stats(a.B, a.T, a.H);
+  auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
+  const Chosen mask = choose(stream, scratch, indices, a, p, {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}}, counts,
+                             one ? order.counts() + 1 : 0);
+  if (!stats) {
+    prepare(stream, made, d_o, o, lse, p, gate);
+    stats = made;
+  }
+  const float *lse2 = stats, *delta = stats + a.B * a.H * p.Tp;
+  if (one) {
     const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
     run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts);
     return;
   }
-  const int parts = kv_parts(shape);
-  prepare(stream, lse2, delta, d_o, o, lse, p, gate);
   const auto run = a.D == 128 ? sm90::backward<128, 128, Chosen> : sm90::backward<64, 64, Chosen>;
   run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, parts, sums);
   join_parts(stream, dk, dv, sums, p, parts);

@@ -41,7 +41,7 @@ inline bool is_masked(const NsaShape& a, bool backward, int64_t segment) {
   if (segment != 0) return segment < 0;
   return a.T <= 2048 || (!backward && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
-int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment);
+int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats);
 
 #if FSDP_CUDA
 // As gpu::nsa_selected_forward and _backward; scratch: masked_bytes. indices name a block once.
@@ -49,7 +49,8 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
                     const int32_t* indices, char* scratch, const NsaShape& a);
 void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
-                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment);
+                     const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment,
+                     const float* stats);
 #endif
 
 }  // namespace attention::selected

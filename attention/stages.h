@@ -26,13 +26,15 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
                             char* scratch, const NsaShape& a);
 // d_o (B*T, H DV): gradient of sigmoid(gate) * o. dk, dv: columns of dx (B*T, ld), written, zero where no query
 // selected the key. dq, columns of dx too, comes with the window's gradient and leaves as the sum of it, of
-// dq_compressed (B*T, H D; may be null) and of this branch's.
+// dq_compressed (B*T, H D; may be null) and of this branch's. stats: as attention_backward's, where it begins as that
+// does, in masked tiles.
+bool nsa_selected_begins_as_dense(const Device& dev, const NsaShape& a, Dtype dtype);
 template <class T>
-int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a);
+int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, StatsAt stats = StatsAt::workspace);
 template <class T>
 Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
-                             char* scratch, const NsaShape& a, Gate<T> gate);
+                             char* scratch, const NsaShape& a, Gate<T> gate, const acc_t<T>* stats = nullptr);
 
 // ---- compressing (attention/compress.cu)
 // Phi::mean: compressed keys k, dk (B*compressed(), HKV D) and values v, dv (B*compressed(), HKV DV), of the columns of
