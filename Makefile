@@ -253,7 +253,7 @@ build/%.o: %.cc build/flags | build/version.h
 	@$(cxx_compile) -MMD -MP -c -o $@ $<
 
 # A .cu without a kernel is C++, which nvcc would read three times.
-kernels := attention/% lib/comm/progress.cu lib/device/stream.cu lib/ops/matmul.cu lib/ops/ops.cu
+kernels := attention/% lib/comm/peers.cu lib/comm/progress.cu lib/device/stream.cu lib/ops/matmul.cu lib/ops/ops.cu
 build/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
 	@$(if $(and $(nvcc),$(filter $(kernels),$<)),$(nvcc_compile) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<,$(cxx_compile) -MMD -MP -c -o $@ -x c++ $<)

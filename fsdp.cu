@@ -42,6 +42,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       scalars_summed_(dev),
       counted_(dev),
       wanted_(dev) {
+  for (const Unit& u : units_) trained_units_ += u.trained();
   keep_state();
   keep_gather_slots();
   keep_gradient_slots();
@@ -53,6 +54,10 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   partials_ = dev.mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
   unit_sums_ = dev.mem.keep<double>(int64_t(units_.size()), "sums of units", Purpose::workspace);
   adamw_ = dev.mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
+  if (options.read_tail && shard_world_.size > 1) {
+    uint32_t* signals = dev.mem.keep<uint32_t>(peer_signals(shard_world_.size), "signals of peers", Purpose::workspace);
+    if (links == Links::open) peers_ = gather_channel_.map_peers(signals);
+  }
 }
 
 // Whether the unit's master copy lies in halves: where its upper half is what is gathered.
@@ -458,6 +463,7 @@ typename Fsdp<T, G>::Reduction Fsdp<T, G>::next_reduction(int u) {
   const bool last_of_micro_batch = ++state.reductions == units_[size_t(u)].reductions;
   if (last_of_micro_batch) state.reductions = 0;
   const bool complete = last_of_micro_batch && last_micro_batch_;
+  reduced_ += complete;
   if (complete) return options_.update_in_backward ? Reduction::update : Reduction::complete;
   return options_.reduce_last ? Reduction::accumulate : Reduction::shard;
 }
@@ -503,11 +509,8 @@ void Fsdp<T, G>::reduce(int u) {
   Stream& stream = reduce_channel_.stream();
   stream.wait(s.written);
   const NamedWork named(dev_, stream, Span::reduce,
-                        how == Reduction::accumulate ? "accumulate"
-                        : unit.replicated            ? "all_reduce"
-                        : exchanges()                ? "all_to_all"
-                                                     : "reduce_scatter",
-                        unit.name, flat.padded * size_of(options_.reduce_dtype));
+                        how == Reduction::accumulate ? "accumulate" : name_of(reduction_of(u)), unit.name,
+                        flat.padded * size_of(options_.reduce_dtype));
   if (unsharded) ops::accumulate_gradient(stream, unsharded, s.p, flat.padded, !first_unsharded);
   if (how != Reduction::accumulate) {
     if constexpr (std::is_same_v<G, float>) {
@@ -530,6 +533,13 @@ void Fsdp<T, G>::reduce(int u) {
   if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
 }
 
+template <class T, class G>
+Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
+  return units_[size_t(u)].replicated ? Issued::all_reduce
+         : exchanges() && !at_tail()  ? Issued::all_to_all
+                                      : Issued::reduce_scatter;
+}
+
 // gradient (padded): this rank's. Leaves this rank's shard of the sum over all ranks in `to`: in fp32, added or set, or
 // in bf16. norm: of that, if asked for.
 template <class T, class G>
@@ -541,14 +551,24 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
   const int64_t bytes = flat.shard * size_of(dtype);
   E* mine = gradient + shard_rank(u) * flat.shard;
   for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit(unit.name);
-  const Issued::Kind kind = unit.replicated ? Issued::all_reduce
-                            : exchanges()   ? Issued::all_to_all
-                                            : Issued::reduce_scatter;
-  // Without replicas the shard takes the sum of what was received as it is, unrounded.
-  const bool summed_in_shard = kind == Issued::all_to_all && replica_world_.size == 1;
+  const Issued::Kind kind = reduction_of(u);
+  const bool reads = kind == Issued::reduce_scatter && at_tail();
+  // Without replicas the shard takes the owner's sum as it is: what was received unrounded, what was read as the
+  // shard's type has it.
+  const bool summed_in_shard = (kind == Issued::all_to_all || reads) && replica_world_.size == 1;
   Stream& stream = reduce_channel_.stream();
   if (kind == Issued::all_reduce) {
     reduce_channel_.all_reduce(gradient, flat.shard, dtype);
+  } else if (reads) {
+    reduce_channel_.reduce_scatter(flat.padded * size_of(dtype), [&] {
+      const auto sum = [&](auto* out, bool accumulate, ops::PowerSum norm_of) {
+        ops::sum_parts(stream, out, mine, peers_, flat.shard, accumulate, norm_of);
+      };
+      if (!summed_in_shard) return sum(mine, /*accumulate=*/false, {});
+      if constexpr (std::is_same_v<E, bf16>)
+        if (to.bf16_alone) return sum(to.bf16_alone, /*accumulate=*/false, norm);
+      sum(to.fp32, to.accumulate, norm);
+    });
   } else if (kind == Issued::reduce_scatter) {
     reduce_channel_.reduce_scatter(gradient, flat.shard, dtype);
   } else {
@@ -564,7 +584,8 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
   const bool several = unit.replicated && shard_world_.size > 1 && replica_world_.size > 1;
   if (several) reduce_channel_.broadcast(mine, bytes, 0);
   if constexpr (std::is_same_v<E, bf16>)
-    if (to.bf16_alone) ops::accumulate_gradient(stream, to.bf16_alone, mine, flat.shard, /*accumulate=*/false, norm);
+    if (to.bf16_alone && !summed_in_shard)
+      ops::accumulate_gradient(stream, to.bf16_alone, mine, flat.shard, /*accumulate=*/false, norm);
   if (!to.bf16_alone && !summed_in_shard)
     ops::accumulate_gradient(stream, to.fp32, mine, flat.shard, to.accumulate, norm);
   if (shard_world_.size > 1 || replica_world_.size == 1)
@@ -655,6 +676,7 @@ void Fsdp<T, G>::end_step() {
   // in.
   for (size_t i = 0; i < gradient_slots_.size(); i++)
     await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
+  reduced_ = 0;
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)
     for (size_t i = 0; i < units_.size(); i++)

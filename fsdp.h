@@ -76,6 +76,10 @@ struct FsdpOptions {
   // Parts go to their owners by all_to_all, who sums them in fp32 and in rank order: by copy engines over NCCL. What is
   // replicated is all_reduced all the same.
   bool reduce_by_copy_engine = false;
+  // A step's last two gradients, beside which nothing runs, are not sent to their owners: these read them in their
+  // peers' memory, with all SMs, and sum them in fp32 and in rank order. With gather_by_copy_engine, which maps it, and
+  // most_peers ranks or fewer.
+  bool read_tail = false;
   // That a rank opens where its channels go over NCCL.
   int communicators(int world_size) const {
     const bool shards_here = shards(world_size) > 1, replicates = shards(world_size) < world_size;
@@ -244,6 +248,8 @@ class Fsdp {
   void keep_gather_slots();
   void keep_gradient_slots();
   bool exchanges() const { return options_.reduce_by_copy_engine && shard_world_.size > 1; }
+  bool at_tail() const { return options_.read_tail && shard_world_.size > 1 && reduced_ >= trained_units_ - 1; }
+  Issued::Kind reduction_of(int u) const;
   void open_exchange(Transport transport, Links links);
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
   void tell(Stream& s, const Slot& slot, const std::string& unit, const char* how = "");
@@ -279,6 +285,8 @@ class Fsdp {
   ops::AdamW* adamw_;
   float clip_ = 0;
   bool last_micro_batch_ = true;
+  int trained_units_ = 0, reduced_ = 0;  // reduced: those whose gradient is complete in this step
+  Peers peers_;
   const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_;

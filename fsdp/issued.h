@@ -34,6 +34,7 @@ struct Issued {
   bool of_gather() const { return kind == all_gather || kind == amax; }
   bool moves() const { return bytes > 0 || kind == optimizer; }
 };
+const char* name_of(Issued::Kind kind);  // not of remark
 const char* name_of(const Issued& i);
 const char* stream_of(const Issued& i);  // gather, reduce or compute
 

@@ -281,6 +281,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "copy-engine",
                             "--reduce",
                             "copy-engine",
+                            "--reduce-tail",
+                            "same",
                             "--reduce-ctas",
                             "3",
                             "--tie-embeddings",

@@ -392,6 +392,20 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   CHECK(!engines("--shard none", 4, Transport::nccl, here, pay));
   CHECK(!engines("--gather nccl", 4, Transport::nccl, here, pay));
   CHECK(engines("--gather copy-engine", 4, Transport::nccl, here, !pay));
+  auto reads = [](const std::string& options, int ranks, bool pay) {
+    Run r = on_gpus(options, ranks);
+    choose_gathers(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
+    return r.fsdp.read_tail;
+  };
+  CHECK(reads("", 8, pay));
+  CHECK(!reads("", 9, pay));
+  CHECK(!reads("", 4, !pay));
+  CHECK(!reads("--gather nccl", 4, pay));
+  CHECK(!reads("--reduce-tail same", 4, pay));
+  CHECK(reads("--gather copy-engine --reduce copy-engine --reduce-tail peer", 4, !pay));
+  says(error_of<UsageError>([&] { reads("--reduce-tail peer --gather nccl", 4, pay); }),
+       {"--reduce-tail peer", "copy engines"});
+  says(error_of<UsageError>([&] { reads("--reduce-tail peer", 9, pay); }), {"--reduce-tail peer", "there are 9"});
   auto refused = [](const Run& r, Transport transport, bool one_host) {
     return error_of<UsageError>([&] { check_collectives(r, transport, one_host); });
   };

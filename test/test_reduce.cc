@@ -17,9 +17,10 @@ float value(int micro_batch, int u, int rank, int64_t i) {
 }
 
 // Three units that are sharded, of which one is mostly padding, and one that every rank has.
-std::vector<Unit> units(int shards) {
+constexpr int64_t some = 8 * 1003;
+std::vector<Unit> units(int shards, int64_t first = some) {
   std::vector<Unit> all;
-  for (int64_t numel : {8 * 1003, 8, 8 * 130, 8 * 70}) {
+  for (int64_t numel : {first, int64_t(8), int64_t(8 * 130), int64_t(8 * 70)}) {
     Unit u;
     u.name = "unit " + std::to_string(all.size());
     Param p = {};
@@ -43,6 +44,7 @@ struct Setup {
   FsdpOptions fsdp;
   int micro_batches = 1;
   double delay_ms = 0;
+  int64_t first_unit = some;
 };
 
 template <class T, class G>
@@ -50,7 +52,7 @@ Reduced reduce(const Setup& s) {
   const World& world = test_world();
   const bool gpu = s.backend == Backend::gpu;
   const Transport transport = world.size == 1 ? Transport::none : gpu ? Transport::nccl : Transport::mpi;
-  const std::vector<Unit> all = units(s.fsdp.shards(world.size));
+  const std::vector<Unit> all = units(s.fsdp.shards(world.size), s.first_unit);
   Device dev(s.backend, gpu ? world.local_rank % gpus() : 0, gpu ? 1 : world.local_size,
              comm_streams(s.backend, transport));
   HostBuffer<ops::AdamW> adamw(dev, 1);
@@ -109,7 +111,7 @@ template <class E>
 std::vector<std::vector<float>> expected(const Setup& s) {
   const World& world = test_world();
   const int ranks = s.fsdp.shards(world.size), groups = world.size / ranks;
-  const std::vector<Unit> all = units(ranks);
+  const std::vector<Unit> all = units(ranks, s.first_unit);
   std::vector<std::vector<float>> shards;
   for (size_t u = 0; u < all.size(); ++u) {
     const Unit& unit = all[u];
@@ -245,6 +247,37 @@ TEST_CASE("GPU: copy engines carry, and owners sum in fp32 and in rank order", "
   check<bf16, float, bf16>(s);
   s.fsdp.gather_by_copy_engine = true;
   check<bf16, bf16, bf16>(s);
+}
+
+// The first two units are a step's last. Each owner sums them in rank order whoever carries the rest.
+TEST_CASE("GPU: owners read a step's last gradients in their peers' memory", "[reduce][gpu][hosts]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  Setup s;
+  s.backend = Backend::gpu;
+  s.fsdp.gather_by_copy_engine = s.fsdp.read_tail = true;
+  for (bool copies : {false, true}) {
+    s.fsdp.reduce_by_copy_engine = copies;
+    for (double late_ms : {0.0, test_world().rank % 2 ? 1.0 : 4.0}) {
+      s.delay_ms = late_ms, s.fsdp.reduce_dtype = Dtype::f32;
+      std::vector<std::vector<float>> want = expected<float>(s), got = reduce<float, float>(s).shards;
+      want.resize(2), got.resize(2);
+      CHECK(same(got, want));
+      s.fsdp.reduce_dtype = Dtype::bf16;
+      want = expected<bf16>(s), got = reduce<bf16, bf16>(s).shards;
+      want.resize(2), got.resize(2);
+      if (!copies)  // a single reduction in bf16 leaves a shard in bf16
+        for (std::vector<float>& shard : want)
+          for (float& x : shard) x = float(bf16(x));
+      CHECK(same(got, want));
+    }
+  }
+  check<bf16, bf16, bf16>(s);
+  check<bf16, float, bf16>(s);
+  // As much as all blocks of a kernel read in several rounds.
+  s.first_unit = 8 * 1'000'003, s.delay_ms = 0;
+  s.fsdp.reduce_dtype = Dtype::f32;
+  CHECK(reduce<float, float>(s).shards[0] == expected<float>(s)[0]);
 }
 
 // Over MPI a GPU's buffers pass through pinned host memory. What is gathered arrives where it is sent from; the parts

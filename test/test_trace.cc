@@ -104,7 +104,10 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
   };
   for (const Case& c : cases) {
     INFO(c.ranks << " ranks, " << c.options[1]);
-    const Run r = planned(c.options, c.ranks);
+    Run r = planned(c.options, c.ranks);
+    World world;
+    world.size = c.ranks, world.local_size = std::min(c.ranks, gpus_per_node);
+    choose_gathers(&r, c.ranks, Transport::nccl, on_one_host(world, r.fsdp.shards(c.ranks)), /*engines_pay=*/true);
     const Trace trace = planned_trace(r, c.ranks, *chip_named("h200"));
     write_trace(dir / "a.json", trace, {{"ranks", c.ranks}});
     const json file = parsed(dir / "a.json");
@@ -123,8 +126,6 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
     }
     // What --show-schedule tells, in order: unit by unit.
     Device dev(Backend::gpu, Device::plan_only);
-    World world;
-    world.size = c.ranks, world.local_size = std::min(c.ranks, gpus_per_node);
     using Names = std::vector<std::pair<std::string, std::string>>;
     Names gathers, reductions, in_gathers, in_reductions;
     std::vector<Unit> units = parameter_table(r.model);

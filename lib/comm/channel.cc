@@ -7,6 +7,7 @@
 
 #include "lib/comm/flight.h"
 #include "lib/comm/mpi_calls.h"
+#include "lib/comm/peers.h"
 #include "lib/comm/progress.h"
 #include "lib/comm/watchdog.h"
 
@@ -235,6 +236,38 @@ void Channel::open_window() {
 #endif
 }
 
+// Each rank leaves its number, and all read all: what kernels will read must be the others' memory, and in order.
+Peers Channel::map_peers(uint32_t* signals) {
+  Peers p;
+  p.ranks = world_.size, p.rank = world_.rank, p.base = dev_.mem.base(), p.signals = signals;
+#if COPY_ENGINES
+  ASSERT(impl_->window && world_.size <= most_peers);
+  auto unreadable = [&](const std::string& why) {
+    return NcclError(strf("NCCL: rank %d cannot read the arenas of its peers: %s; --reduce-tail nccl does without",
+                          this_rank(), why.c_str()));
+  };
+  const int reached = peers::map(stream_, impl_->nccl, impl_->window, &p);
+  if (reached != world_.size) throw unreadable(strf("it reaches %d of %d", reached, world_.size));
+  auto fill = [&](uint32_t x) {
+    CUDA_CHECK(cudaMemsetAsync(signals, 0, size_t(peer_signals(p.ranks)) * sizeof x, stream_.cuda()));
+    CUDA_CHECK(cudaMemcpyAsync(signals, &x, sizeof x, cudaMemcpyHostToDevice, stream_.cuda()));
+  };
+  auto meet = [&] {
+    NCCL_CHECK(ncclAllReduce(p.own(), p.own(), 1, ncclInt32, ncclSum, impl_->nccl, stream_.cuda()), impl_->nccl);
+    CUDA_CHECK(cudaStreamSynchronize(stream_.cuda()));
+  };
+  fill(uint32_t(p.rank) + 1);
+  meet();
+  const std::vector<uint32_t> names = peers::read(stream_, p);
+  meet();
+  fill(0);
+  meet();
+  for (int r = 0; r < p.ranks; r++)
+    if (names[size_t(r)] != uint32_t(r) + 1) throw unreadable(strf("what it reads is not rank %d's", r));
+#endif
+  return p;
+}
+
 // The flight record of a channel over NCCL is made on the device, for a watchdog with a timeout, and there is none
 // without one. NCCL's errors are always looked for.
 void Channel::watch(const std::string& name) {
@@ -364,6 +397,13 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
     sum_parts(out, parts, count, ranks, t);
   });
   if (staged) stream_.copy(mine, out, part);
+}
+
+void Channel::reduce_scatter(int64_t bytes, const std::function<void()>& work) {
+  stream_.sleep(delay_ms);
+  if (stream_.off()) return stream_.spend(Collective::reduce_scatter, double(bytes), world_.size, world_.local_size);
+  const Recorded recorded(*this, "reduce_scatter", bytes);
+  work();
 }
 
 // A rank's own part is copied too, and that is a kernel where the driver makes it one.

@@ -17,6 +17,7 @@
 
 #include "lib/comm/world.h"
 #include "lib/device/device.h"
+#include "lib/device/peers.h"
 
 enum class Transport { none, nccl, mpi };  // none: one rank
 const char* name_of(Transport t);
@@ -78,6 +79,11 @@ class Channel {
   // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
   // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
   void reduce_scatter(void* buf, int64_t count, Dtype t);
+  // The same by the caller's own kernels, which `work` enqueues on the stream; bytes: of all parts together.
+  void reduce_scatter(int64_t bytes, const std::function<void()>& work);
+  // How kernels of this rank find what lies in the arenas of all, on a channel that copy engines carry gathers on.
+  // signals: peer_signals(size) in the arena, at the same place on all ranks. Collective. Throws NcclError.
+  Peers map_peers(uint32_t* signals);
   // from, to: size*count elements each, apart; part r of rank s's `from` becomes part s of rank r's `to`. No rank's
   // `to` is written before that rank's stream has come here, and what follows on it finds `from` read and `to`
   // complete.

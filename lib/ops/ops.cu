@@ -8,6 +8,7 @@
 #include "lib/ops/kernels_elementwise.cuh"
 #include "lib/ops/kernels_fp8.cuh"
 #include "lib/ops/kernels_norm.cuh"
+#include "lib/ops/kernels_peers.cuh"
 #include "lib/ops/kernels_sums.cuh"
 #endif
 
@@ -268,6 +269,16 @@ void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool acc
   const int64_t bytes = ranks * int64_t(sizeof(E)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
   RUN(is_double<E>, moves<char>(n * bytes, sum.out ? 2 : 1), sum_parts, to, parts, n, ranks, accumulate, sum);
 }
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate, PowerSum sum) {
+#if FSDP_CUDA
+  if constexpr (is_double<E>) refuse_dtype("sum_parts");
+  else gpu::sum_parts(s.cuda(), to, mine, peers, n, accumulate, sum);
+#else
+  (void)s, (void)to, (void)mine, (void)peers, (void)n, (void)accumulate, (void)sum;
+  throw Error("sum_parts: a CPU does not read its peers' memory");
+#endif
+}
 void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n) {
   RUN(false, moves<double>(n, 1, Work::optimizer), total_power, p, out, pieces, n);
 }
@@ -345,6 +356,11 @@ template void sum_parts(Stream&, float*, const bf16*, int64_t, int, bool, PowerS
 template void sum_parts(Stream&, bf16*, const bf16*, int64_t, int, bool, PowerSum);
 template void sum_parts(Stream&, float*, const double*, int64_t, int, bool, PowerSum);
 template void sum_parts(Stream&, double*, const double*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const float*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, float*, const bf16*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, bf16*, const bf16*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, float*, const double*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, double*, const double*, const Peers&, int64_t, bool, PowerSum);
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);

@@ -9,6 +9,7 @@
 
 #include "lib/device/fp8.h"
 #include "lib/device/halves.h"
+#include "lib/device/peers.h"
 #include "lib/device/stream.h"
 #include "lib/ops/rope.h"
 
@@ -247,6 +248,11 @@ void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool ac
 // float; or E, where nothing is accumulated and no powers are summed.
 template <class To, class E>
 void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {});
+// The same of what each rank has at `mine` (n), read from its memory: on a GPU, on all ranks at once, which wait for
+// each other before and behind it. to may be `mine`, and may be E with powers too. n: a multiple of a 16-byte vector's
+// elements.
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate, PowerSum sum = {});
 struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW() = default;
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1

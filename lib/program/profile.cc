@@ -104,14 +104,16 @@ const Span* span_at(const std::vector<const Span*>& spans, double at) {
 }
 
 // Its stream, where that is one of ours. A graph's kernels may be reported on streams of the driver's, or all on the
-// one that it was launched on; NCCL may use streams of its own. Then by what the host was at, or by what it is.
+// one that it was launched on; NCCL may use streams of its own. Then by what the host was at, or by what it is: who
+// talks to other ranks gathers or reduces.
 Span::Lane lane_of(const activity::Record& r, const Span* work, const StreamNumbers& streams) {
-  const bool nccl = activity::is_nccl_kernel(r.name), shared = streams.gather == streams.reduce;
+  const bool shared = streams.gather == streams.reduce;
+  const bool talks = activity::is_nccl_kernel(r.name) || r.name == "gpu::sum_peers_kernel";
   if (shared && r.stream == streams.gather && work) return work->lane;
   if (r.stream == streams.gather) return Span::gather;
   if (r.stream == streams.reduce) return Span::reduce;
   if (work) return work->lane;
-  if (nccl) return r.name.find("AllGather") != std::string::npos ? Span::gather : Span::reduce;
+  if (talks) return r.name.find("AllGather") != std::string::npos ? Span::gather : Span::reduce;
   if (r.peer) return Span::gather;
   return r.stream == streams.compute ? Span::compute : Span::other;
 }

@@ -459,6 +459,15 @@ void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool 
   if (r->o.gather.empty())
     r->fsdp.gather_by_copy_engine =
         transport == Transport::nccl && one_host && engines_pay && r->fsdp.shards(ranks) > 1;
+  const int shards = r->fsdp.shards(ranks);
+  const bool readable = r->fsdp.gather_by_copy_engine && shards > 1 && shards <= most_peers;
+  REQUIRE_USER(
+      r->o.reduce_tail != "peer" || readable,
+      "--reduce-tail peer reads gradients where --gather copy-engine maps them, among 2 to %d ranks; %s: use "
+      "--reduce-tail same",
+      most_peers,
+      r->fsdp.gather_by_copy_engine ? strf("there are %d", shards).c_str() : "copy engines gather nothing here");
+  r->fsdp.read_tail = readable && r->o.reduce_tail != "same";
 }
 
 nlohmann::json settings(const Run& r) {

@@ -1,0 +1,27 @@
+// The ranks of one host as a kernel of one of them sees them: their arenas are mapped into its address space, and it
+// reads what lies there over NVLink. Buffers lie at the same places in all arenas, since all ranks' plans are the same.
+#pragma once
+
+#include <cstdint>
+
+#include "lib/device/dtype.h"
+
+constexpr int most_peers = 8;
+constexpr int most_peer_blocks = 128;
+
+// Given to a kernel by value. Each of its blocks meets the same block of the others: it tells all how often it has
+// come, and waits until all have come as often (meet, in lib/ops/kernels_peers.cuh).
+struct Peers {
+  int ranks = 0, rank = 0;
+  char* arena[most_peers] = {};  // this rank's too, by another address than `base`, the one that buffers have
+  const char* base = nullptr;
+  uint32_t* signals = nullptr;  // (most_peer_blocks, ranks): how often each rank's block has come; then this rank's own
+
+  // Where `p`, in this rank's arena, lies in that of rank r.
+  template <class T>
+  HD T* of(int r, T* p) const {
+    return reinterpret_cast<T*>(arena[r] + (reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(base)));
+  }
+  HD uint32_t* own() const { return signals + most_peer_blocks * ranks; }
+};
+constexpr int64_t peer_signals(int ranks) { return most_peer_blocks * (int64_t(ranks) + 1); }
