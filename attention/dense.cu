@@ -135,7 +135,6 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       else if (a.D == 128) run(hopper ? sm90::backward<128, 128, Mask> : sm80::backward<128, 128, Mask>);
       else run(hopper ? sm90::backward<64, 64, Mask> : sm80::backward<64, 64, Mask>);
     });
-    join_parts(stream, dk, dv, part_sums, a, parts);
   } else {
     if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
     with_mask(shape, [&](const auto& mask) {

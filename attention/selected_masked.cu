@@ -114,7 +114,6 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
   }
   const auto run = a.D == 128 ? sm90::backward<128, 128, Chosen> : sm90::backward<64, 64, Chosen>;
   run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, parts, sums);
-  join_parts(stream, dk, dv, sums, p, parts);
 }
 
 #endif

@@ -10,7 +10,7 @@
 // bank twice.
 #pragma once
 
-#include "attention/tiles.cuh"
+#include "attention/kv_parts.cuh"
 
 namespace attention::sm80 {
 
@@ -277,12 +277,13 @@ __global__ void __launch_bounds__(threads, 1)
 template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(threads, 1)
     backward_q(bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
-               const float* delta, Problem a, Mask mask) {
+               const float* delta, Problem a, Mask mask, Parts parts) {
   begin_kernel();
   constexpr int BN = 32, k_bytes = BN * D * 2, v_bytes = BN * DV * 2;
   const uint32_t q_tile = shared_base(), do_tile = q_tile + rows * D * 2;
   const uint32_t k_tiles = do_tile + rows * DV * 2, v_tiles = k_tiles + 2 * k_bytes;
-  const int tiles = ceil_div(a.T, rows);
+  const int tiles = ceil_div(a.T, rows), of_queries = a.B * a.H * tiles;
+  if (int(blockIdx.x) >= of_queries) return parts.join_item(a, int(blockIdx.x) - of_queries, threadIdx.x);
   const int h = blockIdx.x % a.H, q0 = (tiles - 1 - blockIdx.x / a.H % tiles) * rows, b = blockIdx.x / a.H / tiles;
   const int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + rows), BN);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, t = q0 + row + lane / 4;
@@ -336,11 +337,13 @@ template <int D, int DV, class Mask>
 void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
               const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
               float* part_sums) {
+  static_assert(threads == Parts::threads, "");
+  const Parts sums = {dk, dv, part_sums, parts};
   constexpr int bytes = backward_bytes<D, DV>;
   launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes}, dk, dv, d_o,
          q, k, v, lse2, delta, a, mask, parts, part_sums);
-  launch(stream, backward_q<D, DV, Mask>, {a.B * a.H * ceil_div(a.T, rows), threads, bytes}, dq, d_o, q, k, v, lse2,
-         delta, a, mask);
+  launch(stream, backward_q<D, DV, Mask>, {a.B * a.H * ceil_div(a.T, rows) + sums.items(a), threads, bytes}, dq, d_o, q,
+         k, v, lse2, delta, a, mask, sums);
 }
 
 }  // namespace attention::sm80

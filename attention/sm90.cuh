@@ -234,20 +234,21 @@ __device__ inline void add_all(float (&d)[N], const Addends& addends, const Prob
 // The work queue of persistent blocks: items of so many queries of one head, those with most keys first; heads fastest,
 // so that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from
 // a counter while it works; the block that draws the last number resets the counter. So a block that starts late,
-// because another stream's kernel occupies its SM, leaves no fixed share of the work behind. The producer passes an
-// item to the consumers through one word of shared memory.
+// because another stream's kernel occupies its SM, leaves no fixed share of the work behind. Behind the queries' there
+// may be other items. The producer passes an item to the consumers through one word of shared memory.
 struct Items {
   Ring<1> ring;
   uint32_t word;
-  int rows, tiles, count, list;
+  int rows, tiles, of_queries, count, list;
   static constexpr int bytes = Ring<1>::bytes + 16;
 
-  __device__ Items(uint32_t at, const Problem& a, int list_, int rows_ = 128)
+  __device__ Items(uint32_t at, const Problem& a, int list_, int rows_ = 128, int others = 0)
       : ring(at),
         word(at + Ring<1>::bytes),
         rows(rows_),
         tiles(ceil_div(a.T, rows)),
-        count(a.B * tiles * a.H),
+        of_queries(a.B * tiles * a.H),
+        count(of_queries + others),
         list(list_) {}
   __device__ int draw() const {
     unsigned drawn = atomicAdd(&items_drawn[list], 1);

@@ -6,6 +6,7 @@
 // sums, add nothing atomically, and every sum has one order.
 #pragma once
 
+#include "attention/kv_parts.cuh"
 #include "attention/sm90.cuh"
 
 namespace attention::sm90 {
@@ -215,8 +216,9 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 // ---------------------------------------------------------------------------------------------------------------- dQ
-// Items as in the forward, of 128 queries or, shared by keys, of 64; their keys go past 128 at a time. A consumer
-// thread owns parts of two rows. S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K (times
+// Items as in the forward, of 128 queries or, shared by keys, of 64; their keys go past 128 at a time. Behind them the
+// sums of dK's and dV's parts, which fill the time of blocks that are done early. A consumer thread owns parts of two
+// rows. S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K (times
 // scale, at the end). Read once: Q, dO, statistics; for each item: K, V. Written once: dQ. H200, T 8192, 32/8 heads, D
 // 128: 1.02 to 1.1 ms, three products at 750 to 810 TFLOP/s (tensor pipes 91 % busy). T 65536: a window of 512 1.6 ms,
 // keys compressed 32/16 4.8 ms.
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(384, 1)
     backward_q(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                const __grid_constant__ CUtensorMap dq_map, const float* lse2, const float* delta, Problem a, Mask mask,
-               int list) {
+               Parts parts, int sums, int list) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = BackwardQ<D, DV, share>;
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(384, 1)
   uint32_t base = shared_base();
   Ring<L::stages> k_ring(base + L::bars), v_ring(k_ring.full + k_ring.bytes);
   Ring<1> q_ring(v_ring.full + v_ring.bytes), part_ring(q_ring.full + q_ring.bytes);
-  const Items items(base + L::items, a, list, BM);
+  const Items items(base + L::items, a, list, BM, sums);
   if (threadIdx.x == 0) {
     k_ring.init(L::readers), v_ring.init(L::readers), q_ring.init(consumers), part_ring.init(4);
     items.ring.init(consumers);
@@ -264,7 +266,9 @@ __global__ void __launch_bounds__(384, 1)
       for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
         items.locate(item, a, &b, &q0, &h);
+        const bool of_queries = item < items.of_queries;
         item = items.draw();  // early, so that it is there when it is wanted
+        if (!of_queries) continue;
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
         uint32_t bar = q_ring.acquire(round, BM * (D + DV) * 2);
         load_tile<BM, D>(base + L::q, q_map, bar, q0, h, b);
@@ -290,6 +294,10 @@ __global__ void __launch_bounds__(384, 1)
     constexpr int step = L::by_keys ? 2 : 1;
     int n0 = 0;  // tiles of K and V before this item
     for (int round = 0, item; items.receive(round, &item); ++round) {
+      if (item >= items.of_queries) {  // and so are the rest
+        parts.join_item(a, item - items.of_queries, int(threadIdx.x) - 128);
+        continue;
+      }
       int b, q0, h;
       items.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
@@ -409,12 +417,14 @@ __global__ void __launch_bounds__(384, 1)
 
 template <int D, int DV, Share share, class Mask>
 void backward_of_q(cudaStream_t stream, bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v,
-                   const float* lse2, const float* delta, const Problem& a, const Mask& mask) {
+                   const float* lse2, const float* delta, const Problem& a, const Mask& mask, const Parts& parts) {
+  static_assert(consumers * 32 == Parts::threads, "");
   using Q = BackwardQ<D, DV, share>;
-  launch(stream, backward_q<D, DV, share, Mask>, {persistent_blocks(a.B * a.H * ceil_div(a.T, Q::BM)), 384, Q::bytes},
+  const int sums = parts.items(a), items = a.B * a.H * ceil_div(a.T, Q::BM) + sums;
+  launch(stream, backward_q<D, DV, share, Mask>, {persistent_blocks(items), 384, Q::bytes},
          tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
          tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
-         tensor_map(dq, a.ld_dq, a.H, D, a.T, a), lse2, delta, a, mask, next_list());
+         tensor_map(dq, a.ld_dq, a.H, D, a.T, a), lse2, delta, a, mask, parts, sums, next_list());
 }
 
 template <int D, int DV, class Mask>
@@ -427,10 +437,11 @@ void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o
          tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
          tensor_map(dk, a.ld_dkv, a.HKV, D, a.keys, a), tensor_map(dv, a.ld_dv, a.HKV, DV, a.keys, a), lse2, delta, a,
          mask, parts, part_sums);
+  const Parts sums = {dk, dv, part_sums, parts};
   if constexpr (D == 64)
     if (share_of(a, mask) == Share::keys)
-      return backward_of_q<D, DV, Share::keys>(stream, dq, d_o, q, k, v, lse2, delta, a, mask);
-  backward_of_q<D, DV, Share::rows>(stream, dq, d_o, q, k, v, lse2, delta, a, mask);
+      return backward_of_q<D, DV, Share::keys>(stream, dq, d_o, q, k, v, lse2, delta, a, mask, sums);
+  backward_of_q<D, DV, Share::rows>(stream, dq, d_o, q, k, v, lse2, delta, a, mask, sums);
 }
 
 }  // namespace attention::sm90
