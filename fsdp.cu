@@ -450,9 +450,8 @@ G* Fsdp<T, G>::gradient(int u) {
                      units_[size_t(s.unit)].name.c_str()));
   await_reduction(s);
   dev_.compute().holds(s.name, unit.name);
-  // What nobody writes: the padding; of a unit that is reduced twice, what the other of its two modules writes.
-  const int64_t from = unit.reductions > 1 ? 0 : unit.with_gradient.numel;
-  dev_.compute().zero(s.p + from, (unit.with_gradient.padded - from) * int64_t(sizeof(G)));
+  // Of a unit that is reduced twice, what the other of its two modules writes.
+  if (unit.reductions > 1) dev_.compute().zero(s.p, unit.with_gradient.padded * int64_t(sizeof(G)));
   s.unit = u;
   return s.p;
 }
@@ -508,6 +507,8 @@ void Fsdp<T, G>::reduce(int u) {
   dev_.compute().record(s.written);
   Stream& stream = reduce_channel_.stream();
   stream.wait(s.written);
+  // The padding, which nobody writes: here, where no kernel of the step waits for it.
+  if (unit.reductions == 1) stream.zero(s.p + flat.numel, (flat.padded - flat.numel) * int64_t(sizeof(G)));
   const NamedWork named(dev_, stream, Span::reduce,
                         how == Reduction::accumulate ? "accumulate" : name_of(reduction_of(u)), unit.name,
                         flat.padded * size_of(options_.reduce_dtype));

@@ -93,7 +93,7 @@ struct Mean {
   __device__ void at(int row, int c) const {
     const T* from = x + (int64_t(row / a.keys) * a.T + a.stride * (row % a.keys)) * a.ld + c;
     float sum[N] = {};
-#pragma unroll 8
+#pragma unroll 16
     for (int r = 0; r < a.block; ++r) {
       float v[N];
       load(v, from + r * a.ld);

@@ -116,8 +116,10 @@ __device__ inline void choose(int32_t* list, int t, float* near, const Score& sc
   const unsigned top = __reduce_max_sync(~0u, best);
   unsigned bound = 0;
   if (wanted <= 28) {
-    bound = reached(wanted, wanted + 2, __reduce_min_sync(~0u, best), top,
-                    [&](unsigned x) { return __popc(__ballot_sync(~0u, best >= x)); });
+    if (last <= 32) bound = 1;  // all of them are gathered
+    else
+      bound = reached(wanted, wanted + 2, __reduce_min_sync(~0u, best), top,
+                      [&](unsigned x) { return __popc(__ballot_sync(~0u, best >= x)); });
     int found = 0;
     each([&](int j, unsigned x) {
       const unsigned lanes = __ballot_sync(~0u, x >= bound);
