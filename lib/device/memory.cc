@@ -126,8 +126,9 @@ int64_t most_live(const std::vector<Life>& lives, int64_t align) {
 int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>* offsets) {
   // Offline storage allocation is NP-hard. Placing the largest first is within a few per cent here, and where it is
   // not, one of the other orders usually is. What is left over goes when the buffer that lies highest is placed first,
-  // and then the one that lies highest now, and so on. Stop as soon as the lower bound is met.
-  std::vector<int> order(lives.size()), best_order;
+  // and then the one that lies highest now, and so on; from which order, one cannot tell. Stop as soon as the lower
+  // bound is met.
+  std::vector<int> order(lives.size());
   auto span = [&](int i) { return lives[size_t(i)].dead - lives[size_t(i)].born; };
   auto size = [&](int i) { return lives[size_t(i)].bytes; };
   auto born = [&](int i) { return lives[size_t(i)].born; };
@@ -140,23 +141,32 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
   // Those by span leave many gaps, which thousands of blocks' buffers would look through for half a minute.
   const int64_t n = int64_t(lives.size());
   const std::ptrdiff_t rules_used = n > 40000 ? 2 : std::end(rules) - std::begin(rules);
+  std::vector<std::pair<int64_t, std::vector<int>>> orders;
   std::vector<int64_t> at;
-  int64_t best = -1, bound = most_live(lives, align);
-  for (const auto* rule = rules; rule != rules + rules_used; rule++) {
+  int64_t best = -1;
+  const int64_t bound = most_live(lives, align);
+  const auto place = [&] {
+    const int64_t total = pack_in_order(lives, order, align, &at);
+    if (best < 0 || total < best) best = total, *offsets = at;
+    return total;
+  };
+  for (const auto* rule = rules; rule != rules + rules_used && best != bound; rule++) {
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), *rule);
-    const int64_t total = pack_in_order(lives, order, align, &at);
-    if (best < 0 || total < best) best = total, *offsets = at, best_order = order;
-    if (best == bound) break;
+    const int64_t total = place();
+    orders.emplace_back(total, order);
   }
-  order = best_order, at = *offsets;
+  std::sort(orders.begin(), orders.end());
   const int64_t tries = n == 0 ? 0 : std::min<int64_t>(200, 400000000 / (n * n));
-  for (int64_t i = 0; i < tries && best > bound; i++) {
-    auto end = [&](int i) { return span(i) > 0 ? at[size_t(i)] + size(i) : -1; };
-    const auto top = std::max_element(order.begin(), order.end(), [&](int a, int b) { return end(a) < end(b); });
-    std::rotate(order.begin(), top, top + 1);
-    const int64_t total = pack_in_order(lives, order, align, &at);
-    if (total < best) best = total, *offsets = at;
+  for (size_t k = 0; k < orders.size() && best > bound; k++) {
+    order = orders[k].second;
+    place();
+    for (int64_t i = 0; i < tries && best > bound; i++) {
+      auto end = [&](int i) { return span(i) > 0 ? at[size_t(i)] + size(i) : -1; };
+      const auto top = std::max_element(order.begin(), order.end(), [&](int a, int b) { return end(a) < end(b); });
+      std::rotate(order.begin(), top, top + 1);
+      place();
+    }
   }
   return std::max<int64_t>(best, 0);
 }
