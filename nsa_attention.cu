@@ -207,31 +207,13 @@ void zero_gradients_of_phi(Stream& s, T* dx, Parameters<G> dphi, const NsaShape&
   if (a.phi == Phi::mlp) s.zero(dphi.w2, a.D * n.hidden * bytes);
 }
 
-// What the backwards of the compressed, selected and window branch begin with. Where all begin alike they do it
-// together, with one look at d_o, and give their outputs back, which nothing needs any more; else each for itself.
+// Behind the indices, which are rounded up so that they may be copied, lie words of bits (nsa_selected_words) if any.
+int64_t indices(const NsaShape& a) { return (a.B * a.HKV * a.T * a.selected + 63) / 64 * 64; }
 template <class T>
-struct BranchStats {
-  StatsAt at = StatsAt::workspace;
-  Buffer<acc_t<T>> of[3];
-
-  template <class GateOf>
-  BranchStats(Device& dev, NsaSaved<T>* saved, const T* d_o, bool compressed, const GateOf& gate, const NsaShape& a) {
-    if (!nsa_selected_begins_as_dense(dev, a, dtype_of<T>)) return;
-    at = StatsAt::elsewhere;
-    std::vector<BackwardStart<T>> starts;
-    const auto begin = [&](int i, Buffer<T>* o, Buffer<acc_t<T>>* lse) {
-      of[i] = dev.mem.take<acc_t<T>>(attention_stats(a.B, a.T, a.H), "statistics of queries");
-      starts.push_back({o->get(), lse->get(), gate(i), of[i].get()});
-    };
-    if (compressed) begin(0, &saved->o_compressed, &saved->lse_compressed);
-    begin(1, &saved->o_selected, &saved->lse_selected);
-    begin(2, &saved->o_window, &saved->lse_window);
-    dev.mark("statistics of queries, backward");
-    attention_begin_backward<T>(dev.compute(), starts, d_o, window_shape(a));
-    for (Buffer<T>* o : {&saved->o_compressed, &saved->o_selected, &saved->o_window}) o->reset();
-    for (Buffer<acc_t<T>>* lse : {&saved->lse_compressed, &saved->lse_selected, &saved->lse_window}) lse->reset();
-  }
-};
+char* words_of(const Device& dev, const NsaSaved<T>& saved, const NsaShape& a) {
+  if (!nsa_selected_words(dev, a, dtype_of<T>)) return nullptr;
+  return reinterpret_cast<char*>(saved.indices.get() + indices(a));
+}
 
 // Are a stage's tiles of 128 queries and a head so few that another stage finds idle multiprocessors? Two rounds of a
 // large GPU's.
@@ -243,7 +225,7 @@ bool leaves_idle(const NsaShape& a) { return a.B * a.H * ((a.T + 127) / 128) <= 
 
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
-                 Purpose life, NsaKernels* ran, float* amax) {
+                 Purpose life, NsaKernels* ran, float* amax, const std::function<void(Stream&)>& of_gates) {
   check_nsa(a);
   using A = acc_t<T>;
   const auto record = [&](Stage stage, const Kernel& k) {
@@ -253,7 +235,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   Memory& mem = dev.mem;
   const int64_t rows = a.B * a.T, keys = a.B * a.compressed() * a.HKV, width = a.H * a.v_dim();
   NsaSaved<T> v;
-  // The window branch reads x alone: it may run beside the others.
+  // The window branch reads x alone: it may run beside the others, and the gates after it.
   const bool beside = leaves_idle(a);
   Branch branch(dev, beside);
   const auto window = [&] {
@@ -262,6 +244,7 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
     dev.mark("window branch");
     record(Stage::window,
            attention_forward<T>(branch.stream(), v.o_window, v.lse_window, x, x + a.k(2), x + a.v(2), window_shape(a)));
+    if (of_gates) of_gates(branch.stream());
   };
   if (beside) window();
   v.k = mem.take<T>(keys * a.D, "compressed keys", life);
@@ -287,7 +270,8 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   if (saved && saved->indices) {
     v.indices = std::move(saved->indices);
   } else {
-    v.indices = mem.take<int32_t>(a.B * a.HKV * a.T * a.selected, "selected blocks", Purpose::activations);
+    const int64_t words = nsa_selected_words(dev, a, dtype_of<T>) / int64_t(sizeof(int32_t));
+    v.indices = mem.take<int32_t>(indices(a) + words, "selected blocks", Purpose::activations);
     {
       Buffer<A> scratch = mem.take<A>(nsa_topk_scratch<T>(a), "selection workspace");
       dev.mark("selection");
@@ -297,10 +281,12 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   v.o_selected = mem.take<T>(rows * width, "selected attention", life);
   v.lse_selected = mem.take<A>(rows * a.H, "selected log-sum-exp", life);
   {
-    Buffer<char> scratch = mem.take<char>(nsa_selected_forward_scratch<T>(dev, a), "selected attention workspace");
+    char* const words = words_of(dev, v, a);
+    Buffer<char> scratch;
+    if (!words) scratch = mem.take<char>(nsa_selected_forward_scratch<T>(dev, a), "selected attention workspace");
     dev.mark("selected branch");
-    record(Stage::selected,
-           nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1), v.indices, scratch, a));
+    record(Stage::selected, nsa_selected_forward<T>(s, v.o_selected, v.lse_selected, x, x + a.k(1), x + a.v(1),
+                                                    v.indices, words ? words : scratch.get(), a));
   }
   if (!beside) window();
   branch.join();
@@ -309,9 +295,35 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
   if (saved) *saved = std::move(v);
 }
 
+template <class T>
+bool nsa_begins_at_once(const Device& dev, const NsaShape& a) {
+  return nsa_selected_in_tiles(dev, a, dtype_of<T>);
+}
+
+template <class T>
+NsaBegun<T> nsa_begin_backward(Device& dev, T* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
+                               const NsaShape& a) {
+  NsaBegun<T> begun;
+  begun.has = true;
+  std::vector<BackwardStart<T>> starts;
+  const auto begin = [&](int i, Buffer<T>* of, Buffer<acc_t<T>>* lse) {
+    begun.stats[i] = dev.mem.take<acc_t<T>>(attention_stats(a.B, a.T, a.H), "statistics of queries");
+    starts.push_back({of->get(), lse->get(), {x + a.gate(i), dx + a.gate(i), a.ld}, begun.stats[i].get()});
+  };
+  if (a.compressed() > 0) begin(0, &saved->o_compressed, &saved->lse_compressed);
+  begin(1, &saved->o_selected, &saved->lse_selected);
+  begin(2, &saved->o_window, &saved->lse_window);
+  dev.mark("statistics of queries, backward");
+  attention_begin_backward<T>(dev.compute(), starts, d_o, window_shape(a), o);
+  for (Buffer<T>* of : {&saved->o_compressed, &saved->o_selected, &saved->o_window}) of->reset();
+  for (Buffer<acc_t<T>>* lse : {&saved->lse_compressed, &saved->lse_selected, &saved->lse_window}) lse->reset();
+  return begun;
+}
+
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
-                  NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran) {
+                  NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran, NsaBegun<T> begun,
+                  const std::function<void(Stream&)>& of_gates) {
   check_nsa(a);
   using A = acc_t<T>;
   const auto record = [&](Stage stage, const Kernel& k) {
@@ -323,19 +335,28 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
 
   const AttentionShape w = window_shape(a);
   const bool compressed = a.compressed() > 0;
-  const BranchStats<T> stats(dev, &saved, d_o, compressed, gate, a);
+  if (!begun.has && nsa_begins_at_once<T>(dev, a)) begun = nsa_begin_backward<T>(dev, nullptr, dx, d_o, x, &saved, a);
+  const StatsAt stats_at = begun.has ? StatsAt::elsewhere : StatsAt::workspace;
 
   // dq is columns of dx: the window branch writes it, the selected branch adds its own and the compressed branch's.
   Buffer<A> window_workspace =
-      mem.take<A>(attention_backward_workspace<T>(w, BackwardKernels::suits, stats.at), "attention workspace");
+      mem.take<A>(attention_backward_workspace<T>(w, BackwardKernels::suits, stats_at), "attention workspace");
   const bool beside = leaves_idle(a);
   Branch branch(dev, beside);
   dev.mark("window branch, backward");
   record(Stage::window_backward,
          attention_backward<T>(branch.stream(), dx, dx + a.k(2), dx + a.v(2), d_o, x, x + a.k(2), x + a.v(2),
-                               saved.o_window, saved.lse_window, window_workspace, w, gate(2), stats.of[2]));
+                               saved.o_window, saved.lse_window, window_workspace, w, gate(2), begun.stats[2]));
   const auto window_done = [&] { window_workspace.reset(), saved.o_window.reset(), saved.lse_window.reset(); };
   if (!beside) window_done();
+  // Small work finds room beside the other branches, if they have begun.
+  const bool early = beside && begun.has;
+  const auto rest = [&](Stream& on) {
+    if (!compressed) zero_columns(on, dx + a.gate(0), a.H, a);
+    zero_columns(on, dx + a.columns(), a.ld - a.columns(), a);
+    if (of_gates) dev.mark("gates, backward"), of_gates(on);
+  };
+  if (early) rest(branch.stream());
 
   Buffer<T> dk, dv, dq;  // of the compressed branch
   if (compressed) {
@@ -344,24 +365,24 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
     dv = mem.take<T>(saved.v.size(), "gradient of compressed values");
     dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
     Buffer<A> workspace =
-        mem.take<A>(attention_backward_workspace<T>(c, BackwardKernels::suits, stats.at), "attention workspace");
+        mem.take<A>(attention_backward_workspace<T>(c, BackwardKernels::suits, stats_at), "attention workspace");
     dev.mark("compressed branch, backward");
     record(Stage::compressed_backward,
            attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed, saved.lse_compressed,
-                                 workspace, c, gate(0), stats.of[0]));
+                                 workspace, c, gate(0), begun.stats[0]));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
-  branch.join();
-  if (beside) window_done();
 
   {
     Buffer<char> scratch =
-        mem.take<char>(nsa_selected_backward_scratch<T>(dev, a, stats.at), "selected attention workspace");
+        mem.take<char>(nsa_selected_backward_scratch<T>(dev, a, stats_at), "selected attention workspace");
     dev.mark("selected branch, backward");
-    record(Stage::selected_backward, nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1),
-                                                              x + a.v(1), saved.o_selected, saved.lse_selected,
-                                                              saved.indices, scratch, a, gate(1), stats.of[1]));
+    record(Stage::selected_backward,
+           nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1),
+                                    saved.o_selected, saved.lse_selected, saved.indices, scratch, a, gate(1),
+                                    {[&] { branch.join(); }, begun.stats[1], words_of(dev, saved, a)}));
   }
+  if (beside) window_done();
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 
   // The top-k has no gradient, so dk and dv of the compressed branch are all that phi gets.
@@ -377,17 +398,18 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   } else {
     zero_gradients_of_phi(s, dx + a.k(0), of_keys(dphi), a);
     zero_gradients_of_phi(s, dx + a.v(0), of_values(dphi), a.of_values());
-    zero_columns(s, dx + a.gate(0), a.H, a);
   }
-  zero_columns(s, dx + a.columns(), a.ld - a.columns(), a);
+  if (!early) rest(s);
 }
 
 #define INSTANTIATE(T)                                                                                          \
   template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose, \
-                            NsaKernels*, float*);
+                            NsaKernels*, float*, const std::function<void(Stream&)>&);                          \
+  template bool nsa_begins_at_once<T>(const Device&, const NsaShape&);                                          \
+  template NsaBegun<T> nsa_begin_backward(Device&, T*, T*, const T*, const T*, NsaSaved<T>*, const NsaShape&);
 #define INSTANTIATE_G(T, G)                                                                                    \
   template void nsa_backward(Device&, T*, PhiWeights<G>, const T*, const T*, PhiWeights<const T>, NsaSaved<T>, \
-                             const NsaShape&, NsaKernels*);
+                             const NsaShape&, NsaKernels*, NsaBegun<T>, const std::function<void(Stream&)>&);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

@@ -17,6 +17,8 @@
 // The branches' attention is attention/dense.h's and attention/selected.cu's; attention/stages.h lists every stage.
 #pragma once
 
+#include <functional>
+
 #include "attention/dense.h"
 
 enum class Phi {
@@ -73,19 +75,37 @@ struct NsaSaved {
   Buffer<T> k, v;                                             // compressed: (B*compressed(), HKV D and HKV DV)
   Buffer<T> o_compressed, o_selected, o_window;               // (B*T, H DV)
   Buffer<acc_t<T>> lse_compressed, lse_selected, lse_window;  // (B, H, T)
-  Buffer<int32_t> indices;                                    // (B, HKV, T, n): selected blocks
+  Buffer<int32_t> indices;  // (B, HKV, T, n): selected blocks; in masked tiles, words of bits behind them that say so
 };
 // o (B*T, H DV) from x (B*T, ld). saved null: nothing is kept. A recomputed forward passes a `saved` that has the first
 // one's indices, which are then used and not chosen again. life: how long the plan keeps what is saved. ran: counts the
-// kernels launched; may be null. amax: as attention_forward's.
+// kernels launched; may be null. amax: as attention_forward's. of_gates, if there is one, is called with a stream that
+// has room for what makes the gates, x's last columns: they are read last.
 template <class T>
 void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<const T> phi, const NsaShape& a,
-                 Purpose life, NsaKernels* ran = nullptr, float* amax = nullptr);
+                 Purpose life, NsaKernels* ran = nullptr, float* amax = nullptr,
+                 const std::function<void(Stream&)>& of_gates = {});
+// What the branches' backwards begin with. Where they begin alike, they do it together, with one look at d_o, and may
+// leave the gated sum o (B*T, H DV) as the forward does, for a backward that has not kept it; the gates' columns of dx
+// are written, and the branches' outputs given back, which nothing needs any more. Where not, nsa_backward sees to it
+// all.
+template <class T>
+struct NsaBegun {
+  bool has = false;
+  Buffer<acc_t<T>> stats[3];
+};
+template <class T>
+bool nsa_begins_at_once(const Device& dev, const NsaShape& a);
+template <class T>
+NsaBegun<T> nsa_begin_backward(Device& dev, T* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
+                               const NsaShape& a);
 // dx (B*T, ld) from d_o (B*T, H DV): all columns are written, the padding with zeros. dphi: gradients of phi's
-// parameters, written.
+// parameters, written. of_gates, if there is one, is called with the stream on which the gates' gradients have come,
+// and gives it what goes on with them; the compute stream waits for that.
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
-                  NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran = nullptr);
+                  NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran = nullptr, NsaBegun<T> begun = {},
+                  const std::function<void(Stream&)>& of_gates = {});
 // The last stage of the forward by itself, for a backward that recomputes o: o (B*T, H DV) = sum over branches of
 // sigmoid(gate) * branch, each (B*T, H DV), with the gates of x (B*T, ld); summed in fp32, rounded once. amax: as
 // attention_forward's.

@@ -124,13 +124,10 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       return {"sm90", "five products"};
     }
     if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
-    const int parts = kv_parts(shape);
-    float* part_sums = more;
+    const Parts parts = {dk, dv, more, kv_parts(shape)};
     with_mask(shape, [&](const auto& mask) {
       using Mask = std::decay_t<decltype(mask)>;
-      auto run = [&](auto backward) {
-        backward(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, parts, part_sums);
-      };
+      auto run = [&](auto backward) { backward(stream, dq, parts, d_o, q, k, v, lse2, delta, a, mask); };
       if (a.D == 192) run(hopper ? sm90::backward<192, 128, Mask> : sm80::backward<192, 128, Mask>);
       else if (a.D == 128) run(hopper ? sm90::backward<128, 128, Mask> : sm80::backward<128, 128, Mask>);
       else run(hopper ? sm90::backward<64, 64, Mask> : sm80::backward<64, 64, Mask>);
@@ -203,19 +200,22 @@ int64_t attention_stats(int64_t B, int64_t T, int64_t H) { return 2 * B * H * ((
 
 template <class T>
 void attention_begin_backward(Stream& s, const std::vector<BackwardStart<T>>& starts, [[maybe_unused]] const T* d_o,
-                              const AttentionShape& a) {
+                              const AttentionShape& a, T* gated_sum) {
   check(a);
   const int64_t n = int64_t(starts.size());
-  if (s.off()) return s.spend(moves<T>((n + 1) * a.B * a.T * a.H * a.v_dim(), 1, Work::attention));
+  const int64_t passes = n + (gated_sum ? 2 : 1);
+  if (s.off()) return s.spend(moves<T>(passes * a.B * a.T * a.H * a.v_dim(), 1, Work::attention));
 #if FSDP_CUDA
-  if constexpr (!std::is_same_v<T, double>) {
-    ASSERT(s.on_gpu() && n <= most_starts);
+  if constexpr (std::is_same_v<T, bf16>) {
+    ASSERT(s.on_gpu() && n > 1 && n <= most_starts);
     attention::Starts<T> all = {};
-    for (const BackwardStart<T>& start : starts) all.of[all.n++] = start;
-    return attention::prepare(s.cuda(), all, d_o, attention::Problem(a));
+    std::copy(starts.begin(), starts.end(), all.of);
+    all.gated_sum = gated_sum;
+    const auto run = n == 2 ? attention::prepare<2, T> : attention::prepare<3, T>;
+    return run(s.cuda(), all, d_o, attention::Problem(a), nullptr, 0);
   }
 #endif
-  throw Error("attention: a CPU's backward begins with o and lse");
+  throw Error("attention: several backwards begin at once on a GPU, in bf16");
 }
 
 template <class T>
@@ -257,7 +257,7 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
   template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&, \
                                     float*);                                                                     \
   template void attention_begin_backward(Stream&, const std::vector<BackwardStart<T>>&, const T*,                \
-                                         const AttentionShape&);                                                 \
+                                         const AttentionShape&, T*);                                             \
   template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels, StatsAt);             \
   template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
                                      const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>, const acc_t<T>*);

@@ -218,7 +218,7 @@ template <class T>
 Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* dq, T* dk, T* dv,
                              const T* dq_compressed, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                              const float* lse, const int32_t* indices, char* scratch, const NsaShape& shape,
-                             Gate<T> gate, int64_t segment, const float* begun) {
+                             Gate<T> gate, int64_t segment, const Begun<float>& begun) {
   using namespace attention::selected;
   const Plan p = plan(shape, true, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
@@ -229,7 +229,8 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
                       begun);
       return {"sm90", "masked tiles"};
     }
-  ASSERT(!begun);
+  ASSERT(!begun.stats && !begun.words);
+  if (begun.before_dq) begun.before_dq();
   const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
   launch(stream, statistics<T>, {blocks(shape.B * shape.T * shape.H * 8), 256}, stats, d_o, o, lse, a, gate);
@@ -250,7 +251,7 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
                                        char*, const NsaShape&, int64_t);                                            \
   template Kernel nsa_selected_backward(cudaStream_t, int, T*, T*, T*, const T*, const T*, const T*, const T*,      \
                                         const T*, const T*, const float*, const int32_t*, char*, const NsaShape&,   \
-                                        Gate<T>, int64_t, const float*);
+                                        Gate<T>, int64_t, const Begun<float>&);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
 #undef INSTANTIATE
@@ -307,9 +308,13 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
   return plain_loops;
 }
 
-bool nsa_selected_begins_as_dense(const Device& dev, const NsaShape& a, Dtype dtype) {
+bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype) {
   return dtype == Dtype::bf16 && dev.compute_capability == 90 &&
          attention::selected::is_masked(a, /*backward=*/true, /*segment=*/0);
+}
+
+int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype) {
+  return nsa_selected_in_tiles(dev, a, dtype) ? attention::selected::masked_words(a) : 0;
 }
 
 template <class T>
@@ -322,7 +327,7 @@ int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, Stat
 template <class T>
 Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
-                             char* scratch, const NsaShape& a, Gate<T> gate, const acc_t<T>* stats) {
+                             char* scratch, const NsaShape& a, Gate<T> gate, const Begun<acc_t<T>>& begun) {
   check(a);
   if (s.off()) return s.spend(cost<T>(s.device(), a, true)), Kernel();
 #if FSDP_CUDA
@@ -330,10 +335,11 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
     else
       return gpu::nsa_selected_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, dq_compressed, d_o, q, k,
-                                        v, o, lse, indices, scratch, a, gate, 0, stats);
+                                        v, o, lse, indices, scratch, a, gate, 0, begun);
   }
 #endif
-  ASSERT(!stats);
+  ASSERT(!begun.stats && !begun.words);
+  if (begun.before_dq) begun.before_dq();
   s.enqueue(
       [=] { cpu::nsa_selected_backward(dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, a, gate); });
   return plain_loops;
@@ -346,7 +352,7 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
   template int64_t nsa_selected_backward_scratch<T>(const Device&, const NsaShape&, StatsAt);                       \
   template Kernel nsa_selected_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
                                         const T*, const acc_t<T>*, const int32_t*, char*, const NsaShape&, Gate<T>, \
-                                        const acc_t<T>*);
+                                        const Begun<acc_t<T>>&);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

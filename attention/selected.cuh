@@ -1,7 +1,7 @@
 // The selected branch of NSA (attention/selected.cu): how its work is cut, and its kernels on a bare CUDA stream.
 #pragma once
 
-#include "nsa_attention.h"
+#include "attention/stages.h"
 
 namespace attention::selected {
 
@@ -41,6 +41,6 @@ template <class T>
 Kernel nsa_selected_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o,
                              const T* q, const T* k, const T* v, const T* o, const float* lse, const int32_t* indices,
                              char* scratch, const NsaShape& a, Gate<T> gate, int64_t segment = 0,
-                             const float* stats = nullptr);
+                             const Begun<float>& begun = {});
 }  // namespace gpu
 #endif

@@ -26,6 +26,8 @@ static bool in_one(const NsaShape& a, int64_t segment) {
   return segment == masked_in_one ||
          (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
 }
+// One kernel's counts are cleared with the words: it makes them again.
+int64_t masked_words(const NsaShape& a) { return in_one(a, 0) ? 0 : word_bytes(a); }
 // Words; in the backward behind them statistics, and the sums of dQ with their counts or of parts of dK and dV.
 int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats) {
   if (!backward) return word_bytes(a);
@@ -91,29 +93,33 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
 void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
                      const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment,
-                     const float* stats) {
+                     const Begun<float>& begun) {
   const AttentionShape shape = dense_shape(a);
   const Problem p(shape);
   const bool one = in_one(a, segment);
   const DqOrder order(p);
-  const int parts = kv_parts(shape);
   float* const made = reinterpret_cast<float*>(scratch + word_bytes(a));
-  float* const sums = stats ? made : made + attention_stats(a.B, a.T, a.H);
+  float* const sums = begun.stats ? made : made + attention_stats(a.B, a.T, a.H);
   auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-  const Chosen mask = choose(stream, scratch, indices, a, p, {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}}, counts,
-                             one ? order.counts() + 1 : 0);
-  if (!stats) {
-    prepare(stream, made, d_o, o, lse, p, gate);
-    stats = made;
-  }
-  const float *lse2 = stats, *delta = stats + a.B * a.H * p.Tp;
+  const Addends addends = {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}};
+  const Chosen mask = begun.words
+                          ? Chosen(shape, p, reinterpret_cast<const uint64_t*>(begun.words), addends)
+                          : choose(stream, scratch, indices, a, p, addends, counts, one ? order.counts() + 1 : 0);
+  if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate);
+  const float *lse2 = begun.stats ? begun.stats : made, *delta = lse2 + a.B * a.H * p.Tp;
   if (one) {
     const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
+    if (begun.before_dq) begun.before_dq();
     run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts);
     return;
   }
-  const auto run = a.D == 128 ? sm90::backward<128, 128, Chosen> : sm90::backward<64, 64, Chosen>;
-  run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, parts, sums);
+  const Parts parts = {dk, dv, sums, kv_parts(shape)};
+  const auto of_keys = a.D == 128 ? sm90::backward_of_keys<128, 128, Chosen> : sm90::backward_of_keys<64, 64, Chosen>;
+  of_keys(stream, parts, d_o, q, k, v, lse2, delta, p, mask);
+  if (begun.before_dq) begun.before_dq();
+  const auto of_queries =
+      a.D == 128 ? sm90::backward_of_queries<128, 128, Chosen> : sm90::backward_of_queries<64, 64, Chosen>;
+  of_queries(stream, dq, parts, d_o, q, k, v, lse2, delta, p, mask);
 }
 
 #endif

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/tiles.cuh"
-#include "nsa_attention.h"
+#include "attention/stages.h"
 
 namespace attention::selected {
 
@@ -42,6 +42,7 @@ inline bool is_masked(const NsaShape& a, bool backward, int64_t segment) {
   return a.T <= 2048 || (!backward && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
 int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats);
+int64_t masked_words(const NsaShape& a);  // bytes that the backward would rather not make again
 
 #if FSDP_CUDA
 // As gpu::nsa_selected_forward and _backward; scratch: masked_bytes. indices name a block once.
@@ -50,7 +51,7 @@ void masked_forward(cudaStream_t stream, bf16* o, float* lse, const bf16* q, con
 void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* dq_compressed, const bf16* d_o,
                      const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse,
                      const int32_t* indices, char* scratch, const NsaShape& a, Gate<bf16> gate, int64_t segment,
-                     const float* stats);
+                     const Begun<float>& begun);
 #endif
 
 }  // namespace attention::selected

@@ -334,16 +334,14 @@ void forward(cudaStream_t stream, bf16* o, float* lse, float* amax, const bf16* 
 }
 
 template <int D, int DV, class Mask>
-void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
-              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
-              float* part_sums) {
+void backward(cudaStream_t stream, bf16* dq, const Parts& parts, const bf16* d_o, const bf16* q, const bf16* k,
+              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask) {
   static_assert(threads == Parts::threads, "");
-  const Parts sums = {dk, dv, part_sums, parts};
   constexpr int bytes = backward_bytes<D, DV>;
-  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, rows), threads, bytes}, dk, dv, d_o,
-         q, k, v, lse2, delta, a, mask, parts, part_sums);
-  launch(stream, backward_q<D, DV, Mask>, {a.B * a.H * ceil_div(a.T, rows) + sums.items(a), threads, bytes}, dq, d_o, q,
-         k, v, lse2, delta, a, mask, sums);
+  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts.parts * ceil_div(a.keys, rows), threads, bytes},
+         parts.dk, parts.dv, d_o, q, k, v, lse2, delta, a, mask, parts.parts, parts.sums);
+  launch(stream, backward_q<D, DV, Mask>, {a.B * a.H * ceil_div(a.T, rows) + parts.items(a), threads, bytes}, dq, d_o,
+         q, k, v, lse2, delta, a, mask, parts);
 }
 
 }  // namespace attention::sm80

@@ -415,9 +415,21 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
+template <int D, int DV, class Mask>
+void backward_of_keys(cudaStream_t stream, const Parts& to, const bf16* d_o, const bf16* q, const bf16* k,
+                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask) {
+  using KV = BackwardKV<D, DV>;
+  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * to.parts * ceil_div(a.keys, KV::BN), 384, KV::bytes},
+         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
+         tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
+         tensor_map(to.dk, a.ld_dkv, a.HKV, D, a.keys, a), tensor_map(to.dv, a.ld_dv, a.HKV, DV, a.keys, a), lse2,
+         delta, a, mask, to.parts, to.sums);
+}
+
 template <int D, int DV, Share share, class Mask>
-void backward_of_q(cudaStream_t stream, bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v,
-                   const float* lse2, const float* delta, const Problem& a, const Mask& mask, const Parts& parts) {
+void backward_of_queries_by(cudaStream_t stream, bf16* dq, const Parts& parts, const bf16* d_o, const bf16* q,
+                            const bf16* k, const bf16* v, const float* lse2, const float* delta, const Problem& a,
+                            const Mask& mask) {
   static_assert(consumers * 32 == Parts::threads, "");
   using Q = BackwardQ<D, DV, share>;
   const int sums = parts.items(a), items = a.B * a.H * ceil_div(a.T, Q::BM) + sums;
@@ -426,22 +438,22 @@ void backward_of_q(cudaStream_t stream, bf16* dq, const bf16* d_o, const bf16* q
          tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
          tensor_map(dq, a.ld_dq, a.H, D, a.T, a), lse2, delta, a, mask, parts, sums, next_list());
 }
-
+// Joins the parts of dK and dV too.
 template <int D, int DV, class Mask>
-void backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
-              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask, int parts,
-              float* part_sums) {
-  using KV = BackwardKV<D, DV>;
-  launch(stream, backward_kv<D, DV, Mask>, {a.B * a.HKV * parts * ceil_div(a.keys, KV::BN), 384, KV::bytes},
-         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
-         tensor_map(v, a.ld_v, a.HKV, DV, a.keys, a), tensor_map(d_o, a.ld_o, a.H, DV, a.T, a),
-         tensor_map(dk, a.ld_dkv, a.HKV, D, a.keys, a), tensor_map(dv, a.ld_dv, a.HKV, DV, a.keys, a), lse2, delta, a,
-         mask, parts, part_sums);
-  const Parts sums = {dk, dv, part_sums, parts};
+void backward_of_queries(cudaStream_t stream, bf16* dq, const Parts& parts, const bf16* d_o, const bf16* q,
+                         const bf16* k, const bf16* v, const float* lse2, const float* delta, const Problem& a,
+                         const Mask& mask) {
   if constexpr (D == 64)
     if (share_of(a, mask) == Share::keys)
-      return backward_of_q<D, DV, Share::keys>(stream, dq, d_o, q, k, v, lse2, delta, a, mask, sums);
-  backward_of_q<D, DV, Share::rows>(stream, dq, d_o, q, k, v, lse2, delta, a, mask, sums);
+      return backward_of_queries_by<D, DV, Share::keys>(stream, dq, parts, d_o, q, k, v, lse2, delta, a, mask);
+  backward_of_queries_by<D, DV, Share::rows>(stream, dq, parts, d_o, q, k, v, lse2, delta, a, mask);
+}
+
+template <int D, int DV, class Mask>
+void backward(cudaStream_t stream, bf16* dq, const Parts& parts, const bf16* d_o, const bf16* q, const bf16* k,
+              const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask) {
+  backward_of_keys<D, DV>(stream, parts, d_o, q, k, v, lse2, delta, a, mask);
+  backward_of_queries<D, DV>(stream, dq, parts, d_o, q, k, v, lse2, delta, a, mask);
 }
 
 }  // namespace attention::sm90

@@ -3,6 +3,8 @@
 // describes; "columns of x" are passed as the address of the first.
 #pragma once
 
+#include <functional>
+
 #include "nsa_attention.h"
 
 // ---- choosing (attention/topk.cu): scores of selection blocks (eq. 8 to 10) and each query's best n (eq. 11).
@@ -26,15 +28,24 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
                             char* scratch, const NsaShape& a);
 // d_o (B*T, H DV): gradient of sigmoid(gate) * o. dk, dv: columns of dx (B*T, ld), written, zero where no query
 // selected the key. dq, columns of dx too, comes with the window's gradient and leaves as the sum of it, of
-// dq_compressed (B*T, H D; may be null) and of this branch's. stats: as attention_backward's, where it begins as that
-// does, in masked tiles.
-bool nsa_selected_begins_as_dense(const Device& dev, const NsaShape& a, Dtype dtype);
+// dq_compressed (B*T, H D; may be null) and of this branch's. before_dq, if there is one, is called before the first
+// kernel is launched that reads dq or dq_compressed: they may come from another stream.
+// In masked tiles (nsa_selected_in_tiles) it may find more begun: the statistics, as attention_backward does, and the
+// words of bits, nsa_selected_words bytes, that are all the forward has in its scratch. 0: it makes its own.
+bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype);
+int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype);
+template <class A>
+struct Begun {
+  std::function<void()> before_dq;
+  const A* stats = nullptr;
+  const char* words = nullptr;
+};
 template <class T>
 int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, StatsAt stats = StatsAt::workspace);
 template <class T>
 Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compressed, const T* d_o, const T* q,
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
-                             char* scratch, const NsaShape& a, Gate<T> gate, const acc_t<T>* stats = nullptr);
+                             char* scratch, const NsaShape& a, Gate<T> gate, const Begun<acc_t<T>>& begun = {});
 
 // ---- compressing (attention/compress.cu)
 // Phi::mean: compressed keys k, dk (B*compressed(), HKV D) and values v, dv (B*compressed(), HKV DV), of the columns of

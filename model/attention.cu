@@ -50,7 +50,7 @@ PhiWeights<G> BlockAttention<T, G>::phi_grads(const BlockParams& at) const {
 
 // ------------------------------------------------------------------------------------------------------------- forward
 
-// x -> norm -> q, k, v, with their positions, and NSA's gates. Fills in the norm's statistics.
+// x -> norm -> q, k, v, with their positions; NSA's gates are due. Fills in the norm's statistics.
 template <class T, class G>
 void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
   Stream& s = dev_.compute();
@@ -78,17 +78,18 @@ void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
     dev_.mark("positions");
     ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
   }
-  if (c_.sparse) gates(block, v, life);
+  v->gates_due = c_.sparse;
 }
 
-// NSA's gates before their sigmoid, from W n, or of the MLP W1 n, which lies behind q, k and v; they take its place.
+// NSA's gates before their sigmoid, from W n, or of the MLP W1 n, which lies behind q, k and v; they take its place. s:
+// the compute stream, or for the former one beside it.
 template <class T, class G>
-void BlockAttention<T, G>::gates(int64_t block, Saved<T>* v, Purpose life) {
-  Stream& s = dev_.compute();
+void BlockAttention<T, G>::gates(Stream& s, int64_t block, Saved<T>* v, Purpose life) {
   Memory& mem = dev_.mem;
   const BlockParams& at = blocks_.params[size_t(block)];
   const int64_t M = M_, N = c_.gates(), F = c_.gate_hidden(), QKV = c_.row();
   T* columns = v->qkv + nsa_shape().gate(0);
+  v->gates_due = false;
   dev_.mark("gates");
   if (c_.nsa_gate == NsaGate::linear) return ops::add_bias<T>(s, columns, schedule_.weight(at.gate_bias), M, N, QKV);
   v->gate_h = mem.take<T>(M * F, "hidden of the gates", life);
@@ -101,7 +102,7 @@ void BlockAttention<T, G>::gates(int64_t block, Saved<T>* v, Purpose life) {
   ops::copy_columns<T>(s, columns, g, M, N, QKV, N);
 }
 
-// dqkv (M, row) comes with the gradient of the gates, zero in the padding, and leaves with that of W n or of W1 n in
+// With gates of an MLP: dqkv (M, row) comes with their gradient, zero in the padding, and leaves with that of W1 n in
 // its place.
 template <class T, class G>
 void BlockAttention<T, G>::gates_backward(int64_t block, const Saved<T>& v, T* dqkv) {
@@ -112,8 +113,6 @@ void BlockAttention<T, G>::gates_backward(int64_t block, const Saved<T>& v, T* d
   T* columns = dqkv + nsa_shape().gate(0);
   Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M, std::max(N, F)), "partial sums");
   dev_.mark("gates, backward");
-  if (c_.nsa_gate == NsaGate::linear)
-    return ops::bias_grad<T, G>(s, schedule_.grad(at.gate_bias), columns, partials, M, N, QKV);
   Buffer<T> dg = mem.take<T>(M * N, "gradient of the gates");
   Buffer<T> da = mem.take<T>(M * F, "gradient of activated, then activated");
   ops::copy_columns<T>(s, dg, columns, M, N, N, QKV);
@@ -124,7 +123,7 @@ void BlockAttention<T, G>::gates_backward(int64_t block, const Saved<T>& v, T* d
   ops::bias_grad<T, G>(s, schedule_.grad(at.gate_w1_bias), columns, partials, M, F, QKV);
 }
 
-// q, k, v -> attention. Fills in what its backward reads.
+// q, k, v, and what NSA's gates are made of -> attention. Fills in what its backward reads.
 template <class T, class G>
 Buffer<T> BlockAttention<T, G>::attend(int64_t block, Saved<T>* v, Purpose life, NsaKernels* ran) {
   const int64_t M = M_, D = c_.head_dim(), H = c_.heads;
@@ -133,8 +132,11 @@ Buffer<T> BlockAttention<T, G>::attend(int64_t block, Saved<T>* v, Purpose life,
   if (c_.fp8 && !linear_.scales_rows() && !v->largest_o)
     largest = dev_.mem.take<float>(M * H, "largest numbers of attention");
   if (c_.sparse) {
+    if (v->gates_due && c_.nsa_gate == NsaGate::mlp) gates(dev_.compute(), block, v, life);
+    std::function<void(Stream&)> of_gates;
+    if (v->gates_due) of_gates = [&](Stream& on) { gates(on, block, v, life); };
     nsa_forward<T>(dev_, o, &v->nsa, v->qkv, phi_weights(blocks_.params[size_t(block)]), nsa_shape(), life, ran,
-                   largest);
+                   largest, of_gates);
   } else {
     dev_.mark("attention");
     v->lse = dev_.mem.take<A>(M * H, "log-sum-exp", life);
@@ -193,6 +195,7 @@ void BlockAttention<T, G>::recompute_queries(int64_t block, Saved<T>* v) {
   MarkedRecomputation marked(dev_);
   schedule_.remark(schedule_.unit_of(c_.attention_module(block)), "recompute attention");
   queries(block, v, Purpose::temporaries);
+  if (v->gates_due && c_.keeps_attention()) gates(dev_.compute(), block, v, Purpose::temporaries);  // else in attend()
 }
 
 // NSA takes the blocks that the forward pass chose, or rounding might choose others and the gradient be of another
@@ -249,12 +252,21 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     dev_.mark("projections, backward");
     Fp8Copy dx8 = linear_.cast_gradient(dx, M, C);
     linear_.dgrad(d_o, dx, dx8, blocks_.weight(at.o), blocks_.cast_weight(at.o, C, K, Sides::columns), M, C, K, false);
-    if (!v->o) recompute_gated_sum(block, v);
+    if (c_.sparse && nsa_begins_at_once<T>(dev_, nsa_shape())) dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+    NsaBegun<T> begun;
+    if (dqkv) {
+      const bool wanted = !v->o;
+      if (wanted) v->o = mem.take<T>(M * K, "attention");
+      begun = nsa_begin_backward<T>(dev_, wanted ? v->o.get() : nullptr, dqkv, d_o, v->qkv, &v->nsa, nsa_shape());
+    } else if (!v->o) {
+      recompute_gated_sum(block, v);
+    }
     dev_.mark("projections, backward");
     blocks_.wgrad(at.o, dx, dx8, v->o, M, C, K, false, blocks_.maxima(v->largest_o, 0, 1));
     dx8 = Fp8Copy();
     if (c_.sparse) v->o.reset();
-    dqkv = queries_backward(block, v, d_o);
+    if (!dqkv) dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+    queries_backward(block, v, dqkv, d_o, std::move(begun));
     v->o.reset(), v->lse.reset(), v->qkv.reset(), v->gate_h.reset();
   }
   if (rope_table_) {
@@ -281,19 +293,28 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   schedule_.reduce(t);
 }
 
-// d_o (M, H*DV) -> the gradient of q, k, v and the gates (M, row), before the rotation is undone. Frees what NSA saved.
+// d_o (M, H*DV) -> the gradient of q, k, v and the gates, dqkv (M, row), before the rotation is undone. Frees what NSA
+// saved.
 template <class T, class G>
-Buffer<T> BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, const T* d_o) {
+void BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, T* dqkv, const T* d_o, NsaBegun<T> begun) {
   Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, D = c_.head_dim(), H = c_.heads, QKV = c_.row();
   const BlockParams& at = blocks_.params[size_t(block)];
-  Buffer<T> dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
   if (c_.sparse) {
     const NsaShape a = nsa_shape();
-    nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v->qkv, phi_weights(at), std::move(v->nsa), a,
-                       kernels_of(block));
-    gates_backward(block, *v, dqkv);
+    const bool linear = c_.nsa_gate == NsaGate::linear;
+    Buffer<A> partials;
+    std::function<void(Stream&)> of_gates;
+    if (linear) {
+      partials = mem.take<A>(ops::bias_grad_partials(M, c_.gates()), "partial sums");
+      of_gates = [&](Stream& on) {
+        ops::bias_grad<T, G>(on, schedule_.grad(at.gate_bias), dqkv + a.gate(0), partials, M, c_.gates(), QKV);
+      };
+    }
+    nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v->qkv, phi_weights(at), std::move(v->nsa), a, kernels_of(block),
+                       std::move(begun), of_gates);
+    if (!linear) gates_backward(block, *v, dqkv);
   } else {
     const AttentionShape a = dense_shape();
     Buffer<A> workspace = mem.take<A>(attention_backward_workspace<T>(a), "attention workspace");
@@ -302,7 +323,6 @@ Buffer<T> BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, con
     attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v->qkv, v->qkv + k, v->qkv + val, v->o, v->lse, workspace,
                           a);
   }
-  return dqkv;
 }
 
 // --------------------------------------------------------------------------------------------------------- diagnostics

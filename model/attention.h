@@ -39,14 +39,14 @@ class BlockAttention {
   using Sides = typename Linear<T>::Sides;
 
   void queries(int64_t block, Saved<T>* v, Purpose life);
-  void gates(int64_t block, Saved<T>* v, Purpose life);
+  void gates(Stream& s, int64_t block, Saved<T>* v, Purpose life);
   void gates_backward(int64_t block, const Saved<T>& v, T* dqkv);
   Buffer<T> attend(int64_t block, Saved<T>* v, Purpose life, NsaKernels* ran);
   void project(int64_t block, Saved<T>* v, const T* o, Purpose life);
   void recompute_queries(int64_t block, Saved<T>* v);
   void recompute_attention(int64_t block, Saved<T>* v);
   void recompute_gated_sum(int64_t block, Saved<T>* v);
-  Buffer<T> queries_backward(int64_t block, Saved<T>* v, const T* d_o);
+  void queries_backward(int64_t block, Saved<T>* v, T* dqkv, const T* d_o, NsaBegun<T> begun);
   AttentionShape dense_shape() const;
   NsaShape nsa_shape() const { return c_.nsa_shape(M_ / c_.seq); }
   PhiWeights<const T> phi_weights(const BlockParams& at) const;

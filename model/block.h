@@ -20,6 +20,7 @@ struct Saved {
   Buffer<float> largest1, largest2;  // (M) of the norms' rows
   Buffer<float> largest_o;           // (1) of attention's output
   Buffer<T> qkv;                     // (M, row) q (H*D), k (key_heads*D), v (key_heads*DV), NSA's gates
+  bool gates_due = false;            // NSA's gates are still to be made of q, k, v's last columns
   Buffer<T> gate_h;                  // (M, gate_hidden) the gates' hidden layer before its activation
   Buffer<T> o;                       // (M, H*DV) attention's output; dense
   Buffer<A> lse;                     // (B, H, T) log-sum-exp; dense

@@ -352,22 +352,29 @@ inline Reference reference(const Inputs& in, const Indices* frozen = nullptr) {
 
 // --------------------------------------------------------------------------------------------------- the real thing
 
+enum class Begins { inside, apart };  // the backward: nsa_backward's own matter, or nsa_begin_backward's before it
+
 // Forward and backward on a device of its own: planned, then run in memory that is full of NaN.
 template <class T, class G = T>
 struct Step {
   using A = acc_t<T>;
   NsaShape a;
-  std::vector<T> x, d_o, o, dx, branch[3], k, v;
+  std::vector<T> x, d_o, o, dx, branch[3], k, v, gated_sum;
   std::vector<A> lse[3];
   Phis<T> phi;
   Phis<G> dphi;
   Indices indices;
   NsaKernels kernels;  // of the latest program
 
-  explicit Step(const Inputs& in, Backend backend = Backend::cpu)
-      : a(in.a), x(converted<T>(in.x)), d_o(converted<T>(in.d_o)), dev_(std::make_unique<Device>(backend, 0)) {
+  explicit Step(const Inputs& in, Backend backend = Backend::cpu, Begins begins = Begins::inside)
+      : a(in.a),
+        x(converted<T>(in.x)),
+        d_o(converted<T>(in.d_o)),
+        begins_(begins),
+        dev_(std::make_unique<Device>(backend, 0)) {
     const int64_t rows = a.B * a.T, C = a.H * a.v_dim(), keys = a.B * a.compressed() * a.HKV;
     o = nans<T>(rows * C), dx = nans<T>(rows * a.ld), k = nans<T>(keys * a.D), v = nans<T>(keys * a.v_dim());
+    gated_sum = o;
     for (auto& b : branch) b = nans<T>(rows * C);
     for (auto& l : lse) l = nans<A>(rows * a.H);
     indices = nans<int32_t>(a.B * a.HKV * a.T * a.selected);
@@ -388,6 +395,7 @@ struct Step {
   Step& step() { return program("step", true); }
 
  private:
+  Begins begins_;
   std::unique_ptr<Device> dev_;
   T *x_, *d_o_, *o_, *dx_;
   PhiWeights<T> phi_;
@@ -433,7 +441,13 @@ struct Step {
         down(branch[0], saved.o_compressed.get()), down(lse[0], saved.lse_compressed.get());
         down(branch[1], saved.o_selected.get()), down(lse[1], saved.lse_selected.get());
         down(branch[2], saved.o_window.get()), down(lse[2], saved.lse_window.get());
-        nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a, &kernels);
+        NsaBegun<T> begun;
+        if (begins_ == Begins::apart) {
+          Buffer<T> sum = dev_->mem.take<T>(int64_t(o.size()), "gated sum");
+          begun = nsa_begin_backward<T>(*dev_, sum, dx_, d_o_, x_, &saved, a);
+          down(gated_sum, sum.get());
+        }
+        nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a, &kernels, std::move(begun));
       }
     }
     dev_->mem.end();

@@ -749,11 +749,9 @@ TEST_CASE("GPU: attention with so many heads of 64 that its warpgroups share row
   NEEDS_GPU();
 #if FSDP_CUDA
   std::vector<AttentionShape> list;
-  for (int64_t T : {1, 64, 65, 128, 129, 191, 192, 193, 256, 257, 400}) list.push_back(shape(8, T, 32, 8, 64));
+  for (int64_t T : {64, 65, 129, 193, 257, 400}) list.push_back(shape(4, T, 32, 8, 64));
   check_kernels(list);
-  check_kernels({windowed(shape(8, 400, 32, 8, 64), 100), windowed(shape(8, 193, 32, 8, 64), 16),
-                 compressed(shape(8, 400, 32, 8, 64), 16, 4), compressed(shape(8, 257, 32, 8, 64), 4, 2)},
-                true);
+  check_kernels({windowed(shape(4, 400, 32, 8, 64), 100), compressed(shape(4, 257, 32, 8, 64), 4, 2)}, true);
 #endif
 }
 

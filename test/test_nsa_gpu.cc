@@ -391,6 +391,21 @@ TEST_CASE("GPU: the whole of NSA", "[nsa][gpu]") {
 #endif
 }
 
+TEST_CASE("GPU: a backward of NSA that is begun apart has the same bits, and the forward's gated sum", "[nsa][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  for (const NsaShape& a : {shape(2, 20, 4, 2, 64), shape(2, 333, 6, 1, 64), shape(1, 1000, 4, 2, 128)}) {
+    if (!nsa_begins_at_once<bf16>(test_device(Backend::gpu), a)) continue;
+    INFO(text(a));
+    const Inputs in(a);
+    Step<bf16> one(in, Backend::gpu), two(in, Backend::gpu, Begins::apart);
+    one.step(), two.step();
+    CHECK(same_results(one, two));
+    CHECK(same_bits(two.gated_sum, two.o));
+  }
+#endif
+}
+
 TEST_CASE("GPU: all queries choose the same blocks", "[nsa][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
