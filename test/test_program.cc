@@ -397,11 +397,12 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
     choose_gathers(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
     return r.fsdp.read_tail;
   };
-  CHECK(reads("", 8, pay));
-  CHECK(!reads("", 9, pay));
-  CHECK(!reads("", 4, !pay));
-  CHECK(!reads("--gather nccl", 4, pay));
-  CHECK(!reads("--reduce-tail same", 4, pay));
+  CHECK(reads("", 2, pay));
+  CHECK(!reads("", 3, pay));
+  CHECK(!reads("", 2, !pay));
+  CHECK(!reads("--gather nccl", 2, pay));
+  CHECK(!reads("--reduce-tail same", 2, pay));
+  CHECK(reads("--reduce-tail peer", 8, pay));
   CHECK(reads("--gather copy-engine --reduce copy-engine --reduce-tail peer", 4, !pay));
   says(error_of<UsageError>([&] { reads("--reduce-tail peer --gather nccl", 4, pay); }),
        {"--reduce-tail peer", "copy engines"});

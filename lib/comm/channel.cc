@@ -243,7 +243,7 @@ Peers Channel::map_peers(uint32_t* signals) {
 #if COPY_ENGINES
   ASSERT(impl_->window && world_.size <= most_peers);
   auto unreadable = [&](const std::string& why) {
-    return NcclError(strf("NCCL: rank %d cannot read the arenas of its peers: %s; --reduce-tail nccl does without",
+    return NcclError(strf("NCCL: rank %d cannot read the arenas of its peers: %s; --reduce-tail same does without",
                           this_rank(), why.c_str()));
   };
   const int reached = peers::map(stream_, impl_->nccl, impl_->window, &p);

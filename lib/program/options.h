@@ -75,7 +75,7 @@ struct Options {
   int64_t meta_init = 1, optimizer_in_backward = 0;
   std::string gather;        // nccl, copy-engine, mpi; empty: by the transport
   std::string reduce;        // nccl, copy-engine; empty: by the transport
-  std::string reduce_tail;   // peer, same; empty: peer where it can
+  std::string reduce_tail;   // peer, same; empty: peer where it is known to pay
   int64_t reduce_ctas = -1;  // -1: by the size of gradients
   // Checkpoints.
   std::string save;        // directory; empty: none

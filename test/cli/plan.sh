@@ -109,10 +109,10 @@ knob 'reduce optimizer block' 2 0 --optimizer-in-backward 1 --clip 0
 knob 'reduce all_reduce all ' 2 1 --clip-norm inf
 knob 'no clipping' 1 0 --clip 0
 knob "gathers by NCCL's kernels" 1 0 --gather nccl
-knob 'reduce all_to_all [a-z.0-9]+ bf16, 4 ranks' 4 0 --reduce copy-engine --reduce-tail same
+knob 'reduce all_to_all [a-z.0-9]+ bf16, 4 ranks' 4 0 --reduce copy-engine
 knob 'reduce (all_to_all|all_reduce) [a-z.0-9]+ bf16, 2 ranks' 8 0 --reduce copy-engine --reduce-tail same --shard hybrid:2
-knob 'beside it: 4 all_to_all,.*reductions by all-to-all and a sum in rank order' 1 0 --reduce copy-engine --reduce-tail same
-knob "a step's last two read by their owners" 0 1 --reduce-tail same
+knob 'beside it: 4 all_to_all,.*reductions by all-to-all and a sum in rank order' 1 0 --reduce copy-engine
+knob "a step's last two read by their owners" 1 0 --reduce-tail peer
 knob 'with --gather mpi is not estimated.*gathers by MPI,' 1 0 --gather mpi
 knob 'the host, 1 call .*one CUDA graph' 1 0 --graph 1
 knob 'epilogues are kernels of their own' 1 0 --fuse 0
