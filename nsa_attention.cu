@@ -301,7 +301,7 @@ bool nsa_begins_at_once(const Device& dev, const NsaShape& a) {
 }
 
 template <class T>
-NsaBegun<T> nsa_begin_backward(Device& dev, T* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
+NsaBegun<T> nsa_begin_backward(Device& dev, Buffer<T>* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
                                const NsaShape& a) {
   NsaBegun<T> begun;
   begun.has = true;
@@ -314,7 +314,8 @@ NsaBegun<T> nsa_begin_backward(Device& dev, T* o, T* dx, const T* d_o, const T* 
   begin(1, &saved->o_selected, &saved->lse_selected);
   begin(2, &saved->o_window, &saved->lse_window);
   dev.mark("statistics of queries, backward");
-  attention_begin_backward<T>(dev.compute(), starts, d_o, window_shape(a), o);
+  attention_begin_backward<T>(dev.compute(), starts, d_o, window_shape(a), o ? saved->o_selected.get() : nullptr);
+  if (o) *o = std::move(saved->o_selected);
   for (Buffer<T>* of : {&saved->o_compressed, &saved->o_selected, &saved->o_window}) of->reset();
   for (Buffer<acc_t<T>>* lse : {&saved->lse_compressed, &saved->lse_selected, &saved->lse_window}) lse->reset();
   return begun;
@@ -335,7 +336,8 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
 
   const AttentionShape w = window_shape(a);
   const bool compressed = a.compressed() > 0;
-  if (!begun.has && nsa_begins_at_once<T>(dev, a)) begun = nsa_begin_backward<T>(dev, nullptr, dx, d_o, x, &saved, a);
+  const bool waits = !begun.has;
+  if (waits && nsa_begins_at_once<T>(dev, a)) begun = nsa_begin_backward<T>(dev, nullptr, dx, d_o, x, &saved, a);
   const StatsAt stats_at = begun.has ? StatsAt::elsewhere : StatsAt::workspace;
 
   // dq is columns of dx: the window branch writes it, the selected branch adds its own and the compressed branch's.
@@ -372,7 +374,11 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
                                  workspace, c, gate(0), begun.stats[0]));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
-
+  const auto join = [&] { branch.join(); };
+  if (waits) {
+    join();
+    if (beside) window_done();
+  }
   {
     Buffer<char> scratch =
         mem.take<char>(nsa_selected_backward_scratch<T>(dev, a, stats_at), "selected attention workspace");
@@ -380,9 +386,9 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
     record(Stage::selected_backward,
            nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1),
                                     saved.o_selected, saved.lse_selected, saved.indices, scratch, a, gate(1),
-                                    {[&] { branch.join(); }, begun.stats[1], words_of(dev, saved, a)}));
+                                    {waits ? std::function<void()>() : join, begun.stats[1], words_of(dev, saved, a)}));
   }
-  if (beside) window_done();
+  if (beside && !waits) window_done();
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
 
   // The top-k has no gradient, so dk and dv of the compressed branch are all that phi gets.
@@ -406,7 +412,7 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose, \
                             NsaKernels*, float*, const std::function<void(Stream&)>&);                          \
   template bool nsa_begins_at_once<T>(const Device&, const NsaShape&);                                          \
-  template NsaBegun<T> nsa_begin_backward(Device&, T*, T*, const T*, const T*, NsaSaved<T>*, const NsaShape&);
+  template NsaBegun<T> nsa_begin_backward(Device&, Buffer<T>*, T*, const T*, const T*, NsaSaved<T>*, const NsaShape&);
 #define INSTANTIATE_G(T, G)                                                                                    \
   template void nsa_backward(Device&, T*, PhiWeights<G>, const T*, const T*, PhiWeights<const T>, NsaSaved<T>, \
                              const NsaShape&, NsaKernels*, NsaBegun<T>, const std::function<void(Stream&)>&);

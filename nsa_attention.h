@@ -86,9 +86,11 @@ void nsa_forward(Device& dev, T* o, NsaSaved<T>* saved, const T* x, PhiWeights<c
                  Purpose life, NsaKernels* ran = nullptr, float* amax = nullptr,
                  const std::function<void(Stream&)>& of_gates = {});
 // What the branches' backwards begin with. Where they begin alike, they do it together, with one look at d_o, and may
-// leave the gated sum o (B*T, H DV) as the forward does, for a backward that has not kept it; the gates' columns of dx
-// are written, and the branches' outputs given back, which nothing needs any more. Where not, nsa_backward sees to it
-// all.
+// leave the gated sum (B*T, H DV) as the forward does, for a backward that has not kept it: in o, if that is not null,
+// in the place of the selected branch's output. The gates' columns of dx are written, and the branches' outputs given
+// back, which nothing needs any more. What follows is for who has memory: the selected branch's dK and dV do not wait
+// for the window's dQ, and the workspaces of both live at one time. Where they do not begin alike, or this is not
+// called, nsa_backward sees to it all, one branch's workspace after another.
 template <class T>
 struct NsaBegun {
   bool has = false;
@@ -97,7 +99,7 @@ struct NsaBegun {
 template <class T>
 bool nsa_begins_at_once(const Device& dev, const NsaShape& a);
 template <class T>
-NsaBegun<T> nsa_begin_backward(Device& dev, T* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
+NsaBegun<T> nsa_begin_backward(Device& dev, Buffer<T>* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
                                const NsaShape& a);
 // dx (B*T, ld) from d_o (B*T, H DV): all columns are written, the padding with zeros. dphi: gradients of phi's
 // parameters, written. of_gates, if there is one, is called with the stream on which the gates' gradients have come,

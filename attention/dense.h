@@ -94,8 +94,8 @@ struct BackwardStart {
 };
 constexpr int most_starts = 3;
 int64_t attention_stats(int64_t B, int64_t T, int64_t H);
-// d_o, the o's and gated_sum, which becomes the sum of the gated o's (null: not wanted): (B,T,H,DV), in rows of a.ld_o.
-// Two starts or three; on a GPU and in bf16 alone.
+// d_o, the o's and gated_sum, which becomes the sum of the gated o's (null: not wanted; one of the o's may make room
+// for it): (B,T,H,DV), in rows of a.ld_o. Two starts or three; on a GPU and in bf16 alone.
 template <class T>
 void attention_begin_backward(Stream& s, const std::vector<BackwardStart<T>>& starts, const T* d_o,
                               const AttentionShape& a, T* gated_sum = nullptr);

@@ -252,12 +252,11 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     dev_.mark("projections, backward");
     Fp8Copy dx8 = linear_.cast_gradient(dx, M, C);
     linear_.dgrad(d_o, dx, dx8, blocks_.weight(at.o), blocks_.cast_weight(at.o, C, K, Sides::columns), M, C, K, false);
-    if (c_.sparse && nsa_begins_at_once<T>(dev_, nsa_shape())) dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+    // Who recomputes q, k and v has no memory for what a backward of NSA that is begun apart takes.
     NsaBegun<T> begun;
-    if (dqkv) {
-      const bool wanted = !v->o;
-      if (wanted) v->o = mem.take<T>(M * K, "attention");
-      begun = nsa_begin_backward<T>(dev_, wanted ? v->o.get() : nullptr, dqkv, d_o, v->qkv, &v->nsa, nsa_shape());
+    if (!v->o && c_.keeps_queries() && nsa_begins_at_once<T>(dev_, nsa_shape())) {
+      dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
+      begun = nsa_begin_backward<T>(dev_, &v->o, dqkv, d_o, v->qkv, &v->nsa, nsa_shape());
     } else if (!v->o) {
       recompute_gated_sum(block, v);
     }

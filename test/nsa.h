@@ -443,8 +443,8 @@ struct Step {
         down(branch[2], saved.o_window.get()), down(lse[2], saved.lse_window.get());
         NsaBegun<T> begun;
         if (begins_ == Begins::apart) {
-          Buffer<T> sum = dev_->mem.take<T>(int64_t(o.size()), "gated sum");
-          begun = nsa_begin_backward<T>(*dev_, sum, dx_, d_o_, x_, &saved, a);
+          Buffer<T> sum;
+          begun = nsa_begin_backward<T>(*dev_, &sum, dx_, d_o_, x_, &saved, a);
           down(gated_sum, sum.get());
         }
         nsa_backward<T, G>(*dev_, dx_, dphi_, d_o_, x_, phi, std::move(saved), a, &kernels, std::move(begun));
