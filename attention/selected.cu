@@ -280,7 +280,7 @@ static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
   else if (dev.compute_capability == 90 && attention::selected::is_masked(a, backward, 0)) {
     const double rows = double((a.T + 127) / 128), dims = backward ? 2 * both + double(a.D) : both;
     c.flops = 2 * double(a.B * a.H) * dims * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
-    c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = backward ? 5 : 2;
+    c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = 2;
   } else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
   else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;

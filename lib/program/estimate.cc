@@ -24,7 +24,7 @@ constexpr double kernel_takes[] = {0, 0.5, 1.4};
 constexpr double of_network = 0.85, held = 0.13;  // not measured; held: 17 multiprocessors of 132
 // Latencies, in seconds.
 constexpr double launch = 4e-6;   // of a kernel on the device: to begin, to fill the chip, to end
-constexpr double node = 3e-6;     // the same of a kernel in a graph
+constexpr double node = 2.5e-6;   // the same of a kernel in a graph
 constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
 // A ring's hops within and between nodes, and a tree's for the all-reduce of a few numbers, as NCCL itself reckons with
 // them (its src/graph/tuning.cc).
