@@ -117,13 +117,15 @@ TEST_CASE("a target is of a figure that its row has, and better than what was be
     if (t.aim > 0) CHECK((less_is_better ? t.aim < t.goal : t.aim > t.goal));
     CHECK((row.ranks == 1 || row.ranks == 2));  // whatever the machine has
     CHECK(row.peers.empty() == !row.no_peer.empty());
-    // What was before is about what these options take now, give or take what the estimate is wrong by and what has
-    // been won since; before fp8 was bf16.
+    // These options take about what was before, or what has been won since, at most the goal; give or take what the
+    // estimate is wrong by. Before fp8 was bf16.
     Words before = row.options;
     if (const auto fp8 = std::find(before.begin(), before.end(), "--matmul-dtype"); fp8 != before.end())
       before.erase(fp8, fp8 + 2);
     const Planned p = planned(before, row.ranks, m.chip);
-    CHECK((less_is_better ? 1e3 * p.seconds : p.tokens_per_sec / double(row.ranks)) == Approx(t.before).epsilon(0.2));
+    const double now = less_is_better ? 1e3 * p.seconds : p.tokens_per_sec / double(row.ranks);
+    CHECK(now > 0.8 * std::min(t.before, t.goal));
+    CHECK(now < 1.2 * std::max(t.before, t.goal));
   }
   for (const SweepRow& row : find_sweep("targets").rows(cpu(2))) CHECK(*row.target.figure == 0);  // two H200's
   for (const SweepRow& row : find_sweep("step-shares").rows(m)) {
