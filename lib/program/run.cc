@@ -467,7 +467,7 @@ void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool 
       "--reduce-tail same",
       most_peers,
       r->fsdp.gather_by_copy_engine ? strf("there are %d", shards).c_str() : "copy engines gather nothing here");
-  const bool measured = shards == 2;  // with more it is right by what it does, and how fast, nobody has seen
+  const bool measured = shards == 2;  // among more ranks it has not been
   r->fsdp.read_tail = readable && (r->o.reduce_tail.empty() ? measured : r->o.reduce_tail == "peer");
 }
 
