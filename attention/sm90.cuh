@@ -182,14 +182,8 @@ __device__ inline int load_shared(uint32_t at) {
 __device__ inline void store_shared(uint32_t at, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
-__device__ inline float load_shared_float(uint32_t at) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-  return x;
-}
-__device__ inline void store_shared(uint32_t at, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
-}
+__device__ inline float load_shared_float(uint32_t at) { return __int_as_float(load_shared(at)); }
+__device__ inline void store_shared(uint32_t at, float x) { store_shared(at, __float_as_int(x)); }
 __device__ inline uint64_t load_shared64(uint32_t at) {
   uint64_t x;
   asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(at) : "memory");
