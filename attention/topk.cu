@@ -6,7 +6,7 @@
 #include "cpu/nsa.h"
 
 #if FSDP_CUDA
-#include "attention/topk_kernels.cuh"
+#include "attention/topk_few.cuh"
 
 namespace gpu {
 
@@ -31,6 +31,9 @@ Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
     const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
     using namespace topk;
     if (a.D == 192) return a.pooled ? launch(sm80_launch<192, true>) : launch(sm80_launch<192, false>);
+    if (arch == 90 && few_blocks(a))
+      return a.D == 128 ? few_launch<128>(stream, indices, q, k, lse, a)
+                        : few_launch<64>(stream, indices, q, k, lse, a);
     if (arch == 90 && a.D == 128) return a.pooled ? launch(sm90_launch<128, true>) : launch(sm90_launch<128, false>);
     if (arch == 90) return a.pooled ? launch(sm90_launch<64, true>) : launch(sm90_launch<64, false>);
     if (a.D == 128) return a.pooled ? launch(sm80_launch<128, true>) : launch(sm80_launch<128, false>);

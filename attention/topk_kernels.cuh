@@ -13,11 +13,12 @@ namespace attention::topk {
 // What mma.sync and wgmma have in common: a warp has 16 keys x 128 columns; lane 4g + c has keys g and g + 8, and
 // columns 2c and 2c + 1 of every 8. s[4i + 2r + e]: key g + 8r, column 8i + 2c + e.
 
-// Minus lse in units of log2 of this thread's columns; first_head: of the tile.
-__device__ inline void load_shifts(float (&shift)[32], const float* lse, int b, int first_head, int q0, const TopK& a) {
+// Minus lse in units of log2 of this thread's columns, 2 of every 8; first_head: of the tile.
+template <int N>
+__device__ inline void load_shifts(float (&shift)[N], const float* lse, int b, int first_head, int q0, const TopK& a) {
   int h = 0, t = q0 + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < N / 2; ++i) {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       shift[2 * i + e] = t + e < a.T && t < q0 + a.queries
@@ -26,16 +27,17 @@ __device__ inline void load_shifts(float (&shift)[32], const float* lse, int b, 
     if (++h == a.heads) h = 0, t += 8;
   }
 }
-__device__ inline void exponentials(float (&s)[64], const float (&shift)[32], const TopK& a) {
+template <int S, int N>
+__device__ inline void exponentials(float (&s)[S], const float (&shift)[N], const TopK& a) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, shift[i / 4 * 2 + i % 2]));
+  for (int i = 0; i < 2 * N; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, shift[i / 4 * 2 + i % 2]));
 }
 
 // Sums p over heads, and stores scores of the four blocks that begin in keys 16 m to 16 m + 15, or sums of those keys.
 // A block's: (2p0 + 2p1) + (2p2 + p3), each pair's by one exchange, both pairs' by another; + p[-1], which for the
-// first of the four is in another warp, so that every fourth block's is carried to the reader.
-template <bool pooled, int heads>
-__device__ inline void store_scores(const float (&p)[64], float* to, int m, bool add, const TopK& a) {
+// first of the four is in another warp, so that every fourth block's is carried to the reader. groups: of 8 columns.
+template <bool pooled, int heads, int groups = 16, int N>
+__device__ inline void store_scores(const float (&p)[N], float* to, int m, bool add, const TopK& a) {
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const bool odd = g & 1, upper = g & 2;  // an odd g ends up with keys 8 to 15, an `upper` one with column 2c + 1
   const float weight = g % 4 == 3 ? 1.f : 2.f;
@@ -50,7 +52,7 @@ __device__ inline void store_scores(const float (&p)[64], float* to, int m, bool
   float sum[4] = {0, 0, 0, 0};
   int64_t query = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < groups; ++i) {
 #pragma unroll
     for (int x = 0; x < 4; ++x) sum[x] += p[4 * i + x];
     if (!(last_head >> i & 1)) continue;
@@ -216,14 +218,23 @@ __global__ void __launch_bounds__(256, 2)
 #endif
 }
 
+// As Items and tensor_map want it: an item for every 128 rows; keys, of which there may be none.
+template <int D>
+Problem sm90_problem(const TopK& a) {
+  AttentionShape shape = {a.B, a.tiles * 128, a.HKV, a.HKV, D, a.ld, int64_t(a.HKV) * D, 0, 0, 0, a.scale};
+  shape.keys = std::max(a.keys, 1);
+  return Problem(shape);
+}
+template <int D>
+CUtensorMap sm90_keys(const bf16* q, const bf16* k, const TopK& a, const Problem& work) {
+  return sm90::tensor_map(a.keys ? k : q, work.ld_kv, a.HKV, D, work.keys, work);
+}
+
 template <int D, bool pooled, int heads>
 Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
                          float* scratch, const TopK& a) {
-  // As Items and tensor_map want it: an item for every 128 rows; keys, of which there may be none.
-  AttentionShape shape = {a.B, a.tiles * 128, a.HKV, a.HKV, D, a.ld, int64_t(a.HKV) * D, 0, 0, 0, a.scale};
-  shape.keys = std::max(a.keys, 1);
-  const Problem work(shape);
-  const CUtensorMap k_map = sm90::tensor_map(a.keys ? k : q, work.ld_kv, a.HKV, D, work.keys, work);
+  const Problem work = sm90_problem<D>(a);
+  const CUtensorMap k_map = sm90_keys<D>(q, k, a, work);
   launch(stream, sm90_kernel<D, pooled, heads>,
          {std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes}, indices, q, k_map, lse,
          scratch, a, work, sm90::next_list());

@@ -195,7 +195,7 @@ TEST_CASE("GPU: diagnostics say which kernels ran", "[nsa][gpu]") {
   for (int64_t D : {64, 128})
     for (int64_t group : {1, 2, 3, 4, 6, 8, 12, 16})
       check(shape(1, 100, group, 1, D, group == 4 ? Phi::mlp : Phi::mean),
-            hopper ? strf("sm90, pooled, %d head%s", int(group), group == 1 ? "" : "s") : "sm80, pooled", {});
+            hopper ? strf("sm90, few blocks, %d head%s", int(group), group == 1 ? "" : "s") : "sm80, pooled", {});
   // Groups that no kernel was made for; a selection block that is not four strides; one that is two tiles of keys.
   for (int64_t group : {5, 7, 10})
     check(with(shape(1, 100, group, 1, 64), 8, 4, 16, 4, 20), hopper ? "sm90, pooled, any heads" : "sm80, pooled",

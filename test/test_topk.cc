@@ -3,6 +3,7 @@
 #include "test/arrays.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -422,6 +423,27 @@ TEST_CASE("GPU: nsa_topk for every group", "[topk][gpu]") {
 #endif
 }
 
+// Two lengths on both sides of a kernel's limit, which choose for the queries that they share; and lists of every kind.
+TEST_CASE("GPU: nsa_topk among 32 blocks and fewer", "[topk][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  every_kernel([](auto type, auto run) {
+    using T = decltype(type);
+    for (int64_t D : {64, 128})
+      for (int64_t group : {1, 2, 3, 4, 5, 6, 8, 12, 16, 32}) {
+        const NsaShape a = blocks(shape(group < 5 ? 2 : 1, 500, 2 * group, 2, D), 8, 4, 16, 12);
+        check_choice<T>(a, run, 400 / group);
+        check_causality<T>(blocks(shape(2, 700, 2 * group, 2, D), 8, 4, 16, 12), 512, run);
+        if (D == 64) check_ties<T>(blocks(shape(1, 512, group, 1, D), 8, 4, 16, 12), run);
+      }
+    for (int64_t n : {3, 4, 16, 31, 32, 33}) check_choice<T>(blocks(shape(1, 2048, 12, 2, 64), 32, 16, 64, n), run, 60);
+    check_profiles<T>(blocks(shape(1, 500, 2, 1, 64), 8, 4, 16, 7), run, 10);
+    check_large_logits<T>(blocks(shape(2, 500, 4, 2, 64), 8, 4, 16, 6), run);
+    check_permutation<T>(blocks(shape(2, 500, 12, 2, 64), 8, 4, 16, 8), run);
+  });
+#endif
+}
+
 TEST_CASE("GPU: nsa_topk for other blocks", "[topk][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
@@ -498,8 +520,9 @@ TEST_CASE("GPU: nsa_topk says which kernel it launched", "[topk][gpu]") {
     INFO("kernels of sm_" << arch);
     for (int64_t D : {64, 128}) {
       for (int64_t group : {1, 2, 3, 4, 6, 8, 12, 16})
-        CHECK(kernel_for<bf16>(shape(1, 100, group, 1, D), arch) ==
-              (arch == 90 ? strf("sm90, pooled, %d head%s", int(group), group == 1 ? "" : "s") : "sm80, pooled"));
+        for (auto [T, which] : {std::pair<int64_t, const char*>{2048, "few blocks"}, {2049, "pooled"}})
+          CHECK(kernel_for<bf16>(shape(1, T, group, 1, D), arch) ==
+                (arch == 90 ? strf("sm90, %s, %d head%s", which, int(group), group == 1 ? "" : "s") : "sm80, pooled"));
       for (int64_t group : {5, 7, 10})
         CHECK(kernel_for<bf16>(shape(1, 100, group, 1, D), arch) ==
               (arch == 90 ? "sm90, pooled, any heads (general)" : "sm80, pooled"));
@@ -527,9 +550,10 @@ TEST_CASE("GPU: nsa_topk, times", "[.time]") {
     x = bf16(float((sum - 1020) / 209));
   }
   for (int arch : archs())
-    for (auto [H, HKV] : {std::pair<int64_t, int64_t>{32, 8}, {64, 4}})
-      for (int64_t T = 4096; T <= 131072; T *= 2) {
-        const NsaShape a = shape(1, T, H, HKV, 128);
+    for (auto [H, HKV, D, from, to] :
+         {std::array<int64_t, 5>{12, 2, 64, 2048, 4096}, {32, 8, 128, 2048, 131072}, {64, 4, 128, 4096, 131072}})
+      for (int64_t T = from; T <= to; T *= 2) {
+        const NsaShape a = shape(1, T, H, HKV, D);
         const int64_t q_bytes = T * a.ld * 2, all = int64_t(numbers.size()) * 2;
         Arrays on(s);
         const int64_t k_bytes = a.compressed() * HKV * a.D * 2, scratch_floats = nsa_topk_scratch<bf16>(a);
@@ -547,14 +571,15 @@ TEST_CASE("GPU: nsa_topk, times", "[.time]") {
           for (int i = 0; i < times; ++i) gpu::nsa_topk<bf16>(s.cuda(), arch, indices, q, k, lse, scratch, a);
         };
         const int times = T > 40000 ? 5 : 20;
-        Event from(dev, Event::timed), to(dev, Event::timed);
+        Event begin(dev, Event::timed), end(dev, Event::timed);
         run(3);
-        s.record(from), run(times), s.record(to);
-        const double ms = elapsed_ms(from, to) / times;
+        s.record(begin), run(times), s.record(end);
+        const double ms = elapsed_ms(begin, end) / times;
         double flops = 0;
         for (int64_t t = 0; t < T; ++t) flops += 2.0 * double(seen(a, t)) * double(H * a.D);
-        std::printf("nsa_topk sm_%d T %lld heads %lld/%lld D 128: %.3f ms, %.0f TFLOP/s, scratch %.0f MB\n", arch,
-                    (long long)T, (long long)H, (long long)HKV, ms, flops / ms * 1e-9, double(scratch_floats) * 4e-6);
+        std::printf("nsa_topk sm_%d T %lld heads %lld/%lld D %lld: %.4f ms, %.0f TFLOP/s, scratch %.0f MB\n", arch,
+                    (long long)T, (long long)H, (long long)HKV, (long long)D, ms, flops / ms * 1e-9,
+                    double(scratch_floats) * 4e-6);
         std::fflush(stdout);
       }
 #endif

@@ -1,0 +1,167 @@
+// Choosing among 32 blocks or fewer on sm_90: up to 2,048 tokens in blocks of 64. A tile's scores are so few that they
+// stay in shared memory, and a query's that a lane has one. There is little to compute and nothing to hide it behind:
+// tiles are small, so that all of a short sequence's run at once, and a block of threads makes one.
+//
+// The products, their order and the sums are those of topk_kernels.cuh, and so is every bit of the scores.
+#pragma once
+
+#include "attention/topk_kernels.cuh"
+
+namespace attention::topk {
+
+// What the tile of a block of threads is. groups: of 8 columns, those that have a query.
+template <int D, int heads>
+struct Few {
+  static constexpr int columns = heads > 8 ? 128 : 64, queries = columns / 8 / heads * 8, groups = queries / 8 * heads;
+  static constexpr int threads = 128, blocks = 32, row = blocks + blocks / 4;  // as TopK has them
+  static constexpr int keys = 64, tile = keys * D * 2, most_tiles = blocks * 4 / keys;
+  static constexpr int q = 0, k = columns * D * 2, scores = k + most_tiles * tile, bar = scores + queries * row * 4;
+  static constexpr int bytes = bar + 16 + 1024;
+};
+
+// A warp writes the list of query t: the blocks that are always selected, and the best of the rest. row: its scores and
+// what is carried to them, where the scores become comparable numbers.
+__device__ inline void choose_few(int32_t* list, int t, float* row, const TopK& a) {
+  const int lane = threadIdx.x % 32, n = a.n, cur = t / a.select_block, wanted = n - 3;
+  if (cur < n) {
+    for (int i = lane; i < n; i += 32) list[i] = i <= cur ? i : -1;
+    return;
+  }
+  if (lane < 3) list[lane == 0 ? 0 : n - lane] = lane == 0 ? 0 : cur + 1 - lane;
+  unsigned x[1];
+  OfBlocks(row, 32).load(x, 0, cur - 2);
+  unsigned* const numbers = reinterpret_cast<unsigned*>(row);
+  numbers[lane] = x[0];
+  __syncwarp();
+  int before = 0;  // numbers that are larger, or equal and of a lower block
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    const uint4 y = *reinterpret_cast<const uint4*>(numbers + i);
+    before += (y.x > x[0] || (y.x == x[0] && i < lane)) + (y.y > x[0] || (y.y == x[0] && i + 1 < lane)) +
+              (y.z > x[0] || (y.z == x[0] && i + 2 < lane)) + (y.w > x[0] || (y.w == x[0] && i + 3 < lane));
+  }
+  const bool taken = before < wanted;
+  const unsigned lanes = __ballot_sync(~0u, taken);
+  if (taken) list[1 + __popc(lanes & ((1u << lane) - 1))] = lane;
+}
+
+// H200, D 64, 12/2 heads, T 2048: FIGURES.
+template <int D, int heads>
+__global__ void __launch_bounds__(Few<D, heads>::threads)
+    few_kernel(int32_t* indices, const bf16* q, const __grid_constant__ CUtensorMap k_map, const float* lse, TopK a) {
+  begin_kernel();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using namespace sm90;
+  using L = Few<D, heads>;
+  extern __shared__ uint8_t smem[];
+  const uint32_t base = shared_base();
+  float* const scores = reinterpret_cast<float*>(smem + (base - uint32_t(__cvta_generic_to_shared(smem))) + L::scores);
+  const int warp = threadIdx.x / 32;
+  int b, q0, head;
+  a.locate(int(blockIdx.x), &b, &q0, &head);
+  const int tiles = ceil_div(a.keys_wanted(q0), L::keys);
+  if (tiles > 0) {
+    if (threadIdx.x == 0) {
+      barrier_init(base + L::bar, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      barrier_expect(base + L::bar, tiles * L::tile);
+      for (int j = 0; j < tiles; ++j)
+        sm90::load_tile<L::keys, D>(base + L::k + j * L::tile, k_map, base + L::bar, j * L::keys, head, b);
+    }
+    // Column 8i + c is query c of 8 and head i % heads, as load_queries has it.
+    const bf16* const first = q + (int64_t(b) * a.T + q0) * a.ld + head * heads * D;
+#pragma unroll
+    for (int i = 0; i < L::columns * D / 8 / L::threads; ++i) {
+      const int x = i * L::threads + threadIdx.x, column = x / (D / 8), piece = x % (D / 8);
+      const int t = column / 8 / heads * 8 + column % 8, h = column / 8 % heads;
+      const bool valid = column < 8 * L::groups && q0 + t < a.T;
+      const uint32_t to = base + L::q + piece / 8 * L::columns * 128 + column * 128 + ((piece ^ column) % 8) * 16;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                   "l"(valid ? first + t * a.ld + h * D + piece * 8 : q), "r"(valid ? 16 : 0)
+                   : "memory");
+    }
+    float shift[2 * L::groups], s[L::columns / 2];
+    load_shifts(shift, lse, b, head * heads, q0, a);
+    asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    barrier_wait(base + L::bar, 0);
+#pragma unroll 1
+    for (int j = 0; j < tiles; ++j) {
+      wgmma_begin();
+      multiply_nt<D, L::keys, L::columns>(s, base + L::k + j * L::tile, base + L::q);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(s);
+      exponentials(s, shift, a);
+      store_scores<true, heads, L::groups>(s, scores, 4 * j + warp, false, a);
+    }
+    __syncthreads();
+  }
+  indices += ((int64_t(b) * a.HKV + head) * a.T + q0) * a.n;
+#pragma unroll 2
+  for (int r = warp; r < L::queries; r += L::threads / 32)
+    if (q0 + r < a.T) choose_few(indices + int64_t(r) * a.n, q0 + r, scores + r * L::row, a);
+#else
+  __trap();  // code for another architecture, which has sm80's kernels
+#endif
+}
+
+template <int D, int heads>
+Kernel few_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse, TopK a) {
+  using L = Few<D, heads>;
+  a.queries = L::queries, a.tiles = ceil_div(a.T, L::queries);
+  ASSERT(a.blocks == L::blocks && a.row == L::row && a.heads == heads);
+  launch(stream, few_kernel<D, heads>, {unsigned(a.items()), L::threads, L::bytes}, indices, q,
+         sm90_keys<D>(q, k, a, sm90_problem<D>(a)), lse, a);
+  constexpr const char* names[] = {"",
+                                   "few blocks, 1 head",
+                                   "few blocks, 2 heads",
+                                   "few blocks, 3 heads",
+                                   "few blocks, 4 heads",
+                                   "",
+                                   "few blocks, 6 heads",
+                                   "",
+                                   "few blocks, 8 heads",
+                                   "",
+                                   "",
+                                   "",
+                                   "few blocks, 12 heads",
+                                   "",
+                                   "",
+                                   "",
+                                   "few blocks, 16 heads"};
+  return {"sm90", names[heads]};
+}
+
+// Whether a shape has so few blocks, and a kernel for its heads.
+inline bool few_blocks(const TopK& a) {
+  const int h = a.heads;
+  return a.pooled && a.blocks == 32 && (h <= 4 || h == 6 || h == 8 || h == 12 || h == 16);
+}
+
+template <int D>
+Kernel few_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
+                  const TopK& a) {
+  const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, a); };
+  switch (a.heads) {
+    case 1:
+      return launch(few_launch_heads<D, 1>);
+    case 2:
+      return launch(few_launch_heads<D, 2>);
+    case 3:
+      return launch(few_launch_heads<D, 3>);
+    case 4:
+      return launch(few_launch_heads<D, 4>);
+    case 6:
+      return launch(few_launch_heads<D, 6>);
+    case 8:
+      return launch(few_launch_heads<D, 8>);
+    case 12:
+      return launch(few_launch_heads<D, 12>);
+    case 16:
+      return launch(few_launch_heads<D, 16>);
+  }
+  throw Error(strf("internal error: nsa_topk: no kernel of few blocks for %d heads", a.heads));
+}
+
+}  // namespace attention::topk
