@@ -95,31 +95,43 @@ __global__ void __launch_bounds__(256)
   store(partials + slot * C + c, total);
 }
 
-// dtable (V,C), dx (M,C), partials as above. A thread owns one vector of channels of row v: the sum of its occurrences,
-// or of its partial sums.
-template <class T, class G, int N>
+// dtable (V,C), dx (M,C), partials as above. A thread owns a vector of channels of `rows` rows: the sum of a row's
+// occurrences, or of its partial sums. Of a large table most rows have no token in a batch.
+template <class T, class G, int N, int rows>
 __global__ void __launch_bounds__(256)
     embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index, const float* partials, int64_t V,
                               int64_t C, bool accumulate) {
   begin_kernel();
-  const int64_t v = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t first_row = int64_t(blockIdx.x) * blockDim.y * rows + threadIdx.y, next = blockDim.y;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
-  if (v >= V || c >= C) return;
-  float total[N] = {}, before[N] = {};
-  if (accumulate) load(before, dtable + v * C + c);
-  const int first = index.part[v], last = index.part[v + 1];
-  if (first == last) add_rows<T>(total, dx, index.order, index.start[v], index.start[v + 1], C, c);
-  else
+  if (c >= C) return;
+  // All that says where the rows' tokens are is on its way at once.
+  int begin[rows], end[rows], first[rows], last[rows];
+#pragma unroll
+  for (int i = 0; i < rows; ++i) {
+    const int64_t v = min(first_row + i * next, V - 1);
+    begin[i] = index.start[v], end[i] = index.start[v + 1], first[i] = index.part[v], last[i] = index.part[v + 1];
+  }
+#pragma unroll
+  for (int i = 0; i < rows; ++i) {
+    const int64_t v = first_row + i * next;
+    if (v >= V) return;
+    if (accumulate && begin[i] == end[i]) continue;
+    float total[N] = {}, before[N] = {};
+    if (accumulate) load(before, dtable + v * C + c);
+    if (first[i] == last[i]) add_rows<T>(total, dx, index.order, begin[i], end[i], C, c);
+    else
 #pragma unroll 4
-    for (int slot = first; slot < last; ++slot) {
-      float p[N];
-      load(p, partials + slot * C + c);
+      for (int slot = first[i]; slot < last[i]; ++slot) {
+        float p[N];
+        load(p, partials + slot * C + c);
 #pragma unroll
-      for (int j = 0; j < N; ++j) total[j] += p[j];
-    }
+        for (int j = 0; j < N; ++j) total[j] += p[j];
+      }
 #pragma unroll
-  for (int j = 0; j < N; ++j) total[j] += before[j];
-  store(dtable + v * C + c, total);
+    for (int j = 0; j < N; ++j) total[j] += before[j];
+    store(dtable + v * C + c, total);
+  }
 }
 
 template <class T, class G, int N>
@@ -132,7 +144,13 @@ void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::Tok
     const dim3 blocks(unsigned(slots), unsigned(ceil_div(C / N, x)));
     launch(stream, embedding_chunks_kernel<T, N>, {blocks, x}, partials, dx, index, V, C);
   }
-  launch(stream, embedding_backward_kernel<T, G, N>, g, dtable, dx, index, partials, V, C, accumulate);
+  const auto start = [&](auto kernel, int rows) {
+    const dim3 blocks(unsigned(ceil_div(V, int64_t(g.threads.y) * rows)), g.blocks.y);
+    launch(stream, kernel, {blocks, g.threads}, dtable, dx, index, partials, V, C, accumulate);
+  };
+  const bool large = V >= 4096;
+  if (large) start(embedding_backward_kernel<T, G, N, 4>, 4);
+  else start(embedding_backward_kernel<T, G, N, 1>, 1);
 }
 template <class T, class G>
 void embedding_backward(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials, int64_t M,
@@ -163,10 +181,12 @@ __device__ __forceinline__ float exponential(float x) {
 }
 
 // logits (M,V), loss_rows, targets (M). A block owns a row. First pass: online softmax (Milakov & Gimelshein 2018),
-// every thread over its own vectors, then merged. Second pass: gradient in place; up to V = 64 K in bf16 the row is
-// still in L2, so HBM sees one read and one write.
-template <class T, int N>
-__global__ void __launch_bounds__(1024)
+// every thread over its own vectors, then merged. Second pass: gradient in place. A row is read once where a thread can
+// keep its vectors, no more than `kept`; kept 0: it is read twice, and up to V = 64 K in bf16 is still in L2.
+template <int kept>
+constexpr int cross_entropy_threads = kept ? 512 : 1024;
+template <class T, int N, int kept>
+__global__ void __launch_bounds__(cross_entropy_threads<kept>, 2)
     cross_entropy_kernel(T* logits, float* loss_rows, const int32_t* targets, float scale, bool backward, int64_t V) {
   begin_kernel();
   __shared__ float largests[warp], sums[warp];
@@ -182,10 +202,9 @@ __global__ void __launch_bounds__(1024)
   const float at_target = threadIdx.x == 0 ? float(row[target]) : 0;  // before it is overwritten
 
   Softmax mine;
-#pragma unroll 4
-  for (int64_t v = first; v < V; v += stride) {
+  const auto add = [&](const Pack<T, N>& vector) {
     float x[N];
-    load(x, row + v);
+    widen(x, vector);
     float largest = x[0], sum = 0;
 #pragma unroll
     for (int j = 1; j < N; ++j) largest = fmaxf(largest, x[j]);
@@ -193,6 +212,18 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll
     for (int j = 0; j < N; ++j) sum += exponential<T>(x[j] - largest);
     mine.sum = mine.sum * exponential<T>(mine.largest - largest) + sum, mine.largest = largest;
+  };
+  Pack<T, N> mine_of_row[std::max(kept, 1)];
+  if constexpr (kept > 0) {
+#pragma unroll
+    for (int i = 0; i < kept; ++i)
+      if (const int64_t v = first + i * stride; v < V) mine_of_row[i] = load<N>(row + v);
+#pragma unroll
+    for (int i = 0; i < kept; ++i)
+      if (first + i * stride < V) add(mine_of_row[i]);
+  } else {
+#pragma unroll 4
+    for (int64_t v = first; v < V; v += stride) add(load<N>(row + v));
   }
   const auto merge_warp = [&] {
 #pragma unroll
@@ -209,30 +240,41 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) loss_rows[m] = logf(mine.sum) + mine.largest - at_target;
   if (!backward) return;
   const float factor = scale / mine.sum;
-#pragma unroll 2
-  for (int64_t v = first; v < V; v += stride) {
+  const auto put = [&](int64_t v, const Pack<T, N>& vector) {
     float x[N];
-    load(x, row + v);
+    widen(x, vector);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       x[j] = factor * exponential<T>(x[j] - mine.largest);
       if (v + j == target) x[j] -= scale;
     }
     store(row + v, x);
+  };
+  if constexpr (kept > 0) {
+#pragma unroll
+    for (int i = 0; i < kept; ++i)
+      if (const int64_t v = first + i * stride; v < V) put(v, mine_of_row[i]);
+  } else {
+#pragma unroll 2
+    for (int64_t v = first; v < V; v += stride) put(v, load<N>(row + v));
   }
 }
 
 template <class T>
 void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32_t* targets, float scale, bool backward,
                    int64_t M, int64_t V) {
-  constexpr int N = width<T>;
+  constexpr int N = width<T>, kept = 8;
   if (M == 0) return;
   const bool vectors = V % N == 0 && aligned(logits);
-  const unsigned threads = unsigned(std::min<int64_t>(1024, round_up_to_warp(vectors ? V / N : V)));
-  if (vectors)
-    launch(stream, cross_entropy_kernel<T, N>, {unsigned(M), threads}, logits, loss_rows, targets, scale, backward, V);
-  else
-    launch(stream, cross_entropy_kernel<T, 1>, {unsigned(M), threads}, logits, loss_rows, targets, scale, backward, V);
+  const auto start = [&](auto kernel, int64_t threads) {
+    launch(stream, kernel, {unsigned(M), unsigned(threads)}, logits, loss_rows, targets, scale, backward, V);
+  };
+  const int64_t n = vectors ? V / N : V;  // of a row
+  if (vectors && n > 1024 && n <= kept * cross_entropy_threads<kept>)
+    return start(cross_entropy_kernel<T, N, kept>, cross_entropy_threads<kept>);
+  const int64_t threads = std::min<int64_t>(cross_entropy_threads<0>, round_up_to_warp(n));
+  if (vectors) start(cross_entropy_kernel<T, N, 0>, threads);
+  else start(cross_entropy_kernel<T, 1, 0>, threads);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sums
