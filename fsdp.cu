@@ -237,8 +237,8 @@ void Fsdp<T, G>::init_weights() {
 
 template <class T, class G>
 void Fsdp<T, G>::begin_step(const ops::AdamW* adamw, float clip) {
-  dev_.compute().copy(adamw_, adamw, sizeof(ops::AdamW));
-  dev_.compute().copy(&scalars_->steps, &adamw_->summand, 2 * sizeof(double));
+  dev_.compute().copy_by_kernel(adamw_, adamw, sizeof(ops::AdamW));
+  dev_.compute().copy_by_kernel(&scalars_->steps, &adamw_->summand, 2 * sizeof(double));
   dev_.compute().zero(unit_sums_, int64_t(units_.size() * sizeof(double)));
   clip_ = clip;
   ASSERT(clip == 0 || !options_.update_in_backward);

@@ -39,7 +39,10 @@ void Model<T, G>::init_weights() {
 // `copied` tells the host when it may fill in the next micro-batch; it does not wait for it here.
 template <class T, class G>
 void Model<T, G>::load(const int32_t* host, Event& copied) {
-  dev_.compute().copy(batch_.tokens, host, batch_ints(c_, M_ / c_.seq) * 4);
+  const int64_t bytes = batch_ints(c_, M_ / c_.seq) * 4;
+  constexpr int64_t small = int64_t(512) << 10;
+  if (bytes <= small) dev_.compute().copy_by_kernel(batch_.tokens, host, bytes);
+  else dev_.compute().copy(batch_.tokens, host, bytes);
   dev_.compute().record(copied);
 }
 

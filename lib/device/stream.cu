@@ -239,6 +239,36 @@ void Stream::copy(void* to, const void* from, int64_t bytes) {
 
 #if FSDP_CUDA
 namespace gpu {
+template <class V>
+__global__ void __launch_bounds__(256) copy_kernel(V* to, const V* from, int64_t n) {
+  begin_kernel();
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  if (i < n) to[i] = from[i];
+}
+static void copy(cudaStream_t stream, void* to, const void* from, int64_t bytes) {
+  const auto with = [&](auto v) {
+    using V = decltype(v);
+    const int64_t n = bytes / int64_t(sizeof(V));
+    launch(stream, copy_kernel<V>, {unsigned((n + 255) / 256), 256}, static_cast<V*>(to), static_cast<const V*>(from),
+           n);
+  };
+  const uint64_t all = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uint64_t(bytes);
+  if (all % sizeof(uint4) == 0) with(uint4());
+  else if (all % sizeof(uint32_t) == 0) with(uint32_t());
+  else with(uint8_t());
+}
+}  // namespace gpu
+#endif
+
+void Stream::copy_by_kernel(void* to, const void* from, int64_t bytes) {
+#if FSDP_CUDA
+  if (cuda_ && !off() && bytes > 0) return gpu::copy(cuda_, to, from, bytes);
+#endif
+  copy(to, from, bytes);
+}
+
+#if FSDP_CUDA
+namespace gpu {
 // A thread owns one V; `across` of them are a row.
 template <class V>
 __global__ void __launch_bounds__(256) zero_kernel(char* p, int64_t pitch, int64_t across, int64_t rows) {

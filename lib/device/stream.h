@@ -56,6 +56,9 @@ class Stream {
   void record(Event& e);
   void wait(const Event& e);
   void copy(void* to, const void* from, int64_t bytes);  // device or pinned host memory, any direction
+  // The same by a kernel, of what is small and waited for: a copy engine begins some microseconds late, and what follows
+  // it does again. To device memory: where kernels write to the host's, all kernels of a graph begin a little later.
+  void copy_by_kernel(void* to, const void* from, int64_t bytes);
   void zero(void* p, int64_t bytes);
   void zero_rows(void* p, int64_t pitch, int64_t bytes, int64_t rows);  // rows of `bytes`, `pitch` bytes apart
   void sleep(double ms);                                                // for tests: holds this stream up, not the host
