@@ -31,7 +31,7 @@ Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
     const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
     using namespace topk;
     if (a.D == 192) return a.pooled ? launch(sm80_launch<192, true>) : launch(sm80_launch<192, false>);
-    if (arch == 90 && few_blocks(a))
+    if (arch == 90 && a.few())
       return a.D == 128 ? few_launch<128>(stream, indices, q, k, lse, a)
                         : few_launch<64>(stream, indices, q, k, lse, a);
     if (arch == 90 && a.D == 128) return a.pooled ? launch(sm90_launch<128, true>) : launch(sm90_launch<128, false>);
@@ -60,7 +60,7 @@ int64_t nsa_topk_scratch(const NsaShape& a) {
 
 // For the estimate. Per tile of 128 queries and 128 compressed keys: products for every head, and for each KV head the
 // choosing, which is worth 2700 FLOPs a score; and what stands around the walk. By the stage times in
-// results/attention-1gpu.jsonl.
+// results/attention-1gpu.jsonl; among few blocks by traces of m7c.
 template <class T>
 static Cost cost(const NsaShape& a) {
   const int64_t rows = (a.T + 127) / 128;
@@ -68,6 +68,7 @@ static Cost cost(const NsaShape& a) {
   for (int64_t r = 1; r <= rows; r++) tiles += (compressed_keys(std::min(r * 128, a.T), a.block, a.stride) + 127) / 128;
   Cost c{Work::attention};
   c.flops = double(tiles * 128 * 128) * double(2 * a.H * a.D + 2700 * a.HKV) + 30e6 * double(rows * a.H);
+  if (attention::TopK(a, std::is_same_v<T, bf16>).few()) c.flops *= 0.3;
   c.flops *= double(a.B), c.share = a.D == 192 ? 0.36 : 0.77, c.dtype = dtype_of<T>;
   return c;
 }

@@ -1,6 +1,7 @@
 // Choosing blocks (top-k): scores of selection blocks from compressed keys (eq. 8 to 10 of NSA), and each query's best
 // n (eq. 11). Here: how the work is cut, and its kernels on a bare CUDA stream. topk_choose.cuh chooses,
-// topk_kernels.cuh makes the scores; topk_few.cuh does both where blocks are few. What attends to the chosen blocks is attention/selected.cu.
+// topk_kernels.cuh makes the scores; topk_few.cuh does both where blocks are few. What attends to the chosen blocks is
+// attention/selected.cu.
 //
 // A query with more than n blocks up to its own, `cur`, takes 0, cur - 1 and cur, and the best n - 3 of 1 to cur - 2;
 // the others take all they have and need no score. Every compressed key that shares a token with one of those
@@ -12,10 +13,11 @@
 // 128: 8 queries times all heads of the group, as often as fits (of a group of more than 16 heads, times its largest
 // divisor up to 16: then the sums pass from part to part through the scratch).
 //
-// Blocks of threads (CTAs) are persistent (but for those of topk_few.cuh). Each has room in the scratch for the scores of one tile of queries, mostly
-// in L2: where a selection block is 4 strides and a compressed key 2 (as in 64, 32, 16), scores of blocks; else the
-// sums over heads of single keys, which the reader adds up. Either way equal keys give equal scores, bit for bit,
-// wherever they lie: an addition's place in the order depends on nothing but the place in the block.
+// Blocks of threads (CTAs) are persistent (but for those of topk_few.cuh). Each has room in the scratch for the scores
+// of one tile of queries, mostly in L2: where a selection block is 4 strides and a compressed key 2 (as in 64, 32, 16),
+// scores of blocks; else the sums over heads of single keys, which the reader adds up. Either way equal keys give equal
+// scores, bit for bit, wherever they lie: an addition's place in the order depends on nothing but the place in the
+// block.
 #pragma once
 
 #include <algorithm>
@@ -73,6 +75,10 @@ struct TopK {
     tiles = (T + queries - 1) / queries;
     blocks = int((a.select_blocks() + 31) / 32 * 32);
     row = pooled ? blocks + blocks / 4 : int((a.select_blocks() * block_strides + 127) / 128 * 128);
+  }
+  // So few blocks that topk_few.cuh has a kernel, if it has one for the heads.
+  bool few() const {
+    return pooled && blocks == 32 && (heads <= 4 || heads == 6 || heads == 8 || heads == 12 || heads == 16);
   }
   HD int items() const { return B * tiles * HKV; }
   HD int most() const { return items() < most_blocks ? items() : most_blocks; }

@@ -45,7 +45,8 @@ __device__ inline void choose_few(int32_t* list, int t, float* row, const TopK& 
   if (taken) list[1 + __popc(lanes & ((1u << lane) - 1))] = lane;
 }
 
-// H200, D 64, 12/2 heads, T 2048: FIGURES.
+// H200, D 64, 12/2 heads, T 2048: 5.7 us in a step of m7c, 51 with batch 16, where the persistent blocks took 13 and
+// 126.
 template <int D, int heads>
 __global__ void __launch_bounds__(Few<D, heads>::threads)
     few_kernel(int32_t* indices, const bf16* q, const __grid_constant__ CUtensorMap k_map, const float* lse, TopK a) {
@@ -131,12 +132,6 @@ Kernel few_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, co
                                    "",
                                    "few blocks, 16 heads"};
   return {"sm90", names[heads]};
-}
-
-// Whether a shape has so few blocks, and a kernel for its heads.
-inline bool few_blocks(const TopK& a) {
-  const int h = a.heads;
-  return a.pooled && a.blocks == 32 && (h <= 4 || h == 6 || h == 8 || h == 12 || h == 16);
 }
 
 template <int D>
