@@ -2,6 +2,7 @@
 // measured (results/).
 #include <algorithm>
 #include <fstream>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -381,20 +382,48 @@ TEST_CASE("an estimate changes nothing in the plan of memory", "[estimate]") {
 
 // --------------------------------------------------------------------------------------------------- against measured
 
-// `build/test_unit "[measured]" -s` prints every row.
+// What a command trains, as one line: without what it is called and where it writes.
+std::string trained_by(const Words& options, int ranks) {
+  std::set<std::string> kept;
+  for (size_t i = 0; i < options.size(); i++) {
+    const std::string& o = options[i];
+    if (o == "--trace" || o == "--log" || o == "--steps") i++;
+    else if (o != "--allow-single-rank" && o != "--profile") kept.insert(o.rfind("--", 0) ? options[i - 1] + o : o);
+  }
+  std::string all = std::to_string(ranks);
+  for (const std::string& k : kept) all += " " + k;
+  return all;
+}
+// Of one rank's gathers over MPI, or of a CPU, nothing is estimated.
+bool has_estimate(const json& row) {
+  return row.value("who", "") == "fsdp.cu" && !row.contains("planned") &&
+         row.value("result", json::object()).value("estimated_ms", json()).is_number();
+}
+std::string day_of(const json& row) { return row.at("date").get<std::string>().substr(0, 10); }
+Words options_of(const json& row) {
+  Words options = words_of(row.at("command"));
+  options.erase(options.begin(), std::find(options.begin(), options.end(), "./train") + 1);
+  return options;
+}
+
+// `build/test_unit "[measured]" -s` prints every row. Of rows that train the same the latest is what an estimate is of.
 TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measured]") {
   int rows = 0;
+  std::map<std::string, std::string> latest;
+  for (const Sweep& sweep : sweeps())
+    for (int gpus : {1, 2, 4, 8})
+      for (const json& j : read_json_lines(strf("results/%s-%dgpu.jsonl", sweep.name, gpus)))
+        if (has_estimate(j)) {
+          std::string& date = latest[trained_by(options_of(j), j.at("ranks"))];
+          date = std::max(date, day_of(j));
+        }
   for (const Sweep& sweep : sweeps())
     for (int gpus : {1, 2, 4, 8})
       for (const json& j : read_json_lines(strf("results/%s-%dgpu.jsonl", sweep.name, gpus))) {
-        const json result = j.value("result", json::object());
-        // Of one rank's gathers over MPI, or of a CPU, nothing is estimated.
-        if (j.value("who", "") != "fsdp.cu" || j.contains("planned") ||
-            !result.value("estimated_ms", json()).is_number())
-          continue;
-        Words options = words_of(j.at("command"));
-        options.erase(options.begin(), std::find(options.begin(), options.end(), "./train") + 1);
-        const double ms = 1e3 * planned(options, j.at("ranks"), "h200").seconds, measured = result.at("step_ms");
+        if (!has_estimate(j)) continue;
+        const Words options = options_of(j);
+        if (day_of(j) < latest[trained_by(options, j.at("ranks"))]) continue;
+        const double ms = 1e3 * planned(options, j.at("ranks"), "h200").seconds, measured = j["result"].at("step_ms");
         const double error = ms / measured - 1;
         const std::string line =
             strf("%-12s %-34s %d GPUs: measured %8.2f ms, estimated %8.2f, %+5.1f %%", sweep.name,
