@@ -143,6 +143,20 @@ void streams_in_order(Backend backend) {
   for (int64_t i = 0; i < n * rounds; ++i) wrong += t.to[i] != (i / n % 10 == 9 && i % n >= n / 2 ? 0 : t.from[i]);
   CHECK(wrong == 0);
 
+  // By a kernel: any number of bytes from any place to any, and none beside them.
+  char *place = reinterpret_cast<char*>(t.place), *to = reinterpret_cast<char*>(t.to.get());
+  const char* from = reinterpret_cast<const char*>(t.from.get());
+  for (int64_t bytes : {0, 1, 4, 16, 1000, 4096, 4 * int(n) - 64})
+    for (auto [read_at, written_at] : {std::pair<int64_t, int64_t>{0, 0}, {16, 32}, {4, 8}, {1, 3}}) {
+      t.a.zero(place, n * 4);
+      t.a.copy_by_kernel(place + written_at, from + read_at, bytes);
+      t.a.copy(to, place, n * 4);
+      t.a.synchronize();
+      std::vector<char> expected(size_t(n * 4), 0);
+      std::copy_n(from + read_at, bytes, expected.begin() + written_at);
+      CHECK(std::equal(expected.begin(), expected.end(), to));
+    }
+
   // Host work has its place in the order too, and a copy of no bytes is no work.
   int32_t seen = -1;
   t.a.sleep(20);
@@ -304,6 +318,7 @@ void nothing_is_enqueued_but_in_a_run(Backend backend) {
     a.host([&] { ran = true; });
     a.enqueue([&] { ran = true; });
     a.copy(to.get(), from.get(), 4);
+    a.copy_by_kernel(to.get(), from.get(), 4);
     a.zero(to.get(), 4);
     a.record(e);
     b.wait(e);
