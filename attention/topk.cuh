@@ -76,10 +76,12 @@ struct TopK {
     blocks = int((a.select_blocks() + 31) / 32 * 32);
     row = pooled ? blocks + blocks / 4 : int((a.select_blocks() * block_strides + 127) / 128 * 128);
   }
-  // So few blocks that topk_few.cuh has a kernel, if it has one for the heads.
-  bool few() const {
-    return pooled && blocks == 32 && (heads <= 4 || heads == 6 || heads == 8 || heads == 12 || heads == 16);
+  // Whether sm_90 has a kernel in which this number of heads is a constant.
+  static constexpr bool has_kernel(int heads) {
+    return (heads >= 1 && heads <= 4) || heads == 6 || heads == 8 || heads == 12 || heads == 16;
   }
+  // Whether the sequence is so short that the kernels of topk_few.cuh choose.
+  bool few() const { return pooled && blocks == 32 && has_kernel(heads); }
   HD int items() const { return B * tiles * HKV; }
   HD int most() const { return items() < most_blocks ? items() : most_blocks; }
   HD int64_t scores() const { return int64_t(queries) * row; }  // of one tile

@@ -114,49 +114,18 @@ Kernel few_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, co
   ASSERT(a.blocks == L::blocks && a.row == L::row && a.heads == heads);
   launch(stream, few_kernel<D, heads>, {unsigned(a.items()), L::threads, L::bytes}, indices, q,
          sm90_keys<D>(q, k, a, sm90_problem<D>(a)), lse, a);
-  constexpr const char* names[] = {"",
-                                   "few blocks, 1 head",
-                                   "few blocks, 2 heads",
-                                   "few blocks, 3 heads",
-                                   "few blocks, 4 heads",
-                                   "",
-                                   "few blocks, 6 heads",
-                                   "",
-                                   "few blocks, 8 heads",
-                                   "",
-                                   "",
-                                   "",
-                                   "few blocks, 12 heads",
-                                   "",
-                                   "",
-                                   "",
-                                   "few blocks, 16 heads"};
-  return {"sm90", names[heads]};
+  static const std::string name = variant("few blocks", heads);
+  return {"sm90", name.c_str()};
 }
 
 template <int D>
 Kernel few_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
                   const TopK& a) {
-  const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, a); };
-  switch (a.heads) {
-    case 1:
-      return launch(few_launch_heads<D, 1>);
-    case 2:
-      return launch(few_launch_heads<D, 2>);
-    case 3:
-      return launch(few_launch_heads<D, 3>);
-    case 4:
-      return launch(few_launch_heads<D, 4>);
-    case 6:
-      return launch(few_launch_heads<D, 6>);
-    case 8:
-      return launch(few_launch_heads<D, 8>);
-    case 12:
-      return launch(few_launch_heads<D, 12>);
-    case 16:
-      return launch(few_launch_heads<D, 16>);
-  }
-  throw Error(strf("internal error: nsa_topk: no kernel of few blocks for %d heads", a.heads));
+  return with_heads(a.heads, [&](auto heads) -> Kernel {
+    constexpr int n = decltype(heads)::value;
+    if constexpr (n > 0) return few_launch_heads<D, n>(stream, indices, q, k, lse, a);
+    else throw Error(strf("internal error: nsa_topk: no kernel of few blocks for %d heads", a.heads));
+  });
 }
 
 }  // namespace attention::topk

@@ -2,6 +2,9 @@
 // the same block of threads chooses for those queries.
 #pragma once
 
+#include <string>
+#include <type_traits>
+
 #include "attention/sm80.cuh"
 #include "attention/sm90.cuh"
 #include "attention/tiles.cuh"
@@ -218,6 +221,18 @@ __global__ void __launch_bounds__(256, 2)
 #endif
 }
 
+// f(std::integral_constant<int, N>()): N is `heads` where there is a kernel for so many, else 0.
+template <int N = 16, class F>
+Kernel with_heads(int heads, const F& f) {
+  if constexpr (TopK::has_kernel(N))
+    if (heads == N) return f(std::integral_constant<int, N>());
+  if constexpr (N > 0) return with_heads<N - 1>(heads, f);
+  else return f(std::integral_constant<int, 0>());
+}
+inline std::string variant(const char* which, int heads) {
+  return strf("%s, %d head%s", which, heads, heads == 1 ? "" : "s");
+}
+
 // As Items and tensor_map want it: an item for every 128 rows; keys, of which there may be none.
 template <int D>
 Problem sm90_problem(const TopK& a) {
@@ -238,41 +253,17 @@ Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, c
   launch(stream, sm90_kernel<D, pooled, heads>,
          {std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes}, indices, q, k_map, lse,
          scratch, a, work, sm90::next_list());
-  constexpr const char* names[] = {pooled ? "pooled, any heads" : "not pooled",
-                                   "pooled, 1 head",
-                                   "pooled, 2 heads",
-                                   "pooled, 3 heads",
-                                   "pooled, 4 heads",
-                                   "",
-                                   "pooled, 6 heads",
-                                   "",
-                                   "pooled, 8 heads",
-                                   "",
-                                   "",
-                                   "",
-                                   "pooled, 12 heads",
-                                   "",
-                                   "",
-                                   "",
-                                   "pooled, 16 heads"};
-  return {"sm90", names[heads], heads == 0};
+  static const std::string name = heads ? variant("pooled", heads) : pooled ? "pooled, any heads" : "not pooled";
+  return {"sm90", name.c_str(), heads == 0};
 }
 
 template <int D, bool pooled>
 Kernel sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const bf16* k, const float* lse,
                    float* scratch, const TopK& a) {
-  const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
-  if constexpr (pooled) {
-    if (a.heads == 1) return launch(sm90_launch_heads<D, true, 1>);
-    if (a.heads == 2) return launch(sm90_launch_heads<D, true, 2>);
-    if (a.heads == 3) return launch(sm90_launch_heads<D, true, 3>);
-    if (a.heads == 4) return launch(sm90_launch_heads<D, true, 4>);
-    if (a.heads == 6) return launch(sm90_launch_heads<D, true, 6>);
-    if (a.heads == 8) return launch(sm90_launch_heads<D, true, 8>);
-    if (a.heads == 12) return launch(sm90_launch_heads<D, true, 12>);
-    if (a.heads == 16) return launch(sm90_launch_heads<D, true, 16>);
-  }
-  return launch(sm90_launch_heads<D, pooled, 0>);
+  return with_heads(pooled ? a.heads : 0, [&](auto heads) {
+    constexpr int n = pooled ? decltype(heads)::value : 0;
+    return sm90_launch_heads<D, pooled, n>(stream, indices, q, k, lse, scratch, a);
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------------- sm_80
