@@ -245,17 +245,22 @@ __global__ void __launch_bounds__(256) copy_kernel(V* to, const V* from, int64_t
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (i < n) to[i] = from[i];
 }
+// f(V()) of the widest V that all of these addresses and sizes, or-ed, are multiples of.
+template <class F>
+static void with_widest(uint64_t all, const F& f) {
+  if (all % sizeof(uint4) == 0) f(uint4());
+  else if (all % sizeof(uint32_t) == 0) f(uint32_t());
+  else if (all % sizeof(uint16_t) == 0) f(uint16_t());
+  else f(uint8_t());
+}
 static void copy(cudaStream_t stream, void* to, const void* from, int64_t bytes) {
-  const auto with = [&](auto v) {
+  const uint64_t all = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uint64_t(bytes);
+  with_widest(all, [&](auto v) {
     using V = decltype(v);
     const int64_t n = bytes / int64_t(sizeof(V));
     launch(stream, copy_kernel<V>, {unsigned((n + 255) / 256), 256}, static_cast<V*>(to), static_cast<const V*>(from),
            n);
-  };
-  const uint64_t all = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uint64_t(bytes);
-  if (all % sizeof(uint4) == 0) with(uint4());
-  else if (all % sizeof(uint32_t) == 0) with(uint32_t());
-  else with(uint8_t());
+  });
 }
 }  // namespace gpu
 #endif
@@ -278,16 +283,12 @@ __global__ void __launch_bounds__(256) zero_kernel(char* p, int64_t pitch, int64
 }
 void zero(cudaStream_t stream, void* p, int64_t pitch, int64_t bytes, int64_t rows) {
   if (bytes == 0 || rows == 0) return;
-  const auto with = [&](auto v) {
+  const uint64_t all = reinterpret_cast<uintptr_t>(p) | uint64_t(pitch) | uint64_t(bytes);
+  with_widest(all, [&](auto v) {
     using V = decltype(v);
     const int64_t across = bytes / int64_t(sizeof(V)), blocks = (across * rows + 255) / 256;
     launch(stream, zero_kernel<V>, {unsigned(blocks), 256}, static_cast<char*>(p), pitch, across, rows);
-  };
-  const uint64_t all = reinterpret_cast<uintptr_t>(p) | uint64_t(pitch) | uint64_t(bytes);
-  if (all % sizeof(uint4) == 0) with(uint4());
-  else if (all % sizeof(uint32_t) == 0) with(uint32_t());
-  else if (all % sizeof(uint16_t) == 0) with(uint16_t());
-  else with(uint8_t());
+  });
 }
 }  // namespace gpu
 #endif
