@@ -409,32 +409,31 @@ Words options_of(const json& row) {
 // `build/test_unit "[measured]" -s` prints every row. Of rows that train the same the latest is what an estimate is of.
 TEST_CASE("estimated steps and the measured ones of results/", "[estimate][measured]") {
   int rows = 0;
-  std::map<std::string, std::string> latest;
-  for (const Sweep& sweep : sweeps())
-    for (int gpus : {1, 2, 4, 8})
-      for (const json& j : read_json_lines(strf("results/%s-%dgpu.jsonl", sweep.name, gpus)))
-        if (has_estimate(j)) {
-          std::string& date = latest[trained_by(options_of(j), j.at("ranks"))];
-          date = std::max(date, day_of(j));
-        }
+  std::vector<std::pair<std::string, json>> measured_rows;  // with their sweep
+  std::map<std::string, std::string> latest;                // the day, by what was trained
   for (const Sweep& sweep : sweeps())
     for (int gpus : {1, 2, 4, 8})
       for (const json& j : read_json_lines(strf("results/%s-%dgpu.jsonl", sweep.name, gpus))) {
         if (!has_estimate(j)) continue;
-        const Words options = options_of(j);
-        if (day_of(j) < latest[trained_by(options, j.at("ranks"))]) continue;
-        const double ms = 1e3 * planned(options, j.at("ranks"), "h200").seconds, measured = j["result"].at("step_ms");
-        const double error = ms / measured - 1;
-        const std::string line =
-            strf("%-12s %-34s %d GPUs: measured %8.2f ms, estimated %8.2f, %+5.1f %%", sweep.name,
-                 j.at("row").get<std::string>().c_str(), j.at("ranks").get<int>(), measured, ms, 100 * error);
-        INFO(line);
-        // Steps of less than 30 ms are made of kernels that do not fill a chip, and issued as fast as a host can; of
-        // less than 5 ms the host is all that is measured. What goes through host memory has no estimate.
-        if (j.contains("environment") || measured < 5) continue;
-        CHECK(std::abs(error) < (measured < 30 ? 0.2 : j["config"].value("param_dtype", "") == "fp32" ? 0.15 : 0.1));
-        rows++;
+        measured_rows.emplace_back(sweep.name, j);
+        std::string& day = latest[trained_by(options_of(j), j.at("ranks"))];
+        day = std::max(day, day_of(j));
       }
+  for (const auto& [sweep, j] : measured_rows) {
+    const Words options = options_of(j);
+    if (day_of(j) < latest[trained_by(options, j.at("ranks"))]) continue;
+    const double ms = 1e3 * planned(options, j.at("ranks"), "h200").seconds, measured = j.at("result").at("step_ms");
+    const double error = ms / measured - 1;
+    const std::string line =
+        strf("%-12s %-34s %d GPUs: measured %8.2f ms, estimated %8.2f, %+5.1f %%", sweep.c_str(),
+             j.at("row").get<std::string>().c_str(), j.at("ranks").get<int>(), measured, ms, 100 * error);
+    INFO(line);
+    // Steps of less than 30 ms are made of kernels that do not fill a chip, and issued as fast as a host can; of
+    // less than 5 ms the host is all that is measured. What goes through host memory has no estimate.
+    if (j.contains("environment") || measured < 5) continue;
+    CHECK(std::abs(error) < (measured < 30 ? 0.2 : j.at("config").value("param_dtype", "") == "fp32" ? 0.15 : 0.1));
+    rows++;
+  }
   CHECK(rows > 20);
 }
 
