@@ -81,6 +81,7 @@ struct StepInFlight {
   Finding sample = {};       // what was written behind the step, to be told behind its line
   Graph graph{dev};          // of this step and every second one after it: it holds addresses of this struct
   Event copied{dev};         // the device has read the micro-batches
+  Event results{dev};        // the host has what it is told of the step, but for its time
   Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
 };
 
@@ -122,6 +123,21 @@ void fetch(Training<T, G>& t, const Sampler& sampler, int64_t first_sequence, in
   } catch (const Error& e) { throw Error(e.what() + (t.saver ? "; " + way_back(t.r.o.save) : "")); }
 }
 
+// What a step tells the host, behind the step's last sums: on their stream, so that AdamW need not wait.
+template <class T, class G>
+void copy_results(Training<T, G>& t, StepInFlight* to) {
+  Stream& s = t.dev.reduce();
+  const int64_t depth = t.r.model.depth;
+  s.copy(to->trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
+  s.copy(to->unit_sums.get(), t.model.fsdp.unit_sums(), t.units * int64_t(sizeof(double)));
+  if (t.model.nsa_sums()) {
+    s.copy(to->nsa_sums.get(), t.model.nsa_sums(), depth * int64_t(sizeof(NsaSums)));
+    s.copy(to->nsa_maxima.get(), t.model.nsa_maxima(), depth * int64_t(sizeof(NsaMaxima)));
+  }
+  s.record(to->results);
+  t.dev.compute().wait(to->results);
+}
+
 // Enqueues a step, and the copies of what is told of it. Nothing waits for the device but for the step before the last.
 template <class T, class G>
 void issue_step(Training<T, G>& t, int64_t step) {
@@ -140,7 +156,10 @@ void issue_step(Training<T, G>& t, int64_t step) {
   s.record(now.started);
   t.dev.mark("tokens");
   if (r.o.comm_timing) t.model.fsdp.exposed().begin();
-  auto issue = [&] { step_program(t.dev, t.model, r, now.batches.get(), now.adamw.get(), now.copied); };
+  auto issue = [&] {
+    step_program(t.dev, t.model, r, now.batches.get(), now.adamw.get(), now.copied);
+    copy_results(t, &now);
+  };
   // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
   // Nor can the step behind a save, whose updates wait for the copies.
   if (r.o.graph == 0 || step < t.first + 2 || t.model.fsdp.holds_updates()) {
@@ -152,12 +171,6 @@ void issue_step(Training<T, G>& t, int64_t step) {
       if (t.speaks() && !t.slot(step + 1).graph.made()) report_graph(now.graph.nodes(), t.job.telemetry.get());
     }
     now.graph.launch();
-  }
-  s.copy(now.trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
-  s.copy(now.unit_sums.get(), t.model.fsdp.unit_sums(), t.units * int64_t(sizeof(double)));
-  if (t.model.nsa_sums()) {
-    s.copy(now.nsa_sums.get(), t.model.nsa_sums(), r.model.depth * int64_t(sizeof(NsaSums)));
-    s.copy(now.nsa_maxima.get(), t.model.nsa_maxima(), r.model.depth * int64_t(sizeof(NsaMaxima)));
   }
   now.kernels = t.model.kernels();
   if (step == t.first) s.host([&t] { t.first_ended = now_iso8601(); });
