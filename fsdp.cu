@@ -47,8 +47,11 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   keep_gather_slots();
   keep_gradient_slots();
   if (exchanges()) open_exchange(transport, links);
-  int opened = exchange_channel_ && exchange_channel_->communicates();
-  for (const Channel* c : {&gather_channel_, &reduce_channel_, &replica_channel_}) opened += c->communicates();
+  if (options.has_small_ring() && shard_world_.size > 1 && transport == Transport::nccl)
+    small_reduce_channel_.emplace(dev, dev.reduce(), shard_world_, transport, "small reduce",
+                                  FsdpOptions::small_gradient, links, CopyEngines::none, options.small_reduce_ctas);
+  int opened = 0;
+  for_each_channel(*this, [&](const Channel& c) { opened += c.communicates(); });
   ASSERT(transport != Transport::nccl || opened == options.communicators(world.size));
   scalars_ = dev.mem.keep<StepScalars>(1, "scalars", Purpose::workspace);
   partials_ = dev.mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
@@ -188,8 +191,8 @@ int64_t Fsdp<T, G>::parameters() const {
 
 template <class T, class G>
 int64_t Fsdp<T, G>::pinned_bytes() const {
-  int64_t n = exchange_channel_ ? exchange_channel_->pinned_bytes() : 0;
-  for (const Channel* c : {&gather_channel_, &reduce_channel_, &replica_channel_}) n += c->pinned_bytes();
+  int64_t n = 0;
+  for_each_channel(*this, [&](const Channel& c) { n += c.pinned_bytes(); });
   return n;
 }
 
@@ -551,7 +554,9 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
   const Dtype dtype = dtype_of<E>;
   const int64_t bytes = flat.shard * size_of(dtype);
   E* mine = gradient + shard_rank(u) * flat.shard;
-  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit(unit.name);
+  for_each_channel(*this, [&](Channel& c) {
+    if (&c != &gather_channel_) c.set_unit(unit.name);
+  });
   const Issued::Kind kind = reduction_of(u);
   const bool reads = kind == Issued::reduce_scatter && at_tail();
   // Without replicas the shard takes the owner's sum as it is: what was received unrounded, what was read as the
@@ -571,10 +576,9 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
       sum(to.fp32, to.accumulate, norm);
     });
   } else if (kind == Issued::reduce_scatter) {
-    reduce_channel_.reduce_scatter(gradient, flat.shard, dtype);
+    ring(flat.padded * size_of(dtype)).reduce_scatter(gradient, flat.shard, dtype);
   } else {
     E* parts = static_cast<E*>(received_);
-    exchange_channel_->set_unit(unit.name);
     exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
     if (summed_in_shard) ops::sum_parts(stream, to.fp32, parts, flat.shard, shard_world_.size, to.accumulate, norm);
     else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);
@@ -708,9 +712,7 @@ void Fsdp<T, G>::end_step() {
 
 template <class T, class G>
 void Fsdp<T, G>::set_delays(double gather_ms, double reduce_ms, double optimizer_ms) {
-  gather_channel_.delay_ms = gather_ms;
-  reduce_channel_.delay_ms = replica_channel_.delay_ms = reduce_ms;
-  if (exchange_channel_) exchange_channel_->delay_ms = reduce_ms;
+  for_each_channel(*this, [&](Channel& c) { c.delay_ms = &c == &gather_channel_ ? gather_ms : reduce_ms; });
   optimizer_delay_ms_ = optimizer_ms;
 }
 

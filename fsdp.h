@@ -83,10 +83,15 @@ struct FsdpOptions {
   // That a rank opens where its channels go over NCCL.
   int communicators(int world_size) const {
     const bool shards_here = shards(world_size) > 1, replicates = shards(world_size) < world_size;
-    return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + (reduce_by_copy_engine ? 1 : 0)) + replicates;
+    return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + (reduce_by_copy_engine ? 1 : 0) + has_small_ring()) +
+           replicates;
   }
   bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
-  int reduce_ctas = 0;          // thread blocks of a reduction by NCCL, at most; 0: NCCL's choice
+  // Thread blocks of a reduction by NCCL, at most; 0: NCCL's choice. small_reduce_ctas: of gradients of small_gradient
+  // bytes or fewer, which then go by a communicator of their own; 0: as all others.
+  int reduce_ctas = 0, small_reduce_ctas = 0;
+  static constexpr int64_t small_gradient = int64_t(16) << 20;
+  bool has_small_ring() const { return small_reduce_ctas > 0; }
   bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;            // of the initial weights
 };
@@ -251,6 +256,16 @@ class Fsdp {
   bool at_tail() const { return options_.read_tail && shard_world_.size > 1 && reduced_ >= trained_units_ - 1; }
   Issued::Kind reduction_of(int u) const;
   void open_exchange(Transport transport, Links links);
+  // The channel that a sharded gradient of so many bytes is reduced on; and f(each channel).
+  Channel& ring(int64_t bytes) {
+    return small_reduce_channel_ && bytes <= FsdpOptions::small_gradient ? *small_reduce_channel_ : reduce_channel_;
+  }
+  template <class Self, class F>
+  static void for_each_channel(Self& self, const F& f) {
+    for (auto* c : {&self.gather_channel_, &self.reduce_channel_, &self.replica_channel_}) f(*c);
+    for (auto* c : {&self.small_reduce_channel_, &self.exchange_channel_})
+      if (*c) f(**c);
+  }
   int shards(int u) const { return units_[size_t(u)].replicated ? 1 : shard_world_.size; }
   void tell(Stream& s, const Slot& slot, const std::string& unit, const char* how = "");
   Slot* slot_of(int u);
@@ -291,6 +306,7 @@ class Fsdp {
   StepScalars* scalars_;
   double *partials_, *unit_sums_;
   Channel gather_channel_, reduce_channel_, replica_channel_;
+  std::optional<Channel> small_reduce_channel_;  // on the same stream; see FsdpOptions
   // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the
   // reduce stream comes to the next all_to_all, which waits for that on all ranks.
   std::optional<Channel> exchange_channel_;

@@ -877,6 +877,12 @@ TEST_CASE("a schedule's events add up to what a rank sends", "[program]") {
                                       "clipping by the norm 2", "initialized sharded", "one by one"});
   says(choices("--preset tiny", Transport::nccl), {"reductions by NCCL's kernels of at most 4 thread blocks;"});
   says(choices("--preset rope", Transport::nccl), {"reductions by NCCL's kernels;"});
+  says(choices("--preset class --attn dense", Transport::nccl),
+       {"NCCL's kernels, of at most 4 thread blocks up to 16 MiB;"});
+  says(choices("--preset class --attn dense --reduce copy-engine", Transport::nccl),
+       {"all-to-all and a sum in rank order;"});
+  says(choices("--preset class --attn dense --reduce-ctas 7", Transport::nccl),
+       {"NCCL's kernels of at most 7 thread blocks;"});
   says(choices("--preset rope --reduce-ctas 7", Transport::nccl), {"NCCL's kernels of at most 7 thread blocks;"});
   says(choices("--preset tiny --reduce-ctas 0", Transport::nccl), {"reductions by NCCL's kernels;"});
   says(choices_text(on_gpus("", 1), Transport::none), {"one rank gathers nothing; "});

@@ -280,6 +280,25 @@ TEST_CASE("GPU: owners read a step's last gradients in their peers' memory", "[r
   CHECK(reduce<float, float>(s).shards[0] == expected<float>(s)[0]);
 }
 
+// Two ranks' sums know no order. The first unit is large, the others are small.
+TEST_CASE("GPU: small gradients take a ring of their own", "[reduce][gpu]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
+  Setup s;
+  s.backend = Backend::gpu;
+  s.fsdp.small_reduce_ctas = 4, s.micro_batches = 2;
+  s.first_unit = 8 * 1'000'003;
+  REQUIRE(s.first_unit * int64_t(sizeof(float)) > FsdpOptions::small_gradient);
+  const std::vector<std::vector<float>> want = expected<float>(s), got = reduce<float, float>(s).shards;
+  for (size_t u = 0; u < want.size(); ++u) {
+    double furthest = 0;
+    for (size_t i = 0; i < want[u].size(); ++i)
+      furthest = std::max(furthest, std::abs(double(got[u][i]) - double(want[u][i])));
+    INFO("unit " << u);
+    CHECK(furthest <= (test_world().size <= 2 ? 0 : 1e-4));
+  }
+}
+
 // Over MPI a GPU's buffers pass through pinned host memory. What is gathered arrives where it is sent from; the parts
 // that a reduction sums arrive beside it.
 TEST_CASE("on GPUs over MPI reductions pin a second buffer, and gathers do not", "[reduce]") {

@@ -180,6 +180,9 @@ std::string choices_text(const Run& r, Transport transport) {
                                        : transport == Transport::nccl ? "NCCL's kernels"
                                                                       : "MPI");
   if (transport == Transport::nccl && f.reduce_ctas > 0) text += strf(" of at most %d thread blocks", f.reduce_ctas);
+  if (transport == Transport::nccl && f.has_small_ring())
+    text += strf(", of at most %d thread blocks up to %lld MiB", f.small_reduce_ctas,
+                 static_cast<long long>(FsdpOptions::small_gradient >> 20));
   if (f.read_tail) text += "; a step's last two read by their owners";
   return text + strf("; %s; moments in %s; %s; weights initialized %s; %s; %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),
@@ -285,6 +288,7 @@ nlohmann::json header(const Run& r, const Device& dev, const World& world, Trans
                                                            : name_of(transport)},
                  {"reduce_tail", r.fsdp.read_tail ? "peer" : "same"},
                  {"reduce_ctas", transport == Transport::nccl ? r.fsdp.reduce_ctas : 0},
+                 {"small_reduce_ctas", transport == Transport::nccl ? r.fsdp.small_reduce_ctas : 0},
                  {"parameters", parameter_count(r.model)},
                  {"flops_per_token", flops_per_token(r.model)}});
   json h = hardware_json(dev, gpus);

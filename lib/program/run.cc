@@ -197,13 +197,21 @@ int gather_slots(const Options& o, int otherwise) {
   return slots;
 }
 
-// Gradients of small models are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200
-// 4 of 132 SMs leave 128, which is a whole wave of many a product's tiles.
-int few_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype) {
+// Small gradients are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200 4 of 132
+// SMs leave 128, which is a whole wave of many a product's tiles. Larger ones, a vocabulary's among them, would be
+// waited for.
+void choose_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype, FsdpOptions* f) {
+  constexpr int few = 4;
   std::vector<Unit> units = parameter_table(m);
   lay_out(&units, shards);
-  const int64_t most = largest(units, [](const Unit& u) { return u.with_gradient.padded; });
-  return most * size_of(reduce_dtype) <= int64_t(16) << 20 ? 4 : 0;
+  int small = 0, large = 0;
+  for (const Unit& u : units) {
+    const int64_t bytes = u.with_gradient.padded * size_of(reduce_dtype);
+    if (bytes == 0 || u.replicated) continue;
+    (bytes <= FsdpOptions::small_gradient ? small : large)++;
+  }
+  if (large == 0) f->reduce_ctas = few;
+  else if (small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few;
 }
 
 // The knobs of sharding. gathered: the dtype in which parameters are gathered.
@@ -406,7 +414,7 @@ Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
   check_frozen(r.model, o.freeze);
   check_gather_fp8(&r, r.fsdp.shards(world_size));
   if (o.reduce_ctas >= 0) r.fsdp.reduce_ctas = int(o.reduce_ctas);
-  else if (gpu) r.fsdp.reduce_ctas = few_ctas(r.model, r.fsdp.shards(world_size), r.reduce_dtype);
+  else if (gpu) choose_ctas(r.model, r.fsdp.shards(world_size), r.reduce_dtype, &r.fsdp);
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);
   const int64_t left = std::max<int64_t>(0, o.tokens - before.tokens);
