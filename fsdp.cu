@@ -429,176 +429,6 @@ void Fsdp<T, G>::before_graph() {
   for (auto [u, slot] : next_gathers_) dev_.compute().wait(slot->gathered);
 }
 
-// ------------------------------------------------------------------------------------------------ gradient, reduce
-
-template <class T, class G>
-typename Fsdp<T, G>::GradientSlot& Fsdp<T, G>::gradient_slot_of(int u) {
-  for (size_t i = rotating_; i < gradient_slots_.size(); i++)
-    if (gradient_slots_[i].owner == u) return gradient_slots_[i];
-  return gradient_slots_[next_gradient_slot_];
-}
-
-template <class T, class G>
-void Fsdp<T, G>::await_reduction(GradientSlot& s) {
-  exposed_.wait(ExposedTime::reductions, s.reduction_done);
-  for (Buffer<float>& b : s.read_by_reduction) b.reset();
-}
-
-template <class T, class G>
-G* Fsdp<T, G>::gradient(int u) {
-  GradientSlot& s = gradient_slot_of(u);
-  const Unit& unit = units_[size_t(u)];
-  if (s.unit != -1)
-    throw Error(strf("internal error: gradient of unit '%s' before reduce of '%s'", unit.name.c_str(),
-                     units_[size_t(s.unit)].name.c_str()));
-  await_reduction(s);
-  dev_.compute().holds(s.name, unit.name);
-  // Of a unit that is reduced twice, what the other of its two modules writes.
-  if (unit.reductions > 1) dev_.compute().zero(s.p, unit.with_gradient.padded * int64_t(sizeof(G)));
-  s.unit = u;
-  return s.p;
-}
-
-template <class T, class G>
-typename Fsdp<T, G>::Reduction Fsdp<T, G>::next_reduction(int u) {
-  State& state = state_[size_t(u)];
-  const bool last_of_micro_batch = ++state.reductions == units_[size_t(u)].reductions;
-  if (last_of_micro_batch) state.reductions = 0;
-  const bool complete = last_of_micro_batch && last_micro_batch_;
-  reduced_ += complete;
-  if (complete) return options_.update_in_backward ? Reduction::update : Reduction::complete;
-  return options_.reduce_last ? Reduction::accumulate : Reduction::shard;
-}
-
-// Whether one reduction leaves numbers that bf16 holds: it is in bf16, and does not end in the owner's fp32 sum.
-template <class T, class G>
-bool Fsdp<T, G>::fits_bf16(int u) const {
-  const bool summed_in_fp32 = exchanges() && !units_[size_t(u)].replicated && replica_world_.size == 1;
-  return options_.reduce_dtype == Dtype::bf16 && !summed_in_fp32;
-}
-
-// A replicated unit counts once.
-template <class T, class G>
-ops::PowerSum Fsdp<T, G>::share_of_norm(int u, Reduction how) {
-  const bool elsewhere = units_[size_t(u)].replicated && shard_world_.rank > 0;
-  if (elsewhere || (how != Reduction::complete && how != Reduction::update)) return {};
-  return {options_.norm, unit_sums_ + u, partials_};
-}
-
-template <class T, class G>
-void Fsdp<T, G>::reduce(int u) {
-  GradientSlot& s = gradient_slot_of(u);
-  const Unit& unit = units_[size_t(u)];
-  const FlatParam& flat = unit.with_gradient;
-  State& state = state_[size_t(u)];
-  if (s.unit != u) throw Error(strf("internal error: reduce of unit '%s' before its gradient", unit.name.c_str()));
-  const Reduction how = next_reduction(u);
-  const bool first_unsharded = !state.unsharded_gradient.get(), first_shard = !state.gradient.get();
-  if (how == Reduction::accumulate && first_unsharded)
-    state.unsharded_gradient = dev_.mem.take<float>(flat.padded, "unsharded gradient", Purpose::gradients);
-  const bool in_bf16 = how == Reduction::complete && first_shard && fits_bf16(u);
-  if (in_bf16) state.bf16_gradient = dev_.mem.take<bf16>(flat.shard, "gradient shard", Purpose::gradients);
-  if ((how == Reduction::shard || how == Reduction::complete) && first_shard && !in_bf16)
-    state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
-  float* unsharded = state.unsharded_gradient.get();
-  float* shard = state.gradient.get() ? state.gradient.get() : s.fp32_shard;
-  const GradientShard to = {shard, state.bf16_gradient.get(), !first_shard};
-
-  // A frozen parameter that is joined with a trained one has a gradient that must not count in the norm.
-  for (const Param& p : unit.params)
-    if (p.frozen && p.has_gradient) dev_.compute().zero(s.p + p.offset, p.numel * int64_t(sizeof(G)));
-  dev_.compute().record(s.written);
-  Stream& stream = reduce_channel_.stream();
-  stream.wait(s.written);
-  // The padding, which nobody writes: here, where no kernel of the step waits for it.
-  if (unit.reductions == 1) stream.zero(s.p + flat.numel, (flat.padded - flat.numel) * int64_t(sizeof(G)));
-  const NamedWork named(dev_, stream, Span::reduce,
-                        how == Reduction::accumulate ? "accumulate" : name_of(reduction_of(u)), unit.name,
-                        flat.padded * size_of(options_.reduce_dtype));
-  if (unsharded) ops::accumulate_gradient(stream, unsharded, s.p, flat.padded, !first_unsharded);
-  if (how != Reduction::accumulate) {
-    if constexpr (std::is_same_v<G, float>) {
-      if (s.narrow) ops::cast(stream, s.narrow, unsharded ? unsharded : s.p, flat.padded);
-    }
-    if (unsharded && !s.narrow) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
-    const ops::PowerSum norm = share_of_norm(u, how);
-    if (s.narrow) sum_over_ranks(u, s.narrow, to, norm);
-    else sum_over_ranks(u, s.p, to, norm);
-    s.read_by_reduction[0] = std::move(state.unsharded_gradient);
-  }
-  if (how == Reduction::update) {
-    update<float>(stream, u, shard, 0);
-    issued_.note(Issued::optimizer, u);
-    s.read_by_reduction[1] = std::move(state.gradient);
-  }
-  stream.record(s.reduction_done);
-  stream.holds(s.name, "");
-  s.unit = -1;
-  if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
-}
-
-template <class T, class G>
-Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
-  return units_[size_t(u)].replicated ? Issued::all_reduce
-         : exchanges() && !at_tail()  ? Issued::all_to_all
-                                      : Issued::reduce_scatter;
-}
-
-// gradient (padded): this rank's. Leaves this rank's shard of the sum over all ranks in `to`: in fp32, added or set, or
-// in bf16. norm: of that, if asked for.
-template <class T, class G>
-template <class E>
-void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
-  const Unit& unit = units_[size_t(u)];
-  const FlatParam& flat = unit.with_gradient;
-  const Dtype dtype = dtype_of<E>;
-  const int64_t bytes = flat.shard * size_of(dtype);
-  E* mine = gradient + shard_rank(u) * flat.shard;
-  for_each_channel(*this, [&](Channel& c) {
-    if (&c != &gather_channel_) c.set_unit(unit.name);
-  });
-  const Issued::Kind kind = reduction_of(u);
-  const bool reads = kind == Issued::reduce_scatter && at_tail();
-  // Without replicas the shard takes the owner's sum as it is: what was received unrounded, what was read as the
-  // shard's type has it.
-  const bool summed_in_shard = (kind == Issued::all_to_all || reads) && replica_world_.size == 1;
-  Stream& stream = reduce_channel_.stream();
-  if (kind == Issued::all_reduce) {
-    reduce_channel_.all_reduce(gradient, flat.shard, dtype);
-  } else if (reads) {
-    reduce_channel_.reduce_scatter(flat.padded * size_of(dtype), [&] {
-      const auto sum = [&](auto* out, bool accumulate, ops::PowerSum norm_of) {
-        ops::sum_parts(stream, out, mine, peers_, flat.shard, accumulate, norm_of);
-      };
-      if (!summed_in_shard) return sum(mine, /*accumulate=*/false, {});
-      if constexpr (std::is_same_v<E, bf16>)
-        if (to.bf16_alone) return sum(to.bf16_alone, /*accumulate=*/false, norm);
-      sum(to.fp32, to.accumulate, norm);
-    });
-  } else if (kind == Issued::reduce_scatter) {
-    ring(flat.padded * size_of(dtype)).reduce_scatter(gradient, flat.shard, dtype);
-  } else {
-    E* parts = static_cast<E*>(received_);
-    exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
-    if (summed_in_shard) ops::sum_parts(stream, to.fp32, parts, flat.shard, shard_world_.size, to.accumulate, norm);
-    else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);
-  }
-  replica_channel_.all_reduce(mine, flat.shard, dtype);
-  // A replicated unit has been summed by each rank of a group with that rank's own replicas, whose ring may add in
-  // another order: the group takes its first rank's sum, or its copies of the unit would drift apart.
-  const bool several = unit.replicated && shard_world_.size > 1 && replica_world_.size > 1;
-  if (several) reduce_channel_.broadcast(mine, bytes, 0);
-  if constexpr (std::is_same_v<E, bf16>)
-    if (to.bf16_alone && !summed_in_shard)
-      ops::accumulate_gradient(stream, to.bf16_alone, mine, flat.shard, /*accumulate=*/false, norm);
-  if (!to.bf16_alone && !summed_in_shard)
-    ops::accumulate_gradient(stream, to.fp32, mine, flat.shard, to.accumulate, norm);
-  if (shard_world_.size > 1 || replica_world_.size == 1)
-    issued_.note(kind, u, flat.padded * size_of(dtype), dtype, shard_world_.size);
-  if (replica_world_.size > 1) issued_.note(Issued::all_reduce, u, bytes, dtype, replica_world_.size);
-  if (several) issued_.note(Issued::broadcast, u, bytes, dtype, shard_world_.size);
-}
-
 // -------------------------------------------------------------------------------------------------------- the step
 
 template <class T, class G>
@@ -715,6 +545,12 @@ void Fsdp<T, G>::set_delays(double gather_ms, double reduce_ms, double optimizer
   for_each_channel(*this, [&](Channel& c) { c.delay_ms = &c == &gather_channel_ ? gather_ms : reduce_ms; });
   optimizer_delay_ms_ = optimizer_ms;
 }
+
+// fsdp/reduce.cu has the verbs gradient and reduce, and calls this.
+template void Fsdp<float, float>::update(Stream&, int, const float*, float);
+template void Fsdp<bf16, bf16>::update(Stream&, int, const float*, float);
+template void Fsdp<bf16, float>::update(Stream&, int, const float*, float);
+template void Fsdp<double, double>::update(Stream&, int, const float*, float);
 
 template class Fsdp<float, float>;
 template class Fsdp<bf16, bf16>;
