@@ -34,7 +34,7 @@ struct SweepRun {
   Peers peers = Peers::off;
   int64_t rounds = 1;           // how often each row runs, one after another
   int64_t steps = 0;            // of each row, less its warm-up; 0: the row's, 30, or 24 where one takes a second
-  int64_t first = 0, last = 0;  // the steps that count, from 1 behind the warm-up; 0: the row's, 5 to 24
+  int64_t first = 0, last = 0;  // that count, from 1 behind the warm-up; 0: the row's, 5 to 24, or from 5 for a second
   double warm_seconds = 0;      // steps before the first, so that the chip's clocks have settled
   int64_t timeout_s = 900;      // of a row
 };

@@ -49,7 +49,7 @@ struct SweepRow {
   std::string no_peer = {};                // why PyTorch cannot run this row, where that is so
   nlohmann::json theirs = nullptr;         // the report's own figures, keys as in a result
   std::string note = {};                   // what differs from the report's row
-  int64_t steps = 0, first = 0, last = 0;  // the window, from 1, of so many steps; 0: 30, 5 to 24
+  int64_t steps = 0, first = 0, last = 0;  // the window, from 1, of so many steps; 0: SweepRun's
   bool no_counterpart = false;             // nothing to run: the note says why
   bool drops_trace = false;                // --trace, to a file that goes with the row: no picture is made of it
   Target target = {};

@@ -287,6 +287,14 @@ for with in "depth --gpu h200 --ranks 2" "depth" "losses"; do
   grep -qE -- '^1 .* --steps (4[0-9]|[5-9][0-9]|1[5-9][0-9]) ' "$dir/out" || wrong="$wrong; not for --sweep $with"
 done
 verdict "a window has as many steps as it needs" "$wrong"
+# Of a step of some 300 ms 20 count, and of one of some 4 ms a second's.
+bench --sweep targets --only 1,7 --dry-run --peer --gpu h200 --ranks 2
+mapfile -t counted < <(sed -n 's/.*PyTorch: .* --first \([0-9]*\) --last \([0-9]*\).*/\1 \2/p' "$dir/out" | awk '{ print $2 - $1 + 1 }')
+wrong=""
+[ "${#counted[@]}" = 2 ] || wrong="not two rows"
+[ "${counted[0]}" = 20 ] || wrong="$wrong; ${counted[0]} steps of rope count"
+[ "${counted[1]:-0}" -gt 200 ] && [ "${counted[1]:-0}" -lt 300 ] || wrong="$wrong; ${counted[1]} steps of m7c count"
+verdict "a median is of a second, where 20 steps take less" "$wrong"
 bench --sweep depth --window 20:40 --steps 30
 judge "a window that ends behind --steps" "--window 20:40" "--steps"
 bench --sweep collectives --values 1,3 --ranks 3 --out "$dir/collectives.jsonl"
