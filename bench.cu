@@ -120,8 +120,8 @@ Settings parse(int argc, char** argv) {
   app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py)")->needs(sweep);
   app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->type_name("N")->check(count);
   app.add_option("--rounds", s.rounds, "run every row N times, ours and PyTorch's in turn")->type_name("N")->check(CLI::Range(1, 100))->needs(sweep);
-  app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as --window needs)")->type_name("N")->check(count)->needs(sweep);
-  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: 5:24, or from 5 for a second where steps are short; on a CPU 3:6)")->type_name("RANGE")->needs(sweep);
+  app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as the window needs)")->type_name("N")->check(count)->needs(sweep);
+  app.add_option("--window", s.window, "FIRST:LAST, the steps that count, from 1 (default: from 5, 20 steps or one second's worth, whichever is more; on a CPU 3:6)")->type_name("RANGE")->needs(sweep);
   app.add_option("--warm", s.warm_seconds, "seconds of steps before step 1, until the clocks have settled (default: 3; on a CPU 0)")->type_name("SECONDS")->check(CLI::Range(0.0, 600.0))->needs(sweep);
   app.add_option("--timeout", s.timeout, strf("seconds that a row may take (default: %lld)", ll(SweepRun().timeout_s)))->type_name("SECONDS")->check(count)->needs(sweep);
   app.add_option("--values", s.values, "attention: tokens; collectives: MiB (default: a list that suits the machine)")->type_name("LIST")->delimiter(',')->check(CLI::Range(int64_t(1), int64_t(1) << 40))->needs(sweep);

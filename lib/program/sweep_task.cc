@@ -16,9 +16,9 @@ using ll = long long;
 namespace sweep_parts {
 
 // Steps that take so long, with one at least that is not the row's first.
-int64_t steps_of(double warm_seconds, double step_seconds) {
-  if (warm_seconds <= 0 || step_seconds <= 0) return 0;
-  return int64_t(std::min(1000.0, std::ceil(warm_seconds / step_seconds)));
+int64_t steps_of(double seconds, double step_seconds) {
+  if (seconds <= 0 || step_seconds <= 0) return 0;
+  return int64_t(std::min(1000.0, std::ceil(seconds / step_seconds)));
 }
 
 // What a row says of its steps, or --steps in its place; a window that ends later has as many.
