@@ -1,6 +1,8 @@
 #include "fsdp.h"
 
 #include <algorithm>
+#include <numeric>
+#include <tuple>
 
 // ----------------------------------------------------------------------------------------------- what a rank keeps
 
@@ -43,6 +45,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       counted_(dev),
       wanted_(dev) {
   for (const Unit& u : units_) trained_units_ += u.trained();
+  order_updates();
   keep_state();
   keep_gather_slots();
   keep_gradient_slots();
@@ -408,6 +411,23 @@ void Fsdp<T, G>::end_steps_with_gathers(const std::vector<int>& units) {
     shared = std::find_if(shared, slots_.end(), [](const Slot& s) { return s.owner < 0; });
     if (shared != slots_.end()) next_gathers_.emplace_back(u, &*shared++);
   }
+  order_updates();
+}
+
+// First what is used first: what is replicated, then what a step ends with gathering. Beside such gathers the rest goes
+// by size, the largest first: a gather begins with a copy within the GPU, which waits until all blocks of the kernel
+// that runs have begun, and the step for it if that kernel is the last and long.
+template <class T, class G>
+void Fsdp<T, G>::order_updates() {
+  auto key = [&](int u) {
+    const Unit& unit = units_[size_t(u)];
+    const auto next = std::find_if(next_gathers_.begin(), next_gathers_.end(), [u](auto& g) { return g.first == u; });
+    const int64_t size = next_gathers_.empty() || next != next_gathers_.end() ? 0 : unit.shard;
+    return std::tuple(!unit.replicated, next - next_gathers_.begin(), -size, u);
+  };
+  update_order_.resize(units_.size());
+  std::iota(update_order_.begin(), update_order_.end(), 0);
+  std::sort(update_order_.begin(), update_order_.end(), [&](int a, int b) { return key(a) < key(b); });
 }
 
 template <class T, class G>
@@ -524,16 +544,16 @@ void Fsdp<T, G>::end_step() {
   for (size_t i = 0; i < units_.size(); i++)
     if (!units_[i].trained()) s.record(state_[i].ready);
   // The gathers of this step are over, because the compute stream has waited for each of them. Those of the next begin
-  // while AdamW is still at other units, so that the first ones hide behind it. Replicated parameters are used first.
-  for (bool replicated : {true, false})
-    for (size_t i = 0; i < units_.size() && !options_.update_in_backward; i++) {
-      if (!units_[i].trained() || units_[i].replicated != replicated) continue;
-      s.sleep(optimizer_delay_ms_ / double(units_.size()));
-      State& state = state_[i];
-      if (state.bf16_gradient.get()) update<bf16>(s, int(i), state.bf16_gradient, clip_);
-      else update<float>(s, int(i), state.gradient, clip_);
-      state.gradient.reset(), state.bf16_gradient.reset();
-    }
+  // while AdamW is still at other units, so that the first ones hide behind it.
+  for (size_t at = 0; at < units_.size() && !options_.update_in_backward; at++) {
+    const int i = update_order_[at];
+    if (!units_[size_t(i)].trained()) continue;
+    s.sleep(optimizer_delay_ms_ / double(units_.size()));
+    State& state = state_[size_t(i)];
+    if (state.bf16_gradient.get()) update<bf16>(s, i, state.bf16_gradient, clip_);
+    else update<float>(s, i, state.gradient, clip_);
+  }
+  for (State& state : state_) state.gradient.reset(), state.bf16_gradient.reset();
   if (!options_.update_in_backward) issued_.note(Issued::optimizer, -1);
   held_ = nullptr;
   empty_slots();

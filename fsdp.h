@@ -271,6 +271,7 @@ class Fsdp {
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
   void gather_next();
+  void order_updates();
   void gather_into(int u, Slot* slot);
   int64_t slot_numel(int u) const;
   bool in_halves(int u) const;
@@ -296,6 +297,7 @@ class Fsdp {
   std::vector<GradientSlot> gradient_slots_;
   size_t next_gradient_slot_ = 0, rotating_ = 0;
   std::vector<std::pair<int, Slot*>> next_gathers_;  // units that the next step begins with, and where they go
+  std::vector<int> update_order_;                    // of AdamW, at a step's end
   int64_t releases_ = 0;
   ops::AdamW* adamw_;
   float clip_ = 0;
