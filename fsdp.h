@@ -133,8 +133,13 @@ class Fsdp {
   void release(int u);
   // Release alone where the options keep the unit resident (reshard_after_forward off, replicated).
   void reshard(int u);
+  // Whether, before its gradient is written, reduce(u, used) can take it.
+  bool takes_rows(int u, const ops::UsedRows& used) const;
   G* gradient(int u);  // (padded of with_gradient); holds what the last unit left there, but for zeros in the padding
-  void reduce(int u);
+  void reduce(int u) { reduce(u, {}); }
+  // The same of a gradient that is a matrix with few rows that are not zero; what lies in the others counts as zero.
+  // used: in the arena, and there until the step's end.
+  void reduce(int u, const ops::UsedRows& used);
 
   // Global gradient norm, clip, AdamW, which changes nothing if that norm is not finite. With update_in_backward it has
   // run by then, and nothing is left to hold back. Mean-gradient scaling is the caller's: gradients arrive as sums over
@@ -281,7 +286,7 @@ class Fsdp {
   void await_reduction(GradientSlot& s);
   Reduction next_reduction(int u);
   template <class E>
-  void sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
+  void sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, const GradientShard& to, ops::PowerSum norm);
   bool fits_bf16(int u) const;
   ops::PowerSum share_of_norm(int u, Reduction how);
   template <class E>

@@ -147,13 +147,19 @@ template <class T, class G>
 void Model<T, G>::embed_backward(Buffer<T> dx) {
   const Turn& t = schedule_.take_turn(Turn::gradient, 0);
   Buffer<A> partials = dev_.mem.take<A>(ops::embedding_partials(M_, c_.dim), "partial sums");
+  const ops::TokenIndex index = ops::token_index_at(batch_.index, M_, c_.vocab);
+  // Of a large vocabulary a micro-batch has few tokens: what its owners read need not be written as zeros first.
+  ops::UsedRows used = {index.start, c_.vocab, c_.dim};
+  if (c_.vocab < M_ || embedding_.frozen || !schedule_.takes_rows(t, used)) used = {};
   schedule_.gradient(t);
   dev_.mark("embedding, backward");
   if (!embedding_.frozen)
-    ops::embedding_backward(dev_.compute(), schedule_.grad(embedding_), dx.get(),
-                            ops::token_index_at(batch_.index, M_, c_.vocab), partials.get(), M_, c_.vocab, c_.dim,
-                            c_.tied);
-  schedule_.reduce(t);
+    ops::embedding_backward(dev_.compute(), schedule_.grad(embedding_), dx.get(), index, partials.get(), M_, c_.vocab,
+                            c_.dim,
+                            c_.tied      ? ops::TableRows::add
+                            : used.start ? ops::TableRows::used
+                                         : ops::TableRows::all);
+  schedule_.reduce(t, used);
 }
 
 // ----------------------------------------------------------------------------------------------------------- block

@@ -20,6 +20,7 @@ using ops::AdamW;
 using ops::GradNorm;
 using ops::Norm;
 using ops::PowerSum;
+using ops::TableRows;
 using ops::TokenIndex;
 
 // ------------------------------------------------------------------------------------------------------- building bits
@@ -354,10 +355,11 @@ void embedding_forward(T* x, const T* table, const int32_t* tokens, int64_t M, i
 // Sums in the kernels' order: each chunk of occurrences from zero, then the chunks.
 template <class T, class G>
 void embedding_backward(G* dtable, const T* dx, TokenIndex index, acc_t<T>*, int64_t, int64_t V, int64_t C,
-                        bool accumulate) {
+                        TableRows rows) {
   using A = acc_t<T>;
   std::vector<A> row(C), part(C);
   for (int64_t v = 0; v < V; ++v) {
+    if (rows == TableRows::used && index.start[v] == index.start[v + 1]) continue;
     std::fill(row.begin(), row.end(), A(0));
     for (int64_t begin = index.start[v]; begin < index.start[v + 1]; begin += TokenIndex::chunk) {
       const int64_t end = std::min<int64_t>(begin + TokenIndex::chunk, index.start[v + 1]);
@@ -366,7 +368,8 @@ void embedding_backward(G* dtable, const T* dx, TokenIndex index, acc_t<T>*, int
         for (int64_t c = 0; c < C; ++c) part[c] += A(dx[index.order[i] * C + c]);
       for (int64_t c = 0; c < C; ++c) row[c] += part[c];
     }
-    for (int64_t c = 0; c < C; ++c) dtable[v * C + c] = G(accumulate ? A(dtable[v * C + c]) + row[c] : row[c]);
+    for (int64_t c = 0; c < C; ++c)
+      dtable[v * C + c] = G(rows == TableRows::add ? A(dtable[v * C + c]) + row[c] : row[c]);
   }
 }
 

@@ -56,8 +56,21 @@ ops::PowerSum Fsdp<T, G>::share_of_norm(int u, Reduction how) {
   return {options_.norm, unit_sums_ + u, partials_};
 }
 
+// Owners read it in their peers' memory, sum it as it lies there, and no peer writes those rows before the step's end:
+// where its reduction is among the last of the step.
 template <class T, class G>
-void Fsdp<T, G>::reduce(int u) {
+bool Fsdp<T, G>::takes_rows(int u, const ops::UsedRows& used) const {
+  const Unit& unit = units_[size_t(u)];
+  const bool ends = last_micro_batch_ && unit.reductions == 1 && reduced_ + 1 >= trained_units_ - 1;
+  const int64_t vector = 16 / std::min<int64_t>(size_of(options_.reduce_dtype), sizeof(G));
+  return options_.read_tail && shard_world_.size > 1 && replica_world_.size == 1 && ends && !unit.replicated &&
+         !options_.reduce_last && unit.params.size() == 1 && unit.with_gradient.numel == used.count * used.width &&
+         used.width % vector == 0 && unit.with_gradient.shard % vector == 0;
+}
+
+template <class T, class G>
+void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used) {
+  ASSERT(!used.start || takes_rows(u, used));
   GradientSlot& s = gradient_slot_of(u);
   const Unit& unit = units_[size_t(u)];
   const FlatParam& flat = unit.with_gradient;
@@ -93,8 +106,8 @@ void Fsdp<T, G>::reduce(int u) {
     }
     if (unsharded && !s.narrow) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
     const ops::PowerSum norm = share_of_norm(u, how);
-    if (s.narrow) sum_over_ranks(u, s.narrow, to, norm);
-    else sum_over_ranks(u, s.p, to, norm);
+    if (s.narrow) sum_over_ranks(u, s.narrow, used, to, norm);
+    else sum_over_ranks(u, s.p, used, to, norm);
     s.read_by_reduction[0] = std::move(state.unsharded_gradient);
   }
   if (how == Reduction::update) {
@@ -116,10 +129,11 @@ Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
 }
 
 // gradient (padded): this rank's. Leaves this rank's shard of the sum over all ranks in `to`: in fp32, added or set, or
-// in bf16. norm: of that, if asked for.
+// in bf16. used: its rows that are not zero, or none: all may be. norm: of what is left, if asked for.
 template <class T, class G>
 template <class E>
-void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
+void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, const GradientShard& to,
+                                ops::PowerSum norm) {
   const Unit& unit = units_[size_t(u)];
   const FlatParam& flat = unit.with_gradient;
   const Dtype dtype = dtype_of<E>;
@@ -139,7 +153,9 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
   } else if (reads) {
     reduce_channel_.reduce_scatter(flat.padded * size_of(dtype), [&] {
       const auto sum = [&](auto* out, bool accumulate, ops::PowerSum norm_of) {
-        ops::sum_parts(stream, out, mine, peers_, flat.shard, accumulate, norm_of);
+        if (used.start)
+          ops::sum_parts(stream, out, mine, mine - gradient, used, peers_, flat.shard, accumulate, norm_of);
+        else ops::sum_parts(stream, out, mine, peers_, flat.shard, accumulate, norm_of);
       };
       if (!summed_in_shard) return sum(mine, /*accumulate=*/false, {});
       if constexpr (std::is_same_v<E, bf16>)
@@ -170,10 +186,11 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const GradientShard& to, ops
   if (several) issued_.note(Issued::broadcast, u, bytes, dtype, shard_world_.size);
 }
 
-#define FOR(T, G)                                           \
-  template void Fsdp<T, G>::await_reduction(GradientSlot&); \
-  template G* Fsdp<T, G>::gradient(int);                    \
-  template void Fsdp<T, G>::reduce(int);
+#define FOR(T, G)                                                        \
+  template void Fsdp<T, G>::await_reduction(GradientSlot&);              \
+  template G* Fsdp<T, G>::gradient(int);                                 \
+  template bool Fsdp<T, G>::takes_rows(int, const ops::UsedRows&) const; \
+  template void Fsdp<T, G>::reduce(int, const ops::UsedRows&);
 FOR(float, float)
 FOR(bf16, bf16)
 FOR(bf16, float)

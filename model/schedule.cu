@@ -132,12 +132,17 @@ void Schedule<T, G>::gradient(const Turn& t) {
   if (t.begins_gradient && trained(t.writes)) grads_[size_t(t.writes)] = fsdp_.gradient(t.writes);
 }
 
+template <class T, class G>
+bool Schedule<T, G>::takes_rows(const Turn& t, const ops::UsedRows& used) const {
+  return trained(t.writes) && t.begins_gradient && t.ends_gradient && fsdp_.takes_rows(t.writes, used);
+}
+
 // Behind the last write of a run: from here the reduction runs beside the modules that follow.
 template <class T, class G>
-void Schedule<T, G>::reduce(const Turn& t) {
+void Schedule<T, G>::reduce(const Turn& t, const ops::UsedRows& used) {
   if (!t.ends_gradient || !trained(t.writes)) return;
   grads_[size_t(t.writes)] = nullptr;
-  fsdp_.reduce(t.writes);
+  fsdp_.reduce(t.writes, used);
 }
 
 // Behind a micro-batch's last unit comes the first of the next micro-batch. Behind the step's last nobody: AdamW has

@@ -46,7 +46,9 @@ class Schedule {
   void use(const Turn& t);
   void release(const Turn& t);
   void gradient(const Turn& t);
-  void reduce(const Turn& t);
+  // used: as Fsdp has it, of the one unit that the turn writes.
+  bool takes_rows(const Turn& t, const ops::UsedRows& used) const;
+  void reduce(const Turn& t, const ops::UsedRows& used = {});
   void remark(int unit, const char* text) { fsdp_.remark(unit, text); }
 
   // Of a unit that is in use: a parameter that is not gathered in fp8, or null where the architecture has none; and one

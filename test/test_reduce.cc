@@ -45,7 +45,14 @@ struct Setup {
   int micro_batches = 1;
   double delay_ms = 0;
   int64_t first_unit = some;
+  int64_t width = 0;  // of the rows of the first unit, if only those that a rank uses are not zero
 };
+
+// A rank uses a third of the rows; some rows nobody uses, and some all.
+bool uses(int rank, int64_t row) { return row % 7 == 0 || (row % 7 != 3 && (row * 31 + rank * 17) % 3 == 0); }
+float value(const Setup& s, int micro_batch, int u, int rank, int64_t i) {
+  return u == 0 && s.width > 0 && !uses(rank, i / s.width) ? 0 : value(micro_batch, u, rank, i);
+}
 
 template <class T, class G>
 Reduced reduce(const Setup& s) {
@@ -61,23 +68,38 @@ Reduced reduce(const Setup& s) {
   for (int m = 0; m < s.micro_batches; ++m)
     for (size_t u = 0; u < all.size(); ++u) {
       gradients.emplace_back(dev, all[u].numel);
-      for (int64_t i = 0; i < all[u].numel; ++i) gradients.back()[i] = G(value(m, int(u), world.rank, i));
+      for (int64_t i = 0; i < all[u].numel; ++i) gradients.back()[i] = G(value(s, m, int(u), world.rank, i));
     }
+  const int64_t rows = s.width ? s.first_unit / s.width : 0;
+  HostBuffer<int32_t> starts(dev, rows + 1);
+  starts[0] = 0;
+  for (int64_t v = 0; v < rows; ++v) starts[v + 1] = starts[v] + (uses(world.rank, v) ? 1 + int(v % 2) : 0);
+  if (s.width)  // what is not used may be anything
+    for (int64_t i = 0; i < s.first_unit; ++i)
+      if (!uses(world.rank, i / s.width)) gradients[gradients.size() - all.size()][i] = G(std::nanf(""));
+  ops::UsedRows used;
+  auto keep_rows = [&] {
+    if (s.width) used = {dev.mem.keep<int32_t>(rows + 1, "rows used", Purpose::workspace), rows, s.width};
+  };
   auto step = [&](Fsdp<T, G>& fsdp) {
     dev.mem.begin("step");
     fsdp.begin_step(adamw.get(), 0);
     for (int m = 0; m < s.micro_batches; ++m) {
       fsdp.begin_micro_batch(m + 1 == s.micro_batches);
       for (size_t u = all.size(); u-- > 0;) {
+        const bool by_rows = s.width && u == 0 && m + 1 == s.micro_batches;
+        if (by_rows && dev.mode == Mode::run) CHECK(fsdp.takes_rows(int(u), used));
         G* to = fsdp.gradient(int(u));
         dev.compute().copy(to, gradients[size_t(m) * all.size() + u].get(), all[u].numel * int64_t(sizeof(G)));
-        fsdp.reduce(int(u));
+        if (by_rows) fsdp.reduce(int(u), used);
+        else fsdp.reduce(int(u));
       }
     }
     fsdp.end_step();
     dev.mem.end();
   };
   {
+    keep_rows();
     Fsdp<T, G> planned(dev, world, transport, all, s.fsdp, Links::planned);
     step(planned);
   }
@@ -85,7 +107,9 @@ Reduced reduce(const Setup& s) {
   dev.mem.commit();
   dev.mem.rewind();
   dev.mode = Mode::run;
+  keep_rows();
   Fsdp<T, G> fsdp(dev, world, transport, all, s.fsdp, Links::open);
+  if (s.width) dev.compute().copy(const_cast<int32_t*>(used.start), starts.get(), (rows + 1) * 4);
   fsdp.init_weights();
   fsdp.set_delays(0, s.delay_ms, 0);
   dev.compute().synchronize();
@@ -120,7 +144,7 @@ std::vector<std::vector<float>> expected(const Setup& s) {
     for (int64_t i = 0; i < n; ++i) {
       for (int m = 0; m < s.micro_batches; ++m) {
         auto sent = [&](int rank) {
-          return from + i < unit.numel ? acc_t<E>(E(value(m, int(u), rank, from + i))) : acc_t<E>(0);
+          return from + i < unit.numel ? acc_t<E>(E(value(s, m, int(u), rank, from + i))) : acc_t<E>(0);
         };
         acc_t<E> total = 0;
         for (int g = 0; g < groups; ++g) {
@@ -278,6 +302,33 @@ TEST_CASE("GPU: owners read a step's last gradients in their peers' memory", "[r
   s.first_unit = 8 * 1'000'003, s.delay_ms = 0;
   s.fsdp.reduce_dtype = Dtype::f32;
   CHECK(reduce<float, float>(s).shards[0] == expected<float>(s)[0]);
+}
+
+// A rank's shard may begin and end within a row, and what its peers have not used is not read: it is no number here.
+TEST_CASE("GPU: owners read the rows that their peers have used", "[reduce][gpu][hosts]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  if (test_world().size == 1) SKIP_TEST("one rank reads nothing");
+  Setup s;
+  s.backend = Backend::gpu;
+  s.fsdp.gather_by_copy_engine = s.fsdp.read_tail = true;
+  for (int64_t width : {8, 72, 1032})
+    for (int64_t rows : {5, 701}) {
+      s.width = width, s.first_unit = rows * width;
+      INFO(rows << " rows of " << width);
+      for (int micro_batches : {1, 3}) {
+        s.micro_batches = micro_batches, s.delay_ms = test_world().rank % 2 ? 1.0 : 4.0;
+        s.fsdp.reduce_dtype = Dtype::f32;
+        std::vector<std::vector<float>> want = expected<float>(s), got = reduce<float, float>(s).shards;
+        // The earlier micro-batches go by NCCL's ring, whose order among more ranks is its own.
+        if (micro_batches == 1 || test_world().size == 2) CHECK(same({got[0]}, {want[0]}));
+        if (micro_batches > 1) continue;
+        s.fsdp.reduce_dtype = Dtype::bf16;
+        want = expected<bf16>(s), got = reduce<bf16, bf16>(s).shards;
+        for (float& x : want[0]) x = float(bf16(x));
+        CHECK(same({got[0]}, {want[0]}));
+      }
+    }
 }
 
 // Two ranks' sums know no order. The first unit is large, the others are small.

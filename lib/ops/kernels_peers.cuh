@@ -101,16 +101,105 @@ void sum_peers(cudaStream_t stream, To* to, const E* mine, const Peers& peers, i
   else start(sum_peers_kernel<term, 3, To, E>, 3);
 }
 
+// The same of a matrix whose element `first` is the first of `mine`: a block has some of its rows, and asks first which
+// ranks have used which.
+template <Term term, class To, class E>
+__global__ void __launch_bounds__(peer_threads)
+    sum_rows_kernel(double* partials, To* to, const E* mine, int64_t first, ops::UsedRows rows, Peers peers, int64_t n,
+                    bool accumulate) {
+  begin_kernel();
+  extern __shared__ uint8_t users[];  // (rows of this block): a bit for each rank
+  constexpr int N = width<E>, ahead = 4;
+  const int64_t row0 = first / rows.width, row_end = ceil_div(first + n, rows.width),
+                rows_each = ceil_div(row_end - row0, int64_t(gridDim.x)), my_row = row0 + blockIdx.x * rows_each,
+                my_end = min(my_row + rows_each, row_end);
+  const uint32_t met = peers.own()[blockIdx.x];
+  meet(peers, met + 1);
+  for (int64_t v = my_row + threadIdx.x; v < my_end; v += peer_threads) {
+    uint32_t bits = 0;
+    for (int r = 0; r < peers.ranks && v < rows.count; ++r) {
+      const int32_t* const start = peers.of(r, rows.start) + v;
+      bits |= uint32_t(__ldcg(start) < __ldcg(start + 1)) << r;
+    }
+    users[v - my_row] = uint8_t(bits);
+  }
+  __syncthreads();
+  // In elements of the shard.
+  const int64_t begin = max(my_row * rows.width - first, int64_t(0)), end = min(my_end * rows.width - first, n);
+  double total = 0;
+  for (int64_t i = begin + threadIdx.x * N; i < end; i += ahead * peer_threads * N) {
+    float sum[ahead][N];
+#pragma unroll
+    for (int k = 0; k < ahead; ++k) {
+      const int64_t at = i + k * peer_threads * N;
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[k][j] = 0;
+      if (accumulate && at < end) load(sum[k], to + at);
+    }
+#pragma unroll
+    for (int k = 0; k < ahead; ++k) {
+      const int64_t at = i + k * peer_threads * N;
+      if (at >= end) break;
+      const uint32_t bits = users[uint32_t(first + at - my_row * rows.width) / uint32_t(rows.width)];
+      float of_ranks[N] = {}, x[N];
+      for (int r = 0; r < peers.ranks; ++r) {
+        if (!(bits >> r & 1)) continue;
+        Pack<E, N> read;
+        read.q[0] = __ldcg(reinterpret_cast<const uint4*>(peers.of(r, mine) + at));
+        widen(x, read);
+#pragma unroll
+        for (int j = 0; j < N; ++j) of_ranks[j] += x[j];
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[k][j] += of_ranks[j];
+      const Pack<To, N> written = narrow<To, N>(sum[k]);
+      if (bits != 0 || !accumulate) store(to + at, written);
+      widen(sum[k], written);
+      float powers = 0;
+#pragma unroll
+      for (int j = 0; j < N; ++j) powers = both<term>(powers, term_of<term>(sum[k][j]));
+      total = both<term>(total, double(powers));
+    }
+  }
+  meet(peers, met + 2);
+  if (threadIdx.x == 0) peers.own()[blockIdx.x] = met + 2;
+  if (!partials) return;
+  total = block_total<term>(total);
+  if (threadIdx.x == 0) partials[blockIdx.x] = total;
+}
+
+// start(term, partials): a kernel of so many blocks, each of which leaves a partial sum where there is room for them.
+template <class F>
+void sum_with_powers(cudaStream_t stream, int blocks, ops::PowerSum sum, const F& start) {
+  if (!sum.out) return start(std::integral_constant<Term, Term::square>(), nullptr);
+  with_term(sum.p, [&](auto term) {
+    start(term, sum.partials);
+    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, sum.out, sum.partials, blocks,
+           false);
+  });
+}
+
 template <class To, class E>
 void sum_parts(cudaStream_t stream, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate,
                ops::PowerSum sum) {
   ASSERT(aligned(to, mine) && n % width<E> == 0);
   const int blocks = int(std::min<int64_t>(most_peer_blocks, ceil_div(n, peer_threads * width<E>)));
-  if (!sum.out) return sum_peers<Term::square>(stream, to, mine, peers, n, accumulate, blocks, nullptr);
-  with_term(sum.p, [&](auto term) {
-    sum_peers<decltype(term)::value>(stream, to, mine, peers, n, accumulate, blocks, sum.partials);
-    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, sum.out, sum.partials, blocks,
-           false);
+  sum_with_powers(stream, blocks, sum, [&](auto term, double* partials) {
+    sum_peers<decltype(term)::value>(stream, to, mine, peers, n, accumulate, blocks, partials);
+  });
+}
+
+// As many blocks on all ranks, whose shards may begin and end within rows.
+template <class To, class E>
+void sum_parts(cudaStream_t stream, To* to, const E* mine, int64_t first, ops::UsedRows rows, const Peers& peers,
+               int64_t n, bool accumulate, ops::PowerSum sum) {
+  ASSERT(aligned(to, mine) && n % width<E> == 0 && first % width<E> == 0 && rows.width % width<E> == 0);
+  static_assert(most_peers <= 8);
+  const int blocks = most_peer_blocks, rows_each = int(ceil_div(ceil_div(n, rows.width) + 1, int64_t(blocks)));
+  ASSERT(rows_each * rows.width < int64_t(1) << 31);
+  sum_with_powers(stream, blocks, sum, [&](auto term, double* partials) {
+    launch(stream, sum_rows_kernel<decltype(term)::value, To, E>, {blocks, peer_threads, rows_each}, partials, to, mine,
+           first, rows, peers, n, accumulate);
   });
 }
 

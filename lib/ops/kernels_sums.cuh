@@ -100,8 +100,9 @@ __global__ void __launch_bounds__(256)
 template <class T, class G, int N, int rows>
 __global__ void __launch_bounds__(256)
     embedding_backward_kernel(G* dtable, const T* dx, ops::TokenIndex index, const float* partials, int64_t V,
-                              int64_t C, bool accumulate) {
+                              int64_t C, ops::TableRows which) {
   begin_kernel();
+  const bool accumulate = which == ops::TableRows::add;
   const int64_t first_row = int64_t(blockIdx.x) * blockDim.y * rows + threadIdx.y, next = blockDim.y;
   const int64_t c = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
   if (c >= C) return;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(256)
   for (int i = 0; i < rows; ++i) {
     const int64_t v = first_row + i * next;
     if (v >= V) return;
-    if (accumulate && begin[i] == end[i]) continue;
+    if (which != ops::TableRows::all && begin[i] == end[i]) continue;
     float total[N] = {}, before[N] = {};
     if (accumulate) load(before, dtable + v * C + c);
     if (first[i] == last[i]) add_rows<T>(total, dx, index.order, begin[i], end[i], C, c);
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(256)
 
 template <class T, class G, int N>
 void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials,
-                           int64_t M, int64_t V, int64_t C, bool accumulate) {
+                           int64_t M, int64_t V, int64_t C, ops::TableRows which) {
   const Grid g = rows_by_vectors(V, C / N);
   const int64_t slots = ops::embedding_partials(M, 1);
   if (slots > 0) {
@@ -146,7 +147,7 @@ void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::Tok
   }
   const auto start = [&](auto kernel, int rows) {
     const dim3 blocks(unsigned(ceil_div(V, int64_t(g.threads.y) * rows)), g.blocks.y);
-    launch(stream, kernel, {blocks, g.threads}, dtable, dx, index, partials, V, C, accumulate);
+    launch(stream, kernel, {blocks, g.threads}, dtable, dx, index, partials, V, C, which);
   };
   const bool large = V >= 4096;
   if (large) start(embedding_backward_kernel<T, G, N, 4>, 4);
@@ -154,11 +155,11 @@ void embedding_backward_by(cudaStream_t stream, G* dtable, const T* dx, ops::Tok
 }
 template <class T, class G>
 void embedding_backward(cudaStream_t stream, G* dtable, const T* dx, ops::TokenIndex index, float* partials, int64_t M,
-                        int64_t V, int64_t C, bool accumulate) {
+                        int64_t V, int64_t C, ops::TableRows which) {
   constexpr int N = width<T>;
   if (C % N == 0 && aligned(dtable, dx, partials))
-    embedding_backward_by<T, G, N>(stream, dtable, dx, index, partials, M, V, C, accumulate);
-  else embedding_backward_by<T, G, 1>(stream, dtable, dx, index, partials, M, V, C, accumulate);
+    embedding_backward_by<T, G, N>(stream, dtable, dx, index, partials, M, V, C, which);
+  else embedding_backward_by<T, G, 1>(stream, dtable, dx, index, partials, M, V, C, which);
 }
 
 // ---------------------------------------------------------------------------------------------------- cross-entropy

@@ -164,9 +164,9 @@ void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, i
 }
 template <class T, class G>
 void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
-                        int64_t C, bool accumulate) {
-  RUN(is_double<T>, moves<T>((M + (accumulate ? 2 : 1) * V) * C, 2), embedding_backward, dtable, dx, index, partials, M,
-      V, C, accumulate);
+                        int64_t C, TableRows rows) {
+  const int64_t moved = rows == TableRows::all ? M + V : std::min(M, V) * (rows == TableRows::add ? 2 : 1) + M;
+  RUN(is_double<T>, moves<T>(moved * C, 2), embedding_backward, dtable, dx, index, partials, M, V, C, rows);
 }
 
 template <class T>
@@ -279,6 +279,17 @@ void sum_parts(Stream& s, To* to, const E* mine, const Peers& peers, int64_t n, 
   throw Error("sum_parts: a CPU does not read its peers' memory");
 #endif
 }
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* mine, int64_t first, UsedRows rows, const Peers& peers, int64_t n,
+               bool accumulate, PowerSum sum) {
+#if FSDP_CUDA
+  if constexpr (is_double<E>) refuse_dtype("sum_parts");
+  else gpu::sum_parts(s.cuda(), to, mine, first, rows, peers, n, accumulate, sum);
+#else
+  (void)s, (void)to, (void)mine, (void)first, (void)rows, (void)peers, (void)n, (void)accumulate, (void)sum;
+  throw Error("sum_parts: a CPU does not read its peers' memory");
+#endif
+}
 void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n) {
   RUN(false, moves<double>(n, 1, Work::optimizer), total_power, p, out, pieces, n);
 }
@@ -342,7 +353,7 @@ FOR(double)
   template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t, int64_t, bool);                     \
   template void norm_backward(Stream&, Norm, T*, G*, G*, const T*, const T*, const T*, const acc_t<T>*, const T*, \
                               acc_t<T>*, int64_t, int64_t, bool);                                                 \
-  template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t, bool);
+  template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t, TableRows);
 FOR(float, float)
 FOR(bf16, bf16)
 FOR(bf16, float)
@@ -357,10 +368,15 @@ template void sum_parts(Stream&, bf16*, const bf16*, int64_t, int, bool, PowerSu
 template void sum_parts(Stream&, float*, const double*, int64_t, int, bool, PowerSum);
 template void sum_parts(Stream&, double*, const double*, int64_t, int, bool, PowerSum);
 template void sum_parts(Stream&, float*, const float*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, float*, const float*, int64_t, UsedRows, const Peers&, int64_t, bool, PowerSum);
 template void sum_parts(Stream&, float*, const bf16*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, float*, const bf16*, int64_t, UsedRows, const Peers&, int64_t, bool, PowerSum);
 template void sum_parts(Stream&, bf16*, const bf16*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, bf16*, const bf16*, int64_t, UsedRows, const Peers&, int64_t, bool, PowerSum);
 template void sum_parts(Stream&, float*, const double*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, float*, const double*, int64_t, UsedRows, const Peers&, int64_t, bool, PowerSum);
 template void sum_parts(Stream&, double*, const double*, const Peers&, int64_t, bool, PowerSum);
+template void sum_parts(Stream&, double*, const double*, int64_t, UsedRows, const Peers&, int64_t, bool, PowerSum);
 template void cast(Stream&, float*, const float*, int64_t);
 template void cast(Stream&, bf16*, const float*, int64_t);
 template void cast(Stream&, double*, const float*, int64_t);

@@ -194,12 +194,13 @@ int64_t embedding_partials(int64_t M, int64_t C);  // an upper bound over all ba
 template <class T>
 void embedding_forward(Stream& s, T* x, const T* table, const int32_t* tokens, int64_t M, int64_t T_, int64_t C,
                        bool add_positions);
-// dtable (V,C) = for each token the sum of dx (M,C) over its occurrences: every row is written, rows without
-// occurrences with zero; or added to, if accumulate. index: of the batch's tokens (M). partials: embedding_partials(M,
-// C) numbers.
+// dtable (V,C) = for each token the sum of dx (M,C) over its occurrences. Rows without occurrences are written with
+// zero (all), or left alone (used), as they are where sums are added to what is there (add). index: of the batch's
+// tokens (M). partials: embedding_partials(M, C) numbers.
+enum class TableRows { all, used, add };
 template <class T, class G>
 void embedding_backward(Stream& s, G* dtable, const T* dx, TokenIndex index, acc_t<T>* partials, int64_t M, int64_t V,
-                        int64_t C, bool accumulate);
+                        int64_t C, TableRows rows);
 
 // ---- head: softmax cross-entropy on a chunk of tokens
 // logits (M,V) become dlogits = scale * (softmax - onehot(target)) in place if `backward`; loss_rows (M) = -log softmax
@@ -253,6 +254,18 @@ void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool acc
 // elements.
 template <class To, class E>
 void sum_parts(Stream& s, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate, PowerSum sum = {});
+// Of a matrix (count, width) those rows that are not zero, though whatever may lie in the others: row v if start[v] <
+// start[v + 1], of count + 1 of them. A TokenIndex says it of an embedding's gradient.
+struct UsedRows {
+  const int32_t* start = nullptr;
+  int64_t count = 0, width = 0;
+};
+// The same of a matrix, of which `mine` is element `first`, where each rank's `start`, at the same place, tells which
+// rows it used: no others are read, and what lies behind the matrix is zero. width and first: multiples of a vector's
+// elements, too.
+template <class To, class E>
+void sum_parts(Stream& s, To* to, const E* mine, int64_t first, UsedRows rows, const Peers& peers, int64_t n,
+               bool accumulate, PowerSum sum = {});
 struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   AdamW() = default;
   AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, int64_t step);  // step counts from 1
