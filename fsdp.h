@@ -138,8 +138,9 @@ class Fsdp {
   G* gradient(int u);  // (padded of with_gradient); holds what the last unit left there, but for zeros in the padding
   void reduce(int u) { reduce(u, {}); }
   // The same of a gradient that is a matrix with few rows that are not zero; what lies in the others counts as zero.
-  // used: in the arena, and there until the step's end.
-  void reduce(int u, const ops::UsedRows& used);
+  // used: in the arena, and there until the step's end. sums: parts of the gradient that are still to be made, on the
+  // reduce stream; then it records `summed`.
+  void reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<G>& sums = {}, Event* summed = nullptr);
 
   // Global gradient norm, clip, AdamW, which changes nothing if that norm is not finite. With update_in_backward it has
   // run by then, and nothing is left to hold back. Mean-gradient scaling is the caller's: gradients arrive as sums over
@@ -179,6 +180,7 @@ class Fsdp {
   void* first_moment(int u) const { return state_[size_t(u)].m; }
   void* second_moment(int u) const { return state_[size_t(u)].v; }
   Dtype moment_dtype() const { return options_.moment_dtype; }
+  int gradient_slots() const { return int(rotating_); }  // that sharded units take turns over
   int64_t parameters() const;
   int64_t pinned_bytes() const;  // of the host's memory, beside the plan: what the channels stage through on a GPU
   IssueLog& issued() { return issued_; }       // what is issued, from its begin() on

@@ -20,7 +20,7 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       loss_sum_(dev.mem.keep<A>(1, "loss", Purpose::workspace)),
       last_of_backward_(last_of_backward(config)),
       watch_(dev, config.modules()),
-      schedule_(c_, fsdp, dev.mem),
+      schedule_(dev, c_, fsdp),
       blocks_(dev, c_, M_, schedule_, watch_),
       attention_(blocks_, batch_.targets),
       pieces_(pieces_of(config, batch, int64_t(sizeof(T)))),
@@ -231,9 +231,12 @@ Buffer<T> Model<T, G>::head(Pass pass, Buffer<T> x, double scale, bool first, A*
     schedule_.release(t);
     return Buffer<T>();
   }
-  Buffer<A> partials = mem.take<A>(ops::norm_backward_partials(M, C), "partial sums");
+  const auto late = blocks_.late_norm(head_norm_, head_norm_bias_, M);
+  Buffer<A> partials;
+  if (!late.pieces) partials = mem.take<A>(ops::norm_backward_partials(blocks_.norm, M, C), "partial sums");
   ops::norm_backward<T, G>(s, blocks_.norm, n, schedule_.grad(head_norm_), schedule_.grad_if_any(head_norm_bias_), n,
-                           nullptr, x, stats, schedule_.weight(head_norm_), partials, M, C);
+                           nullptr, x, stats, schedule_.weight(head_norm_), late.pieces ? late.pieces : partials.get(),
+                           M, C, /*accumulate=*/false, late.sums);
   schedule_.release(t);
   schedule_.reduce(t);
   return n;

@@ -256,12 +256,11 @@ Kernel nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* db
   const int64_t M = a.B * a.compressed(), C = a.block * a.D;
   const BlocksBackward<T> f{dx, dblocks, Blocks(a), M};
   const Kernel of_dx = rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dblocks));
-  const bool vectors = C % N == 0 && aligned(dblocks);
   const int runs = int(nsa_blocks_partials(a) / (a.HKV * C));
-  const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs, unsigned(a.HKV)), threads(warp, 8);
-  if (vectors) launch(stream, column_sums_kernel<T, N>, {blocks, threads}, partials, dblocks, M, C, C);
-  else launch(stream, column_sums_kernel<T, 1>, {blocks, threads}, partials, dblocks, M, C, C);
-  reduce_columns<G>(stream, dposition, nullptr, partials, runs, a.HKV * C);
+  column_sums(stream, partials, dblocks, runs, a.HKV, M, C, C);
+  ops::ColumnSums<G> sums;
+  sums.add(dposition, partials, runs, a.HKV * C);
+  sum_columns(stream, sums);
   return of_dx;
 }
 

@@ -135,11 +135,21 @@ void matmul_wgrad(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t 
 }
 
 template <class T, class G>
-void bias_grad(G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate = false) {
+void bias_grad(G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate = false,
+               const ops::ColumnSums<G>* later = nullptr) {
   std::fill(partials, partials + N, acc_t<T>(0));
   for (int64_t m = 0; m < M; ++m)
     for (int64_t n = 0; n < N; ++n) partials[n] += acc_t<T>(dy[m * ld + n]);
-  for (int64_t n = 0; n < N; ++n) db[n] = G(accumulate ? acc_t<T>(db[n]) + partials[n] : partials[n]);
+  for (int64_t n = 0; !later && n < N; ++n) db[n] = G(accumulate ? acc_t<T>(db[n]) + partials[n] : partials[n]);
+}
+template <class G>
+void sum_columns(const ops::ColumnSums<G>& sums) {
+  for (int i = 0; i < sums.n; ++i)
+    for (int64_t c = 0; c < sums.of[i].C; ++c) {
+      acc_t<G> total = 0;
+      for (int p = 0; p < sums.of[i].count; ++p) total += sums.of[i].pieces[p * sums.of[i].C + c];
+      sums.of[i].out[c] = G(total);
+    }
 }
 
 template <class T>
@@ -211,23 +221,27 @@ void norm_forward(Norm kind, T* y, T* sum, acc_t<T>* stats, const T* x, const T*
 // because the forward takes the mean off, so the RMS norm lacks it.
 template <class T, class G>
 void norm_backward(Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x, const acc_t<T>* stats,
-                   const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate = false) {
+                   const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate = false,
+                   const ops::ColumnSums<G>* later = nullptr) {
   using A = acc_t<T>;
+  const bool layer = kind == Norm::layer;
   A *sum_gamma = partials, *sum_beta = partials + C;
-  std::fill(partials, partials + 2 * C, A(0));
+  std::fill(partials, partials + (layer ? 2 : 1) * C, A(0));
   for (int64_t m = 0; m < M; ++m) {
     const T *xr = x + m * C, *gr = dy + m * C;
     const A mean = stats[2 * m], inv_std = stats[2 * m + 1];
     const auto xhat = [=](int64_t c) { return (A(xr[c]) - mean) * inv_std; };
     const auto g = [=](int64_t c) { return A(gr[c]) * A(gamma[c]); };
-    for (int64_t c = 0; c < C; ++c) sum_gamma[c] += A(gr[c]) * xhat(c), sum_beta[c] += A(gr[c]);
-    const A mean_g = kind == Norm::layer ? sum_of<A>(C, g) / A(C) : A(0);
+    for (int64_t c = 0; c < C; ++c) sum_gamma[c] += A(gr[c]) * xhat(c);
+    for (int64_t c = 0; layer && c < C; ++c) sum_beta[c] += A(gr[c]);
+    const A mean_g = layer ? sum_of<A>(C, g) / A(C) : A(0);
     const A mean_gx = sum_of<A>(C, [=](int64_t c) { return g(c) * xhat(c); }) / A(C);
     for (int64_t c = 0; c < C; ++c) {
       const A through = inv_std * (g(c) - mean_g - xhat(c) * mean_gx);
       dx[m * C + c] = T(through + (dres ? A(dres[m * C + c]) : A(0)));
     }
   }
+  if (later) return;
   for (int64_t c = 0; c < C; ++c) dgamma[c] = G(accumulate ? A(dgamma[c]) + sum_gamma[c] : sum_gamma[c]);
   for (int64_t c = 0; dbeta && c < C; ++c) dbeta[c] = G(accumulate ? A(dbeta[c]) + sum_beta[c] : sum_beta[c]);
 }
@@ -256,6 +270,11 @@ void gelu_backward(T* dg_g, T* h_dh, int64_t n) {
     const auto at = gelu(acc_t<T>(h_dh[i]));
     h_dh[i] = T(acc_t<T>(dg_g[i]) * at.slope), dg_g[i] = T(at.value);
   }
+}
+template <class T, class G>
+void gelu_backward(T* dg_g, T* h_dh, int64_t M, int64_t F, G* db, acc_t<T>* partials, const ops::ColumnSums<G>* later) {
+  gelu_backward(dg_g, h_dh, M * F);
+  bias_grad(db, h_dh, partials, M, F, F, /*accumulate=*/false, later);
 }
 template <class T>
 void matmul_gelu(T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K) {

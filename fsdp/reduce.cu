@@ -69,7 +69,7 @@ bool Fsdp<T, G>::takes_rows(int u, const ops::UsedRows& used) const {
 }
 
 template <class T, class G>
-void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used) {
+void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<G>& sums, Event* summed) {
   ASSERT(!used.start || takes_rows(u, used));
   GradientSlot& s = gradient_slot_of(u);
   const Unit& unit = units_[size_t(u)];
@@ -88,12 +88,14 @@ void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used) {
   float* shard = state.gradient.get() ? state.gradient.get() : s.fp32_shard;
   const GradientShard to = {shard, state.bf16_gradient.get(), !first_shard};
 
-  // A frozen parameter that is joined with a trained one has a gradient that must not count in the norm.
-  for (const Param& p : unit.params)
-    if (p.frozen && p.has_gradient) dev_.compute().zero(s.p + p.offset, p.numel * int64_t(sizeof(G)));
   dev_.compute().record(s.written);
   Stream& stream = reduce_channel_.stream();
   stream.wait(s.written);
+  ops::sum_columns(stream, sums);
+  if (summed) stream.record(*summed);
+  // A frozen parameter that is joined with a trained one has a gradient that must not count in the norm.
+  for (const Param& p : unit.params)
+    if (p.frozen && p.has_gradient) stream.zero(s.p + p.offset, p.numel * int64_t(sizeof(G)));
   // The padding, which nobody writes: here, where no kernel of the step waits for it.
   if (unit.reductions == 1) stream.zero(s.p + flat.numel, (flat.padded - flat.numel) * int64_t(sizeof(G)));
   const NamedWork named(dev_, stream, Span::reduce,
@@ -190,7 +192,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, c
   template void Fsdp<T, G>::await_reduction(GradientSlot&);              \
   template G* Fsdp<T, G>::gradient(int);                                 \
   template bool Fsdp<T, G>::takes_rows(int, const ops::UsedRows&) const; \
-  template void Fsdp<T, G>::reduce(int, const ops::UsedRows&);
+  template void Fsdp<T, G>::reduce(int, const ops::UsedRows&, const ops::ColumnSums<G>&, Event*);
 FOR(float, float)
 FOR(bf16, bf16)
 FOR(bf16, float)

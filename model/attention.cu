@@ -286,8 +286,8 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   dqkv.reset();
   dev_.mark("norms, backward");
   blocks_.norm_backward(dx, schedule_.grad(at.norm1), schedule_.grad_if_any(at.norm1_bias), n, v->x, v->stats1,
-                        schedule_.weight(at.norm1), M,
-                        /*accumulate=*/false);
+                        schedule_.weight(at.norm1), M, /*accumulate=*/false,
+                        blocks_.late_norm(at.norm1, at.norm1_bias, M));
   schedule_.release(t);
   schedule_.reduce(t);
 }

@@ -32,6 +32,11 @@ Blocks<T, G>::Blocks(Device& dev, const ModelConfig& c, int64_t M, Schedule<T, G
     for (ParamRef* p : {&of.qkv, &of.o, &of.up, &of.down}) p->amax = matrices++;
   }
   if (c.fp8) weight_amaxes_ = dev.mem.keep<float>(matrices, "largest numbers of weights", Purpose::workspace);
+  int64_t late = 0;
+  if (c.attends()) late += 2 * ops::norm_backward_partials(norm, M, c.dim);
+  if (params[0].down_bias.exists()) late += ops::bias_grad_partials(M, c.dim);
+  if (params[0].up_bias.exists()) late += ops::bias_grad_partials(M, c.hidden);
+  schedule.keep_late_sums(late);
 }
 
 template <class T, class G>

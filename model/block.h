@@ -63,15 +63,34 @@ struct Blocks {
     if (!largest) return {};
     return {largest.get() + i, rows};
   }
+  // db, of a bias (N), from the gradient dy (rows, N) of what it was added to.
+  template <class E>
+  void bias_grad(E* db, const T* dy, int64_t rows, int64_t N, bool accumulate,
+                 typename Schedule<T, E>::LateSums late = {}) {
+    Buffer<A> partials;
+    if (!late.pieces) partials = dev.mem.take<A>(ops::bias_grad_partials(rows, N), "partial sums");
+    ops::bias_grad<T, E>(dev.compute(), db, dy, late.pieces ? late.pieces : partials.get(), rows, N, N, accumulate,
+                         late.sums);
+  }
+  // Where the gradients of a norm and of a bias (N) may leave pieces, if `rows` are all there are.
+  typename Schedule<T, G>::LateSums late_norm(const ParamRef& gamma, const ParamRef& beta, int64_t rows) {
+    if (rows < M) return {};
+    return schedule.late_sums({gamma, beta}, ops::norm_backward_partials(norm, M, c.dim));
+  }
+  typename Schedule<T, G>::LateSums late_bias(const ParamRef& p, int64_t rows, int64_t N) {
+    if (rows < M || !p.exists()) return {};
+    return schedule.late_sums({p}, ops::bias_grad_partials(M, N));
+  }
   // dn (rows, C), the gradient of a norm's output, through the norm to its input's, which is added to dx: what is there
   // came down the residual stream, past the norm. dn is free afterwards. Not fused, the sum is a kernel of its own.
   template <class E>
   void norm_backward(T* dx, E* dgamma, E* dbeta, T* dn, const T* x, const A* stats, const T* gamma, int64_t rows,
-                     bool accumulate) {
+                     bool accumulate, typename Schedule<T, E>::LateSums late = {}) {
     Stream& s = dev.compute();
-    Buffer<A> partials = dev.mem.take<A>(ops::norm_backward_partials(rows, c.dim), "partial sums");
+    Buffer<A> partials;
+    if (!late.pieces) partials = dev.mem.take<A>(ops::norm_backward_partials(norm, rows, c.dim), "partial sums");
     ops::norm_backward<T, E>(s, norm, dev.fuse ? dx : dn, dgamma, dbeta, dn, dev.fuse ? dx : nullptr, x, stats, gamma,
-                             partials, rows, c.dim, accumulate);
+                             late.pieces ? late.pieces : partials.get(), rows, c.dim, accumulate, late.sums);
     if (!dev.fuse) ops::add<T>(s, dx, dx, dn, rows * c.dim);
   }
 

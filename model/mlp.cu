@@ -152,10 +152,9 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   };
   dev_.mark("MLP, backward");
   if (!c_.keeps_mlp()) schedule_.remark(t.uses, "recompute MLP");
-  if (at.down_bias.exists()) {
-    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(M_, C), "partial sums");
-    ops::bias_grad<T, G>(s, schedule_.grad(at.down_bias), dx, partials, M_, C, C);
-  }
+  if (at.down_bias.exists())
+    blocks_.bias_grad(schedule_.grad(at.down_bias), dx, M_, C, /*accumulate=*/false,
+                      blocks_.late_bias(at.down_bias, M_, C));
   all.down8 = blocks_.cast_weight(at.down, C, F, Sides::columns);
   // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
   // each other, and their sums need not live together. In fp8 the gradient has a place of its own.
@@ -165,7 +164,7 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     Buffer<T> recomputed;
     if (!v->h) recomputed = v->h8 ? restore_hidden(*v, i, rows) : recompute_hidden(block, v, i, rows);
     T* h = v->h ? v->h + i * UP : recomputed.get();
-    Fp8Copy dh8 = activation_backward(block, dx + i * C, h, i, rows, all);
+    Fp8Copy dh8 = activation_backward(block, dx + i * C, h, i, rows, &all);
     if (apart) continue;
     if (i == 0) take_up();
     up_backward(block, v, dx + i * C, h, std::move(dh8), i, rows, all);
@@ -186,27 +185,29 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
 }
 
 // Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
-// becomes its own gradient, or that is returned in fp8. Adds to W2's.
+// becomes its own gradient, or that is returned in fp8. Adds to W2's. Where it can, sums up W1's bias beside it.
 template <class T, class G>
-Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows,
-                                            const Sums& all) {
+Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, Sums* all) {
   Stream& s = dev_.compute();
   const BlockParams& at = blocks_.params[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden;
   dev_.mark("MLP, backward");
   Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
   const Fp8Copy dx8 = linear_.cast_gradient(dx, rows, C);
-  linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all.down8, rows, C, F, false);
+  linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all->down8, rows, C, F, false);
   if (casts_activation(at)) {
     auto of = linear_.cast_activation_backward(activation(), g, h, rows, F);
     g.reset();
-    if (all.down) linear_.wgrad(all.down.get(), dx8, of.g, rows, C, F, i > 0);
+    if (all->down) linear_.wgrad(all->down.get(), dx8, of.g, rows, C, F, i > 0);
     else if (!at.down.frozen) linear_.wgrad(schedule_.grad(at.down), dx8, of.g, rows, C, F, i > 0);
     return std::move(of.dh);
   }
   if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
-  else ops::gelu_backward<T>(s, g, h, rows * F);
-  if (all.down) linear_.wgrad(all.down.get(), dx, dx8, g, rows, C, F, i > 0);
+  else if (const auto late = blocks_.late_bias(at.up_bias, rows, F); late.pieces) {
+    ops::gelu_backward<T, G>(s, g, h, rows, F, schedule_.grad(at.up_bias), late.pieces, late.sums);
+    all->up_bias_summed = true;
+  } else ops::gelu_backward<T>(s, g, h, rows * F);
+  if (all->down) linear_.wgrad(all->down.get(), dx, dx8, g, rows, C, F, i > 0);
   else blocks_.wgrad(at.down, dx, dx8, g, rows, C, F, i > 0);
   return Fp8Copy();
 }
@@ -233,10 +234,9 @@ void BlockMlp<T, G>::up_backward(int64_t block, Saved<T>* v, T* dx, const T* dh,
   const auto of_in = blocks_.maxima(v->largest2, i, rows);
   if (all.up) linear_.wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more, of_in);
   else blocks_.wgrad(at.up, dh, dh8, in, rows, UP, C, more, of_in);
-  if (at.up_bias.exists()) {
-    Buffer<A> partials = mem.take<A>(ops::bias_grad_partials(rows, F), "partial sums");
-    if (all.up_bias) ops::bias_grad<T, A>(s, all.up_bias, dh, partials, rows, F, F, more);
-    else ops::bias_grad<T, G>(s, schedule_.grad(at.up_bias), dh, partials, rows, F, F, more);
+  if (at.up_bias.exists() && !all.up_bias_summed) {
+    if (all.up_bias) blocks_.bias_grad(all.up_bias.get(), dh, rows, F, more);
+    else blocks_.bias_grad(schedule_.grad(at.up_bias), dh, rows, F, more, blocks_.late_bias(at.up_bias, rows, F));
   }
   // What came down the residual stream, past the MLP, stands in dx: the product adds to it, or a kernel of its own.
   if (!normed && !dev_.fuse) n = mem.take<T>(rows * C, "gradient of the MLP's input");
@@ -244,12 +244,13 @@ void BlockMlp<T, G>::up_backward(int64_t block, Saved<T>* v, T* dx, const T* dh,
   linear_.dgrad(dn, dh, dh8, blocks_.weight(at.up), all.up8, rows, UP, C, dn == dx);
   if (!normed) return n ? ops::add<T>(s, dx, dx, n, rows * C) : void();
   dev_.mark("norms, backward");
-  auto through_norm = [&](auto* dgamma, auto* dbeta) {
+  auto through_norm = [&](auto* dgamma, auto* dbeta, auto late) {
     blocks_.norm_backward(dx, dgamma, dbeta, n, v->x2 + i * C, v->stats2 + 2 * i, schedule_.weight(at.norm2), rows,
-                          more);
+                          more, late);
   };
-  if (all.norm) through_norm(all.norm.get(), all.norm_bias.get());
-  else through_norm(schedule_.grad(at.norm2), schedule_.grad_if_any(at.norm2_bias));
+  if (all.norm) return through_norm(all.norm.get(), all.norm_bias.get(), typename Schedule<T, A>::LateSums());
+  through_norm(schedule_.grad(at.norm2), schedule_.grad_if_any(at.norm2_bias),
+               blocks_.late_norm(at.norm2, at.norm2_bias, rows));
 }
 
 // The norm of rows [i, i + rows) of the block's middle, from the statistics that the forward pass has left.

@@ -26,12 +26,13 @@ class BlockMlp {
   struct Sums {  // of a backward pass: what its pieces of rows share
     // fp32, over pieces; empty: the gradient is made in one piece, or not wanted.
     Buffer<A> up, down, up_bias, norm, norm_bias;
-    Fp8Copy up8, down8;  // the weights' columns
+    Fp8Copy up8, down8;           // the weights' columns
+    bool up_bias_summed = false;  // in pieces, beside the activation's backward
   };
 
   Buffer<T> middle(int64_t block, Saved<T>* v);
   Buffer<T> forward(int64_t block, Saved<T>* v, Buffer<T> n, bool keep);
-  Fp8Copy activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, const Sums& all);
+  Fp8Copy activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, Sums* all);
   void up_backward(int64_t block, Saved<T>* v, T* dx, const T* dh, Fp8Copy dh8, int64_t i, int64_t rows,
                    const Sums& all);
   Buffer<T> input(int64_t block, Saved<T>* v, int64_t i, int64_t rows, const char* name);

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 template <class T, class G>
-Schedule<T, G>::Schedule(const ModelConfig& c, Fsdp<T, G>& fsdp, Memory& mem) : c_(c), fsdp_(fsdp) {
+Schedule<T, G>::Schedule(Device& dev, const ModelConfig& c, Fsdp<T, G>& fsdp) : dev_(dev), c_(c), fsdp_(fsdp) {
   const std::vector<Unit>& units = fsdp.units();
   weights_.resize(units.size()), grads_.resize(units.size());
   // What a step needs of a parameter is its unit and its offset; nobody looks for a name in a step.
@@ -15,7 +15,7 @@ Schedule<T, G>::Schedule(const ModelConfig& c, Fsdp<T, G>& fsdp, Memory& mem) : 
       if (!p.has_gradient && (p.shape.size() == 1 || of_phi(p))) discarded = std::max(discarded, p.numel);
     }
   }
-  if (discarded > 0) discarded_ = mem.keep<G>(discarded, "gradients of what is frozen", Purpose::workspace);
+  if (discarded > 0) discarded_ = dev.mem.keep<G>(discarded, "gradients of what is frozen", Purpose::workspace);
   unit_of_ = make_table(c_).unit_of;
   training_ = training_turns(c_, unit_of_), evaluation_ = evaluation_turns(c_, unit_of_);
 }
@@ -42,6 +42,34 @@ G* Schedule<T, G>::grad(const ParamRef& p) const {
   if (p.frozen) return discarded_;
   ASSERT(p.exists() && grads_[size_t(p.unit)]);
   return grads_[size_t(p.unit)] + p.offset;
+}
+
+// As many areas as slots for gradients, so that a unit finds its area read where it finds its slot so.
+template <class T, class G>
+void Schedule<T, G>::keep_late_sums(int64_t numbers) {
+  constexpr int64_t most = int64_t(6) << 20;  // bytes; where rows are wider, steps are long and sums are not noticed
+  if (numbers * int64_t(sizeof(acc_t<T>)) > most) return;
+  area_numbers_ = numbers;
+  for (int i = 0; i < fsdp_.gradient_slots(); i++)
+    areas_.emplace_back(dev_, dev_.mem.template keep<acc_t<T>>(numbers, "pieces of sums", Purpose::workspace));
+}
+
+template <class T, class G>
+typename Schedule<T, G>::LateSums Schedule<T, G>::late_sums(std::initializer_list<ParamRef> of, int64_t numbers) {
+  constexpr int64_t vector = 4;  // pieces are written in vectors
+  const int u = of.begin()->unit;
+  int n = 0;
+  for (const ParamRef& p : of) {
+    if (!p.exists()) continue;
+    n++;
+    if (p.frozen || p.unit != u || u == replicated_) return {};
+  }
+  ASSERT(sums_of_ < 0 || sums_of_ == u);
+  if (areas_.empty() || used_ + numbers > area_numbers_ || sums_.n + n > sums_.most) return {};
+  sums_of_ = u;
+  acc_t<T>* const pieces = areas_[area_].p + used_;
+  used_ += (numbers + vector - 1) / vector * vector;
+  return {pieces, &sums_};
 }
 
 // Replicated parameters are used by every module, so their unit is in use all the time.
@@ -129,7 +157,9 @@ void Schedule<T, G>::release(const Turn& t) {
 // Waits for a gradient slot, which is why it stands in front of the first write and not earlier.
 template <class T, class G>
 void Schedule<T, G>::gradient(const Turn& t) {
-  if (t.begins_gradient && trained(t.writes)) grads_[size_t(t.writes)] = fsdp_.gradient(t.writes);
+  if (!t.begins_gradient || !trained(t.writes)) return;
+  grads_[size_t(t.writes)] = fsdp_.gradient(t.writes);
+  if (!areas_.empty()) fsdp_.exposed().wait(ExposedTime::reductions, areas_[area_].summed);
 }
 
 template <class T, class G>
@@ -142,7 +172,11 @@ template <class T, class G>
 void Schedule<T, G>::reduce(const Turn& t, const ops::UsedRows& used) {
   if (!t.ends_gradient || !trained(t.writes)) return;
   grads_[size_t(t.writes)] = nullptr;
-  fsdp_.reduce(t.writes, used);
+  if (sums_of_ < 0) return fsdp_.reduce(t.writes, used);
+  ASSERT(sums_of_ == t.writes);
+  fsdp_.reduce(t.writes, used, sums_, &areas_[area_].summed);
+  area_ = (area_ + 1) % areas_.size();
+  sums_ = {}, sums_of_ = -1, used_ = 0;
 }
 
 // Behind a micro-batch's last unit comes the first of the next micro-batch. Behind the step's last nobody: AdamW has

@@ -10,6 +10,8 @@
 // A turn out of order, and a parameter of a unit that is not in use, are internal errors.
 #pragma once
 
+#include <deque>
+#include <initializer_list>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -29,8 +31,8 @@ struct ParamRef {
 template <class T, class G>
 class Schedule {
  public:
-  // Takes memory for gradients that nobody wants. Keeps references to both.
-  Schedule(const ModelConfig& c, Fsdp<T, G>& fsdp, Memory& mem);
+  // Takes memory for gradients that nobody wants. Keeps references to all.
+  Schedule(Device& dev, const ModelConfig& c, Fsdp<T, G>& fsdp);
   ParamRef find(const std::string& name) const;
 
   // A micro-batch goes through one list of turns. last: of the step.
@@ -57,6 +59,17 @@ class Schedule {
   const T* weight_if_any(const ParamRef& p) const { return p.exists() ? weight(p) : nullptr; }
   const uint8_t* codes(const ParamRef& p) { return fsdp_.codes(p.unit) + p.offset; }
   const float* unscale(const ParamRef& p) const { return fsdp_.unscale(p.unit, p.offset); }
+  // Gradients that are sums of columns, of norms and biases. Their operation leaves pieces, and the reduction of their
+  // unit begins with adding those up, on its own stream, so that no product waits for it.
+  struct LateSums {
+    acc_t<T>* pieces = nullptr;  // null: the operation adds them up itself
+    ops::ColumnSums<G>* sums = nullptr;
+  };
+  // Takes memory for as many pieces as a block leaves.
+  void keep_late_sums(int64_t numbers);
+  // Room for pieces of these gradients, of one unit that is being written. None where the unit is written in all of a
+  // micro-batch or has left as many as there is room for, or where somebody wants but a part of them.
+  LateSums late_sums(std::initializer_list<ParamRef> of, int64_t numbers);
   // Of a unit whose gradient is being written.
   G* grad(const ParamRef& p) const;
   G* grad_if_any(const ParamRef& p) const { return p.exists() ? grad(p) : nullptr; }
@@ -68,6 +81,7 @@ class Schedule {
   bool trained(int u) const { return fsdp_.units()[size_t(u)].trained(); }
   int unit_behind(const Turn& t) const;  // the one that is gathered next, in this micro-batch or the next; -1: none
 
+  Device& dev_;
   const ModelConfig& c_;
   Fsdp<T, G>& fsdp_;
   std::unordered_map<std::string, ParamRef> refs_;
@@ -79,5 +93,16 @@ class Schedule {
   bool last_ = true;                          // the step's last micro-batch
   std::vector<const T*> weights_;             // by unit, from its element in_fp8 on; null: not in use
   std::vector<G*> grads_;                     // by unit; null: not being written
+  // Areas for pieces take turns: while one is read, on the reduce stream, the next unit writes into another.
+  struct Area {
+    Area(Device& dev, acc_t<T>* p) : p(p), summed(dev) {}
+    acc_t<T>* p;
+    Event summed;
+  };
+  std::deque<Area> areas_;
+  size_t area_ = 0;
+  int64_t area_numbers_ = 0, used_ = 0;  // of this unit
+  ops::ColumnSums<G> sums_;
+  int sums_of_ = -1;        // the unit
   G* discarded_ = nullptr;  // where gradients go that come with others and are not wanted; never read for anything
 };

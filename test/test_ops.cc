@@ -138,7 +138,7 @@ TEST_CASE("norms: gradients", "[ops]") {
     Doubles x = normals<double>(M * C, 1), delta = normals<double>(M * C, 2), gamma = normals<double>(C, 3),
             beta = normals<double>(C, 4), dy = normals<double>(M * C, 5), dres = normals<double>(M * C, 6);
     Doubles y(M * C), sum(M * C), stats(2 * M), dx(M * C), dgamma(C), dbeta(C),
-        partials(ops::norm_backward_partials(M, C));
+        partials(ops::norm_backward_partials(kind, M, C));
     // The block's output is a function of y and of the residual stream: sum dy y + dres sum.
     const auto loss = [&] {
       cpu::norm_forward(kind, y.data(), sum.data(), stats.data(), x.data(), delta.data(), gamma.data(),
@@ -847,7 +847,7 @@ void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_pla
         auto *dy = a.in<T>(M * C), *x = a.in<T>(M * C), *gamma = a.in<T>(C),
              *dx = in_place ? a.inout<T>(M * C) : a.out<T>(M * C), *dres = with_delta ? a.in<T>(M * C) : nullptr;
         auto *dgamma = a.out<G>(C), *dbeta = layer ? a.out<G>(C) : nullptr;
-        auto *partials = a.work<float>(ops::norm_backward_partials(M, C)), *st = a.in(stats);
+        auto *partials = a.work<float>(ops::norm_backward_partials(kind, M, C)), *st = a.in(stats);
         const T* from = in_place && !with_delta ? dx : dy;  // dx may be dy or dres
         const T* res = in_place && with_delta ? dx : dres;
         ops::norm_backward<T, G>(a.s, kind, dx, dgamma, dbeta, from, res, x, st, gamma, partials, M, C);
@@ -855,6 +855,11 @@ void compare_norms(Norm kind, int64_t M, int64_t C, bool with_delta, bool in_pla
         auto* aside = a.out<T>(M * C);
         ops::norm_backward<T, G>(a.s, kind, aside, more, more_beta, a.in<T>(M * C), nullptr, x, st, gamma, partials, M,
                                  C, true);
+        auto *late = a.out<G>(C), *late_beta = layer ? a.out<G>(C) : nullptr;
+        ops::ColumnSums<G> later;
+        ops::norm_backward<T, G>(a.s, kind, aside, late, late_beta, dy, nullptr, x, st, gamma, partials, M, C, false,
+                                 &later);
+        ops::sum_columns(a.s, later);
       },
       2);
 }
@@ -894,6 +899,18 @@ void compare_activations() {
       ops::gelu_forward<T>(a.s, g + 1, h + 1, n);
     });
   }
+  for (int64_t M : {1, 5, 64, 333, 2048})
+    for (int64_t F : {1, 9, 256, 1000, 3072}) {
+      if (M * F > 1100000) continue;
+      INFO(name_of(dtype_of<T>) << " M " << M << " F " << F << ", with the gradient of a bias");
+      compare([&](Space& a) {
+        auto *h = a.inout<T>(M * F, 3), *dg = a.inout<T>(M * F), *db = a.out<T>(F);
+        auto* pieces = a.work<float>(ops::bias_grad_partials(M, F));
+        ops::ColumnSums<T> later;
+        ops::gelu_backward<T, T>(a.s, dg, h, M, F, db, pieces, &later);
+        ops::sum_columns(a.s, later);
+      });
+    }
   for (int64_t M : {1, 7, 129})
     for (int64_t F : {1, 8, 257, 768, 3072}) {
       INFO(name_of(dtype_of<T>) << " M " << M << " F " << F);
@@ -1230,9 +1247,12 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
         auto *y = a.out<T>(M * N), *y2 = a.out<T>(M * N), *y3 = a.inout<T>(M * N), *g = a.out<T>(M * N),
              *h = a.out<T>(M * N), *dx = a.out<T>(M * K), *dx2 = a.inout<T>(M * K), *x = a.in<T>(M * K),
              *w = a.in<T>(N * K, small), *bias = a.in<T>(N), *residual = a.in<T>(M * N), *dy = a.in<T>(M * N);
-        auto *dw = a.out<G>(N * K), *dw2 = a.inout<G>(N * K), *db = a.out<G>(N), *db2 = a.out<G>(N / 2);
+        auto *dw = a.out<G>(N * K), *dw2 = a.inout<G>(N * K), *db = a.out<G>(N), *db2 = a.out<G>(N / 2),
+             *db3 = a.out<G>(N), *db4 = a.out<G>(N / 2);
         auto* y4 = a.inout<T>(M * N);
-        auto* partials = a.work<float>(ops::bias_grad_partials(M, N));
+        auto *partials = a.work<float>(ops::bias_grad_partials(M, N)),
+             *pieces = a.work<float>(ops::bias_grad_partials(M, N)),
+             *more_pieces = a.work<float>(ops::bias_grad_partials(M, N));
         const T* none = nullptr;
         a.dev.fuse = fuse;
         const auto all = [&] {
@@ -1247,6 +1267,10 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
           ops::bias_grad<T, G>(a.s, db, dy, partials, M, N, N);
           ops::bias_grad<T, G>(a.s, db2, dy, partials, M, N / 2, N);
           ops::bias_grad<T, G>(a.s, db2, dy + N / 2, partials, M, N / 2, N, true);
+          ops::ColumnSums<G> later;
+          ops::bias_grad<T, G>(a.s, db3, dy, pieces, M, N, N, false, &later);
+          ops::bias_grad<T, G>(a.s, db4, dy, more_pieces, M, N / 2, N, false, &later);
+          ops::sum_columns(a.s, later);
           ops::add_bias<T>(a.s, y4, bias, M, N / 2, N);
           ops::add<T>(a.s, y4, y4, residual, M * N);
         };

@@ -83,6 +83,15 @@ void add(cudaStream_t stream, T* y, const T* a, const T* b, int64_t n) {
   each<width<T>>(stream, Add<T>{y, a, b}, n, aligned(y, a, b));
 }
 
+// x and the gradient d of gelu(x): gelu(x) and that of x.
+template <class T, int N>
+__device__ __forceinline__ void gelu_gradient(float (&x)[N], float (&d)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float2 v = gelu<T>(x[j]);
+    x[j] = v.x, d[j] *= v.y;
+  }
+}
 template <class T>
 struct GeluBackward {
   T *dg_g, *h_dh;  // (n)
@@ -90,11 +99,7 @@ struct GeluBackward {
   __device__ void at(int64_t i) const {
     float x[N], d[N];
     load(x, h_dh + i), load(d, dg_g + i);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const float2 v = gelu<T>(x[j]);
-      x[j] = v.x, d[j] *= v.y;
-    }
+    gelu_gradient<T>(x, d);
     store(dg_g + i, x), store(h_dh + i, d);
   }
 };

@@ -200,33 +200,33 @@ void norm_apply(cudaStream_t stream, ops::Norm, T* y, const float* stats, const 
   else launch(stream, norm_apply_kernel<T, 1>, g, y, s, x, gamma, beta, M, C);
 }
 
-// out0 (C) (blockIdx.y = 0) and out1 (C) (1; null: only out0): sums over P of partials (2,P,C), or (P,C), in a fixed
-// order. A block owns 32 columns; its 32 warps take the rows in turn.
+// Each of the sums, in a fixed order. A block owns 32 columns of sum blockIdx.y; its 32 warps take the pieces in turn.
 template <class G>
-__global__ void __launch_bounds__(1024)
-    reduce_columns_kernel(G* out0, G* out1, const float* partials, int P, int64_t C, bool accumulate) {
+__global__ void __launch_bounds__(1024) sum_columns_kernel(ops::ColumnSums<G> sums, bool accumulate) {
   begin_kernel();
-  __shared__ float sums[warp][warp + 1];
+  __shared__ float of_warps[warp][warp + 1];
+  const auto& of = sums.of[blockIdx.y];
   const int64_t c = int64_t(blockIdx.x) * warp + threadIdx.x;
-  const float* from = partials + int64_t(blockIdx.y) * P * C + c;
+  if (c - threadIdx.x >= of.C) return;
   float total = 0;
-  if (c < C)
+  if (c < of.C)
 #pragma unroll 4
-    for (int p = threadIdx.y; p < P; p += warp) total += from[int64_t(p) * C];
-  sums[threadIdx.y][threadIdx.x] = total;
+    for (int p = threadIdx.y; p < of.count; p += warp) total += of.pieces[int64_t(p) * of.C + c];
+  of_warps[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
-  if (threadIdx.y != 0 || c >= C) return;
+  if (threadIdx.y != 0 || c >= of.C) return;
   total = 0;
 #pragma unroll
-  for (int y = 0; y < warp; ++y) total += sums[y][threadIdx.x];
-  G* out = (blockIdx.y ? out1 : out0) + c;
-  *out = G(accumulate ? float(*out) + total : total);
+  for (int y = 0; y < warp; ++y) total += of_warps[y][threadIdx.x];
+  of.out[c] = G(accumulate ? float(of.out[c]) + total : total);
 }
 template <class G>
-void reduce_columns(cudaStream_t stream, G* out0, G* out1, const float* partials, int P, int64_t C,
-                    bool accumulate = false) {
-  const dim3 blocks(unsigned(ceil_div(C, warp)), out1 ? 2 : 1);
-  launch(stream, reduce_columns_kernel<G>, {blocks, dim3(warp, warp)}, out0, out1, partials, P, C, accumulate);
+void sum_columns(cudaStream_t stream, const ops::ColumnSums<G>& sums, bool accumulate = false) {
+  int64_t most = 0;
+  for (int i = 0; i < sums.n; ++i) most = std::max(most, sums.of[i].C);
+  if (sums.n > 0)
+    launch(stream, sum_columns_kernel<G>, {dim3(unsigned(ceil_div(most, warp)), unsigned(sums.n)), dim3(warp, warp)},
+           sums, accumulate);
 }
 
 // A block's row of partial sums (C) from its threads' sums: rows of the block are added up in order by its first row's
@@ -259,7 +259,8 @@ __device__ __forceinline__ void write_partials(float* out, float (&sums)[each][N
   }
 }
 
-// dx, dy, dres, x (M,C), stats (M), gamma (C), partials (2,gridDim.x,C): of dgamma, dbeta; dres may be null.
+// dx, dy, dres, x (M,C), stats (M), gamma (C), partials (2,gridDim.x,C): of dgamma and, of a LayerNorm, dbeta; dres may
+// be null.
 // A block owns the rows blockIdx.x * blockDim.y + threadIdx.y, + gridDim.x * blockDim.y, ...; a thread owns `each`
 // vectors of channels, and their sums for dgamma and dbeta stay in its registers. x, dy, dres are read once (the next
 // row's x and dy while this row is worked on), dx is written once; at the end the block writes one row of partial sums.
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(512)
     }
   }
   write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
-  write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
+  if (layer) write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }
 
 // The same, with the same arguments, where the sums leave no registers for rows: in blocks of more than 512 threads,
@@ -400,7 +401,7 @@ __global__ void __launch_bounds__(threads)
     }
   }
   write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
-  write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
+  if (layer) write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }
 
 // The same arguments. Rows of any length: a block owns rows as above, one at a time, and its row of partial sums in
@@ -412,7 +413,10 @@ __global__ void __launch_bounds__(512)
   begin_kernel();
   __shared__ RowSums<float> shared[2];
   float *sum_gamma = partials + int64_t(blockIdx.x) * C, *sum_beta = sum_gamma + int64_t(gridDim.x) * C;
-  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) sum_gamma[c] = sum_beta[c] = 0;
+  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+    sum_gamma[c] = 0;
+    if (layer) sum_beta[c] = 0;
+  }
   int turn = 0;
   for (int64_t m = blockIdx.x; m < M; m += gridDim.x, turn ^= 1) {
     const float2 s = stats[m];
@@ -420,7 +424,8 @@ __global__ void __launch_bounds__(512)
     float sum_g = 0, sum_gx = 0;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
       const float g = float(dy[row + c]), w = float(gamma[c]), xhat = (float(x[row + c]) - s.x) * s.y;
-      sum_gamma[c] += g * xhat, sum_beta[c] += g;
+      sum_gamma[c] += g * xhat;
+      if (layer) sum_beta[c] += g;
       sum_g += g * w, sum_gx += g * w * xhat;
     }
     row_sums(sum_g, sum_gx, shared[turn]);
@@ -435,18 +440,18 @@ __global__ void __launch_bounds__(512)
 template <class T, class G>
 void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres,
                    const T* x, const float* stats, const T* gamma, float* partials, int64_t M, int64_t C,
-                   bool accumulate) {
+                   bool accumulate, ops::ColumnSums<G>* later) {
   constexpr int N = width<T>, most = 16 / N;
   const bool layer = kind == ops::Norm::layer;
   const float2* s = reinterpret_cast<const float2*>(stats);
   const bool vectors = C % N == 0 && aligned(dx, dy, dres, x, gamma, partials);
   const NormShape shape = norm_shape(C / N, most);
+  const int64_t most_blocks = ops::norm_backward_partials(kind, M, C) / ((layer ? 2 : 1) * C);  // each leaves sums
   const dim3 t = shape.threads;
   const bool any = !vectors || shape.each == 0;
-  const int64_t most_blocks = ops::norm_backward_partials(M, C) / (2 * C);  // each leaves partial sums
   const int blocks = int(std::min(most_blocks, any ? M : ceil_div(M, t.y)));
   if (M == 0) {
-    // Sums over no rows: reduce_columns of no partial sums writes zeros.
+    // Sums over no rows: sum_columns of no pieces writes zeros.
   } else if (any) {
     launch(stream, norm_backward_any_kernel<T>, {blocks, 512}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
@@ -459,7 +464,10 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
     else if (shape.each == 2) start(norm_backward_kernel<T, 2>);
     else if constexpr (most > 2) start(norm_backward_wide_kernel<T, most, 512>);
   }
-  reduce_columns(stream, dgamma, dbeta, partials, blocks, C, accumulate);
+  ops::ColumnSums<G> now, *sums = later ? later : &now;
+  sums->add(dgamma, partials, blocks, C);
+  if (dbeta) sums->add(dbeta, partials + blocks * C, blocks, C);
+  sum_columns(stream, now, accumulate);
 }
 
 }  // namespace gpu

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "lib/ops/kernels.cuh"
+#include "lib/ops/kernels_elementwise.cuh"
 #include "lib/ops/kernels_norm.cuh"
 #include "lib/ops/ops.h"
 
@@ -14,24 +15,31 @@ namespace gpu {
 
 // ----------------------------------------------------------------------------------------------------- column sums
 
-// partials (gridDim.y,gridDim.z,C): sums over a run (y) of the M rows of matrix z of x (gridDim.z,M,ld). A block owns
-// 32 vectors of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector.
-template <class T, int N>
-__global__ void __launch_bounds__(256)
-    column_sums_kernel(float* partials, const T* x, int64_t M, int64_t C, int64_t ld) {
+// partials (gridDim.y,gridDim.z,C): sums over a run (y) of the M rows of matrix z of gridDim.z. A block owns 32 vectors
+// of columns in one run of rows; its eight warps take the rows in turn, a lane owns one vector. rows.fetch(m, c) reads
+// what vector c of row m of all matrices is made of, which rows.take makes of it.
+template <int N, class Rows>
+__global__ void __launch_bounds__(256) column_sums_kernel(float* partials, Rows of, int64_t M, int64_t C) {
   begin_kernel();
-  __shared__ float sums[8][warp][N];
-  const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N;
+  constexpr int warps = 8, ahead = 4;
+  __shared__ float sums[warps][warp][N];
+  const int64_t c = (int64_t(blockIdx.x) * warp + threadIdx.x) * N, first = blockIdx.z * M;
   const int64_t rows = ceil_div(M, gridDim.y), begin = rows * blockIdx.y, end = begin + rows < M ? begin + rows : M;
-  x += blockIdx.z * M * ld + c;
   float total[N] = {};
   if (c < C)
-#pragma unroll 4
-    for (int64_t m = begin + threadIdx.y; m < end; m += 8) {
-      float v[N];
-      load(v, x + m * ld);
+    for (int64_t m = begin + threadIdx.y; m < end; m += ahead * warps) {
+      typename Rows::Read read[ahead];
 #pragma unroll
-      for (int j = 0; j < N; ++j) total[j] += v[j];
+      for (int k = 0; k < ahead; ++k)
+        if (m + k * warps < end) read[k] = of.fetch(first + m + k * warps, c);
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) {
+        if (m + k * warps >= end) break;
+        float v[N];
+        of.take(v, read[k], first + m + k * warps, c);
+#pragma unroll
+        for (int j = 0; j < N; ++j) total[j] += v[j];
+      }
     }
 #pragma unroll
   for (int j = 0; j < N; ++j) sums[threadIdx.y][threadIdx.x][j] = total[j];
@@ -40,22 +48,73 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int j = 0; j < N; ++j) {
 #pragma unroll
-    for (int y = 1; y < 8; ++y) total[j] += sums[y][threadIdx.x][j];
+    for (int y = 1; y < warps; ++y) total[j] += sums[y][threadIdx.x][j];
     partials[(int64_t(blockIdx.y) * gridDim.z + blockIdx.z) * C + c + j] = total[j];
   }
+}
+// of (matrices,M,C); partials (runs,matrices,C).
+template <int N, class Rows>
+void column_sums(cudaStream_t stream, float* partials, const Rows& of, int runs, int64_t matrices, int64_t M,
+                 int64_t C) {
+  const dim3 blocks(unsigned(ceil_div(C, warp * N)), unsigned(runs), unsigned(matrices));
+  launch(stream, column_sums_kernel<N, Rows>, {blocks, dim3(warp, 8)}, partials, of, M, C);
+}
+
+// Rows of ld numbers as they are.
+template <class T, int N>
+struct PlainRows {
+  const T* x;
+  int64_t ld;
+  using Read = Pack<T, N>;
+  __device__ Read fetch(int64_t m, int64_t c) const { return load<N>(x + m * ld + c); }
+  __device__ void take(float (&v)[N], const Read& read, int64_t, int64_t) const { widen(v, read); }
+};
+template <class T>
+void column_sums(cudaStream_t stream, float* partials, const T* x, int runs, int64_t matrices, int64_t M, int64_t C,
+                 int64_t ld) {
+  constexpr int N = width<T>;
+  if (C % N == 0 && ld % N == 0 && aligned(x))
+    column_sums<N>(stream, partials, PlainRows<T, N>{x, ld}, runs, matrices, M, C);
+  else column_sums<1>(stream, partials, PlainRows<T, 1>{x, ld}, runs, matrices, M, C);
 }
 
 // db (C), dy (M,ld), partials (bias_grad_partials(M,C)).
 template <class T, class G>
 void bias_grad(cudaStream_t stream, G* db, const T* dy, float* partials, int64_t M, int64_t C, int64_t ld,
-               bool accumulate) {
-  constexpr int N = width<T>;
-  const bool vectors = C % N == 0 && ld % N == 0 && aligned(dy);
+               bool accumulate, ops::ColumnSums<G>* later) {
   const int runs = int(ops::bias_grad_partials(M, C) / C);
-  const dim3 blocks(unsigned(ceil_div(C, vectors ? warp * N : warp)), runs), threads(warp, 8);
-  if (vectors) launch(stream, column_sums_kernel<T, N>, {blocks, threads}, partials, dy, M, C, ld);
-  else launch(stream, column_sums_kernel<T, 1>, {blocks, threads}, partials, dy, M, C, ld);
-  reduce_columns<G>(stream, db, nullptr, partials, runs, C, accumulate);
+  column_sums(stream, partials, dy, runs, 1, M, C, ld);
+  ops::ColumnSums<G> now;
+  (later ? later : &now)->add(db, partials, runs, C);
+  sum_columns(stream, now, accumulate);
+}
+
+// Rows of F of a hidden layer through GELU's backward, in place.
+template <class T, int N>
+struct GeluRows {
+  T *dg_g, *h_dh;
+  int64_t F;
+  struct Read {
+    Pack<T, N> dg, h;
+  };
+  __device__ Read fetch(int64_t m, int64_t f) const { return {load<N>(dg_g + m * F + f), load<N>(h_dh + m * F + f)}; }
+  __device__ void take(float (&dh)[N], const Read& read, int64_t m, int64_t f) const {
+    float x[N];
+    widen(x, read.h), widen(dh, read.dg);
+    gelu_gradient<T>(x, dh);
+    const Pack<T, N> rounded = narrow<T>(dh);
+    store(dg_g + m * F + f, x), store(h_dh + m * F + f, rounded);
+    widen(dh, rounded);
+  }
+};
+template <class T, class G>
+void gelu_backward(cudaStream_t stream, T* dg_g, T* h_dh, int64_t M, int64_t F, G* db, float* partials,
+                   ops::ColumnSums<G>* later) {
+  constexpr int N = width<T>;
+  const int runs = int(ops::bias_grad_partials(M, F) / F);
+  if (F % N == 0 && aligned(dg_g, h_dh)) column_sums<N>(stream, partials, GeluRows<T, N>{dg_g, h_dh, F}, runs, 1, M, F);
+  else column_sums<1>(stream, partials, GeluRows<T, 1>{dg_g, h_dh, F}, runs, 1, M, F);
+  later->add(db, partials, runs, F);
 }
 
 // ------------------------------------------------------------------------------------------ gradient of the embedding

@@ -29,7 +29,7 @@ namespace ops {
 // Hopper's kernels may use 64 MiB for split-K sums and scheduling.
 void keep_workspace(Device& dev) {
   if (dev.backend == Backend::cpu) return;
-  dev.blas_workspace_bytes = int64_t(64) << 20;
+  dev.blas_workspace_bytes = int64_t(60) << 20;
   dev.blas_workspace = dev.mem.keep<char>(dev.blas_workspace_bytes, "cuBLASLt workspace", Purpose::workspace);
 }
 

@@ -48,10 +48,12 @@ static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // for the same memory, and the order of a sum is the same on every GPU.
 // A column sum: about 1056 blocks of 256 columns (eight for each SM of an H200), each with 64 rows or more.
 int64_t bias_grad_partials(int64_t M, int64_t N) {
-  return std::max<int64_t>(1, std::min(ceil_div(M, 64), ceil_div(1056, ceil_div(N, 256)))) * N;
+  return std::max<int64_t>(1, std::min(ceil_div(M, 32), ceil_div(1056, ceil_div(N, 256)))) * N;
 }
-// 264 blocks (two for each SM of an H200) with sums for dgamma and dbeta.
-int64_t norm_backward_partials(int64_t M, int64_t C) { return 2 * std::max<int64_t>(1, std::min<int64_t>(264, M)) * C; }
+// 264 blocks (two for each SM of an H200) with sums for dgamma and, of a LayerNorm, dbeta.
+int64_t norm_backward_partials(Norm kind, int64_t M, int64_t C) {
+  return (kind == Norm::layer ? 2 : 1) * std::max<int64_t>(1, std::min<int64_t>(264, M)) * C;
+}
 int64_t sum_partials() { return 1024; }
 
 // Rows with n > chunk occurrences own ceil(n / chunk) <= 2n / (chunk + 1) slots.
@@ -81,8 +83,17 @@ void build_token_index(int32_t* out, const int32_t* tokens, int64_t M, int64_t V
 // --------------------------------------------------------------------------------------------------------- operations
 
 template <class T, class G>
-void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate) {
-  RUN(is_double<T>, moves<T>(M * N, 2), bias_grad, db, dy, partials, M, N, ld, accumulate);
+void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld, bool accumulate,
+               ColumnSums<G>* later) {
+  ASSERT(!later || !accumulate);
+  if (later && (s.off() || !s.on_gpu())) later->add(db, partials, 1, N);
+  RUN(is_double<T>, moves<T>(M * N, later ? 1 : 2), bias_grad, db, dy, partials, M, N, ld, accumulate, later);
+}
+template <class G>
+void sum_columns(Stream& s, const ColumnSums<G>& sums) {
+  int64_t n = 0;
+  for (int i = 0; i < sums.n; i++) n += sums.of[i].count * sums.of[i].C;
+  if (sums.n > 0) RUN(is_double<G>, moves<acc_t<G>>(n), sum_columns, sums);
 }
 
 template <class T>
@@ -112,9 +123,15 @@ void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, c
 }
 template <class T, class G>
 void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
-                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate) {
-  RUN(is_double<T>, moves<T>((dres ? 4 : 3) * M * C, 2), norm_backward, kind, dx, dgamma, dbeta, dy, dres, x, stats,
-      gamma, partials, M, C, accumulate);
+                   const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C, bool accumulate,
+                   ColumnSums<G>* later) {
+  ASSERT(!later || !accumulate);
+  if (later && (s.off() || !s.on_gpu())) {
+    later->add(dgamma, partials, 1, C);
+    if (dbeta) later->add(dbeta, partials + C, 1, C);
+  }
+  RUN(is_double<T>, moves<T>((dres ? 4 : 3) * M * C, later ? 1 : 2), norm_backward, kind, dx, dgamma, dbeta, dy, dres,
+      x, stats, gamma, partials, M, C, accumulate, later);
 }
 
 template <class T>
@@ -124,6 +141,11 @@ void gelu_forward(Stream& s, T* g, const T* h, int64_t n) {
 template <class T>
 void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t n) {
   RUN(is_double<T>, moves<T>(4 * n), gelu_backward, dg_g, h_dh, n);
+}
+template <class T, class G>
+void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F, G* db, acc_t<T>* partials, ColumnSums<G>* later) {
+  if (s.off() || !s.on_gpu()) later->add(db, partials, 1, F);
+  RUN(is_double<T>, moves<T>(4 * M * F), gelu_backward, dg_g, h_dh, M, F, db, partials, later);
 }
 template <class T>
 void swiglu_forward(Stream& s, T* g, const T* h, int64_t M, int64_t F) {
@@ -350,9 +372,10 @@ FOR(double)
 #undef FOR
 
 #define FOR(T, G)                                                                                                 \
-  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t, int64_t, bool);                     \
+  template void bias_grad(Stream&, G*, const T*, acc_t<T>*, int64_t, int64_t, int64_t, bool, ColumnSums<G>*);     \
   template void norm_backward(Stream&, Norm, T*, G*, G*, const T*, const T*, const T*, const acc_t<T>*, const T*, \
-                              acc_t<T>*, int64_t, int64_t, bool);                                                 \
+                              acc_t<T>*, int64_t, int64_t, bool, ColumnSums<G>*);                                 \
+  template void gelu_backward(Stream&, T*, T*, int64_t, int64_t, G*, acc_t<T>*, ColumnSums<G>*);                  \
   template void embedding_backward(Stream&, G*, const T*, TokenIndex, acc_t<T>*, int64_t, int64_t, int64_t, TableRows);
 FOR(float, float)
 FOR(bf16, bf16)
@@ -360,6 +383,9 @@ FOR(bf16, float)
 FOR(double, double)
 #undef FOR
 
+template void sum_columns(Stream&, const ColumnSums<float>&);
+template void sum_columns(Stream&, const ColumnSums<bf16>&);
+template void sum_columns(Stream&, const ColumnSums<double>&);
 template void sum(Stream&, float*, const float*, float*, int64_t, bool);
 template void sum(Stream&, double*, const double*, double*, int64_t, bool);
 template void sum_parts(Stream&, float*, const float*, int64_t, int, bool, PowerSum);

@@ -105,12 +105,31 @@ template <class T>
 void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const T* bias, const T* residual,
                 int64_t M, int64_t N, int64_t K);
 
+// Sums of columns of which an operation leaves only pieces, each over some of the rows: out (C) will be the sum of
+// pieces (count,C).
+template <class G>
+struct ColumnSums {
+  static constexpr int most = 8;
+  struct Of {
+    G* out;
+    const acc_t<G>* pieces;
+    int count;
+    int64_t C;
+  } of[most];
+  int n = 0;
+  void add(G* out, const acc_t<G>* pieces, int64_t count, int64_t C) {
+    ASSERT(n < most);
+    of[n++] = {out, pieces, int(count), C};
+  }
+};
+template <class G>
+void sum_columns(Stream& s, const ColumnSums<G>& sums);
 // db (N) = column sums of dy (M,N), rows of ld numbers; added to db if accumulate. partials: bias_grad_partials(M, N)
-// numbers of workspace.
+// numbers. later: instead of writing db, leaves pieces of it there and adds them to this list.
 int64_t bias_grad_partials(int64_t M, int64_t N);
 template <class T, class G>
 void bias_grad(Stream& s, G* db, const T* dy, acc_t<T>* partials, int64_t M, int64_t N, int64_t ld,
-               bool accumulate = false);
+               bool accumulate = false, ColumnSums<G>* later = nullptr);
 // x (M,N), rows of ld numbers, += bias (N), where it is not a product's whole output.
 template <class T>
 void add_bias(Stream& s, T* x, const T* bias, int64_t M, int64_t N, int64_t ld);
@@ -133,12 +152,12 @@ void norm_apply(Stream& s, Norm kind, T* y, const acc_t<T>* stats, const T* x, c
                 int64_t C);
 // dx (M,C) = dres (M,C), the residual's gradient (may be null, may equal dx), + the gradient through the norm of dy
 // (M,C; may equal dx), from its input x (M,C), stats (M,2) and gamma (C). dgamma, dbeta (C; dbeta null for rms) are
-// written, or added to if accumulate. partials: norm_backward_partials(M, C) numbers.
-int64_t norm_backward_partials(int64_t M, int64_t C);
+// written, or added to if accumulate. partials: norm_backward_partials(kind, M, C) numbers. later: as of bias_grad.
+int64_t norm_backward_partials(Norm kind, int64_t M, int64_t C);
 template <class T, class G>
 void norm_backward(Stream& s, Norm kind, T* dx, G* dgamma, G* dbeta, const T* dy, const T* dres, const T* x,
                    const acc_t<T>* stats, const T* gamma, acc_t<T>* partials, int64_t M, int64_t C,
-                   bool accumulate = false);
+                   bool accumulate = false, ColumnSums<G>* later = nullptr);
 
 // ---- activations
 // tanh-GELU (Hendrycks & Gimpel 2016): g (n) = gelu(h (n)). Backward in place: dg_g (n) comes as dg and leaves as
@@ -147,6 +166,9 @@ template <class T>
 void gelu_forward(Stream& s, T* g, const T* h, int64_t n);
 template <class T>
 void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t n);
+// The same of rows (M,F) to which a bias has been added: also leaves the pieces of its gradient db (F), as bias_grad.
+template <class T, class G>
+void gelu_backward(Stream& s, T* dg_g, T* h_dh, int64_t M, int64_t F, G* db, acc_t<T>* partials, ColumnSums<G>* later);
 // SwiGLU (Shazeer 2020): h (M,2F) holds gate then up in each row; g (M,F) = silu(gate) * up. Backward in place:
 // dg_g (M,F) comes as dg and leaves as g; h_dh (M,2F) comes as h and leaves as dh.
 template <class T>
