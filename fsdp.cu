@@ -19,6 +19,27 @@ int64_t largest_reduction(const std::vector<Unit>& units, int64_t FlatParam::*nu
   return std::max<int64_t>(largest(units, [&](const Unit& u) { return u.with_gradient.*numel; }) * size_of(dtype),
                            ranks * piece_bytes);
 }
+// Units share `slots` slots, each as large as the largest of them. But where a few are much larger than all others, as
+// an embedding and a head are, and never come within so many units, they have one slot between them, and the others
+// share so many smaller ones. That takes less memory, and a large unit need not wait for a slot that a small one holds.
+// sizes: of the units that share, in the order of their use. The largest that is not large; of all, if that saves
+// nothing.
+int64_t small_slot(const std::vector<int64_t>& sizes, int slots) {
+  int64_t best = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
+  const int64_t most = best;
+  int64_t least = most * std::min<int64_t>(slots, int64_t(sizes.size()));
+  for (int64_t small : sizes) {
+    int64_t last = -slots, others = 0;
+    bool apart = small > 0;
+    for (int64_t i = 0; i < int64_t(sizes.size()); i++) {
+      if (sizes[size_t(i)] <= small) others++;
+      else apart = apart && i - last >= slots, last = i;
+    }
+    const int64_t all = most + small * std::min<int64_t>(slots, others);
+    if (small < most && apart && all < least) least = all, best = small;
+  }
+  return best;
+}
 }  // namespace
 
 template <class T, class G>
@@ -122,7 +143,7 @@ T* Fsdp<T, G>::as_slot(int u) const {
 }
 
 // A slot of its own for each unit that stays resident once it is gathered; it takes no memory where it is the master
-// copy. The others share as many as the options allow, each as large as the largest of them.
+// copy. The others share as many as the options allow.
 template <class T, class G>
 void Fsdp<T, G>::keep_gather_slots() {
   auto add = [&](int owner, int64_t numel, const std::string& name, T* master) {
@@ -134,20 +155,25 @@ void Fsdp<T, G>::keep_gather_slots() {
     slots_.back().owner = owner, slots_.back().is_master = master;
   };
   const bool own = !options_.reshard_after_forward || options_.gather_slots == 0;
-  int64_t most = 0;
-  int sharing = 0;
+  std::vector<int64_t> sharing;
   for (size_t i = 0; i < units_.size(); i++) {
     const Unit& u = units_[i];
     const int64_t numel = slot_numel(int(i));
     T* const master = as_slot(int(i));
     if (own || u.replicated || master) add(int(i), numel, u.name + " gathered", master);
-    else sharing++, most = std::max(most, numel);
+    else sharing.push_back(numel);
   }
-  for (int i = 0; i < std::min(options_.gather_slots, sharing); i++) add(-1, most, strf("gather slot %d", i), nullptr);
+  small_slot_ = small_slot(sharing, options_.gather_slots);
+  const int64_t small = std::count_if(sharing.begin(), sharing.end(), [&](int64_t n) { return n <= small_slot_; });
+  for (int i = 0; i < std::min<int64_t>(options_.gather_slots, small); i++)
+    add(-1, small_slot_, strf("gather slot %d", i), nullptr);
+  if (small == int64_t(sharing.size())) return;
+  add(-1, *std::max_element(sharing.begin(), sharing.end()), "large gather slot", nullptr);
+  slots_.back().large = true;
 }
 
-// Sharded units share gradient slots, each as large as the largest gradient; a replicated unit has its own, because its
-// gradient is written in every module of a micro-batch.
+// Sharded units share gradient slots; a replicated unit has its own, because its gradient is written in every module of
+// a micro-batch.
 template <class T, class G>
 void Fsdp<T, G>::keep_gradient_slots() {
   const bool narrow = options_.reduce_dtype != dtype_of<G>;
@@ -161,16 +187,19 @@ void Fsdp<T, G>::keep_gradient_slots() {
     if (options_.update_in_backward)
       gradient_slots_.back().fp32_shard = dev_.mem.keep<float>(shard, name + ", my part", purpose);
   };
-  int64_t most = 0, most_shard = 0;
-  int sharded = 0;
-  for (const Unit& u : units_) {
-    if (u.replicated) continue;
-    sharded++;
-    most = std::max(most, u.with_gradient.padded), most_shard = std::max(most_shard, u.with_gradient.shard);
-  }
-  for (int i = 0; most > 0 && i < std::min(options_.gradient_slots, sharded); i++)
-    add(-1, most, most_shard, strf("gradient slot %d", i));
+  std::vector<int64_t> sharded;
+  for (const Unit& u : units_)
+    if (!u.replicated && u.with_gradient.padded > 0) sharded.push_back(u.with_gradient.padded);
+  small_gradient_ = small_slot(sharded, options_.gradient_slots);
+  const int64_t small = std::count_if(sharded.begin(), sharded.end(), [&](int64_t n) { return n <= small_gradient_; });
+  for (int i = 0; i < std::min<int64_t>(options_.gradient_slots, small); i++)
+    add(-1, small_gradient_, small_gradient_ / shard_world_.size, strf("gradient slot %d", i));
   rotating_ = gradient_slots_.size();
+  if (small < int64_t(sharded.size())) {
+    const int64_t most = *std::max_element(sharded.begin(), sharded.end());
+    add(-1, most, most / shard_world_.size, "large gradient slot");
+    gradient_slots_.back().large = has_large_gradient_ = true;
+  }
   for (size_t i = 0; i < units_.size(); i++)
     if (units_[i].replicated && units_[i].trained())
       add(int(i), units_[i].with_gradient.padded, units_[i].with_gradient.shard, units_[i].name + " gradient");
@@ -264,7 +293,9 @@ typename Fsdp<T, G>::Slot* Fsdp<T, G>::slot_of(int u) {
   Slot* free = nullptr;
   for (Slot& s : slots_) {
     if (s.unit == u || s.owner == u) return &s;
-    if (s.owner < 0 && s.state != Slot::busy && (!free || s.last_release < free->last_release)) free = &s;
+    if (s.owner < 0 && s.large == has_large_slot(u) && s.state != Slot::busy &&
+        (!free || s.last_release < free->last_release))
+      free = &s;
   }
   return free;
 }
@@ -401,15 +432,14 @@ void Fsdp<T, G>::empty_slots() {
 template <class T, class G>
 void Fsdp<T, G>::end_steps_with_gathers(const std::vector<int>& units) {
   next_gathers_.clear();
-  auto shared = slots_.begin();
   for (int u : units) {
-    const auto own = std::find_if(slots_.begin(), slots_.end(), [u](const Slot& s) { return s.owner == u; });
-    if (own != slots_.end()) {
-      next_gathers_.emplace_back(u, &*own);
-      continue;
-    }
-    shared = std::find_if(shared, slots_.end(), [](const Slot& s) { return s.owner < 0; });
-    if (shared != slots_.end()) next_gathers_.emplace_back(u, &*shared++);
+    const auto taken = [&](const Slot& s) {
+      return std::any_of(next_gathers_.begin(), next_gathers_.end(), [&](auto& next) { return next.second == &s; });
+    };
+    const auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) {
+      return s.owner == u || (s.owner < 0 && s.large == has_large_slot(u) && !taken(s));
+    });
+    if (slot != slots_.end()) next_gathers_.emplace_back(u, &*slot);
   }
   order_updates();
 }

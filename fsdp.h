@@ -180,7 +180,9 @@ class Fsdp {
   void* first_moment(int u) const { return state_[size_t(u)].m; }
   void* second_moment(int u) const { return state_[size_t(u)].v; }
   Dtype moment_dtype() const { return options_.moment_dtype; }
-  int gradient_slots() const { return int(rotating_); }  // that sharded units take turns over
+  // Whether the unit waits for none of the slots that most units share, so that it may be gathered early.
+  bool has_large_slot(int u) const { return small_slot_ > 0 && slot_numel(u) > small_slot_; }
+  int gradient_slots() const { return int(rotating_) + has_large_gradient_; }  // of sharded units
   int64_t parameters() const;
   int64_t pinned_bytes() const;  // of the host's memory, beside the plan: what the channels stage through on a GPU
   IssueLog& issued() { return issued_; }       // what is issued, from its begin() on
@@ -211,6 +213,7 @@ class Fsdp {
   //                                                        of another: -> busy with that; empty_slots: -> empty
   //
   // Where several are free, the one released longest ago is taken, so that a unit stays resident as long as it can.
+  // Units that are much larger than the others have a slot between them (small_slot, in fsdp.cu).
   struct Slot {
     enum State { empty, busy, resident };
     Slot(Device& dev, const std::string& name, T* p, float* wide)
@@ -218,7 +221,8 @@ class Fsdp {
     std::string name;  // in the plan of memory
     T* p;              // of a unit that is not gathered: its master copy
     float* wide;       // what is gathered, where that is not p
-    int owner = -1;    // the one unit that it is for; -1: any
+    int owner = -1;    // the one unit that it is for; -1: any that is, or is not, large
+    bool large = false;
     bool is_master = false;
     State state = empty;
     int unit = -1;  // -1: empty
@@ -227,8 +231,8 @@ class Fsdp {
   };
 
   // A buffer for one unsharded gradient. Idle (unit -1), though its last reduction may still read it; gradient() waits
-  // for that and gives it to a unit; reduce() makes it idle again. Sharded units take turns over the first `rotating_`
-  // of them; a replicated one has its own.
+  // for that and gives it to a unit; reduce() makes it idle again. Sharded units that are not large take turns over the
+  // first `rotating_` of them; a replicated one has its own.
   struct GradientSlot {
     GradientSlot(Device& dev, const std::string& name, G* p, bf16* narrow)
         : name(name), p(p), narrow(narrow), written(dev), reduction_done(dev) {}
@@ -237,6 +241,7 @@ class Fsdp {
     bf16* narrow;                 // the copy in the reduce dtype, where that is not G
     float* fp32_shard = nullptr;  // my shard of the sum, for AdamW in the backward pass
     int owner = -1;
+    bool large = false;
     int unit = -1;
     Event written, reduction_done;
     Buffer<float> read_by_reduction[2];  // given back when compute has waited for it
@@ -303,6 +308,8 @@ class Fsdp {
   std::vector<Slot> slots_;
   std::vector<GradientSlot> gradient_slots_;
   size_t next_gradient_slot_ = 0, rotating_ = 0;
+  bool has_large_gradient_ = false;
+  int64_t small_slot_ = 0, small_gradient_ = 0;      // elements of a slot that is not for large units
   std::vector<std::pair<int, Slot*>> next_gathers_;  // units that the next step begins with, and where they go
   std::vector<int> update_order_;                    // of AdamW, at a step's end
   int64_t releases_ = 0;

@@ -4,8 +4,9 @@
 
 template <class T, class G>
 typename Fsdp<T, G>::GradientSlot& Fsdp<T, G>::gradient_slot_of(int u) {
+  const bool large = !units_[size_t(u)].replicated && units_[size_t(u)].with_gradient.padded > small_gradient_;
   for (size_t i = rotating_; i < gradient_slots_.size(); i++)
-    if (gradient_slots_[i].owner == u) return gradient_slots_[i];
+    if (GradientSlot& s = gradient_slots_[i]; s.owner == u || (s.large && large)) return s;
   return gradient_slots_[next_gradient_slot_];
 }
 
@@ -120,7 +121,7 @@ void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<
   stream.record(s.reduction_done);
   stream.holds(s.name, "");
   s.unit = -1;
-  if (s.owner < 0) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
+  if (s.owner < 0 && !s.large) next_gradient_slot_ = (next_gradient_slot_ + 1) % rotating_;
 }
 
 template <class T, class G>

@@ -119,7 +119,8 @@ const Turn& Schedule<T, G>::take_turn(Turn::Kind kind, int module) {
 }
 
 // While a unit computes, the next one is on its way. With two slots its gather waits, on its own stream, for the
-// release of the unit two before it; with one slot there is none free, prefetch does nothing, and nothing overlaps.
+// release of the unit two before it; with one slot there is none free, prefetch does nothing, and nothing overlaps. A
+// large unit that does not wait for a slot of the others is on its way one unit earlier.
 template <class T, class G>
 void Schedule<T, G>::gather(const Turn& t) {
   if (t.begins_use) fsdp_.gather(t.uses);
@@ -131,6 +132,8 @@ void Schedule<T, G>::gather(const Turn& t) {
       fsdp_.prefetch((*turns_)[next].uses);
       next = (*turns_)[next].next_use;
     }
+    if (c_.forward_prefetch == 0 || next > size_t(c_.head_module()) || next >= turns_->size()) return;
+    if (const int u = (*turns_)[next].uses; fsdp_.has_large_slot(u)) fsdp_.prefetch(u);
   } else if (c_.backward_prefetch == BackwardPrefetch::pre) {
     if (const int u = unit_behind(t); u >= 0) fsdp_.prefetch(u);
   }

@@ -832,6 +832,33 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
   }
 }
 
+TEST_CASE("few large units have a slot between them, and are on their way early", "[fsdp]") {
+  const World& world = test_world();
+  if (world.size == 1) SKIP_TEST("one rank computes with its master copy");
+  Setup s;
+  s.model = small(Arch::rope, 1001), s.steps = 2, s.micro_batches = 2;
+  std::vector<Unit> units = parameter_table(s.model);  // embedding, three blocks, head
+  lay_out(&units, world.size);
+  const int64_t small = units[1].padded * 4, large = units[4].padded * 4;
+  REQUIRE(large > 2 * small);
+  auto bytes = [&](int64_t want) { return Approx(double(want)).margin(5 * 4096); };
+  const Outcome out = train<float, float>(s, world);
+  CHECK(out.memory.peak[int(Purpose::gather_slots)] == bytes(large + 2 * small));
+  CHECK(out.memory.peak[int(Purpose::gradient_slots)] == bytes(large + 2 * small));
+  CHECK(text_of(out.trace, true) ==
+        "gather0 gather1 use0 gather2 use1 gather3 gather4 use2 use3 use4 reduce4 gather2 use3 reduce3 gather1 use2 "
+        "reduce2 gather0 use1 reduce1 reduce0 use0 use1 gather3 gather4 use2 use3 use4 reduce4 gather2 use3 reduce3 "
+        "gather1 use2 reduce2 use1 reduce1 reduce0 sum step");
+  s.fsdp.gather_slots = 0;
+  CHECK(same(out, train<float, float>(s, world)));
+  // Together they save nothing, or would want the slot at once.
+  s.fsdp.gather_slots = s.fsdp.gradient_slots = 5;
+  CHECK(train<float, float>(s, world).memory.peak[int(Purpose::gradient_slots)] == bytes(5 * large));
+  s.model.tied = true;
+  CHECK(train<float, float>(s, world).memory.peak[int(Purpose::gradient_slots)] ==
+        bytes(units[0].padded * 4 + 4 * small));
+}
+
 TEST_CASE("what waits for a gather is told of gathers, and of reductions for a reduction", "[fsdp]") {
   const World& world = test_world();
   if (world.size == 1) SKIP_TEST("one rank waits for nobody");
