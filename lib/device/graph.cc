@@ -17,7 +17,19 @@ Graph::~Graph() {
 }
 
 #if FSDP_CUDA
+namespace gpu {
+const void* clear_words_kernel();  // in stream.cu: one thread clears n words at p (uint32_t* p, int64_t n)
+}
+
 namespace {
+std::vector<cudaGraphNode_t> nodes_of(cudaGraph_t graph) {
+  size_t n = 0;
+  CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
+  std::vector<cudaGraphNode_t> nodes(n);
+  CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &n));
+  return nodes;
+}
+
 // The runtime knows neither the kernels of libraries that launch through the driver nor all kinds of nodes.
 Graph::Nodes count_nodes(cudaGraph_t graph) {
   CUresult (*type_of)(CUgraphNode, CUgraphNodeType*) = nullptr;
@@ -29,11 +41,7 @@ Graph::Nodes count_nodes(cudaGraph_t graph) {
       !driver_function("cuGraphKernelNodeGetParams", 12030, &params_of) ||
       !driver_function("cuFuncGetName", 12030, &name_of) || !driver_function("cuKernelGetName", 12030, &name_of_kernel))
     return count;
-  size_t n = 0;
-  CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &n));
-  std::vector<cudaGraphNode_t> nodes(n);
-  CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &n));
-  for (cudaGraphNode_t node : nodes) {
+  for (cudaGraphNode_t node : nodes_of(graph)) {
     CUgraphNodeType type;
     if (type_of(node, &type) != CUDA_SUCCESS) {
       count.others++;
@@ -51,6 +59,40 @@ Graph::Nodes count_nodes(cudaGraph_t graph) {
     }
   }
   return count;
+}
+
+// cuBLASLt clears a counter before a product of many tiles. Between kernels a clear takes a graph 8 to 15 us, a kernel
+// that does the same 3: so that kernel takes its place.
+void clear_by_kernels(cudaGraph_t graph) {
+#if CUDART_VERSION >= 13000  // edges have data
+  for (cudaGraphNode_t node : nodes_of(graph)) {
+    cudaGraphNodeType type;
+    cudaMemsetParams clear = {};
+    if (cudaGraphNodeGetType(node, &type) != cudaSuccess) cudaGetLastError(), type = cudaGraphNodeTypeEmpty;
+    if (type != cudaGraphNodeTypeMemset) continue;
+    CUDA_CHECK(cudaGraphMemsetNodeGetParams(node, &clear));
+    const int64_t bytes = int64_t(clear.elementSize) * int64_t(clear.width);
+    if (clear.value != 0 || clear.height > 1 || bytes > 32 || bytes % 4 || reinterpret_cast<uintptr_t>(clear.dst) % 4)
+      continue;
+    int64_t words = bytes / 4;
+    size_t n_before = 0, n_behind = 0;
+    CUDA_CHECK(cudaGraphNodeGetDependencies(node, nullptr, nullptr, &n_before));
+    CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, nullptr, &n_behind));
+    std::vector<cudaGraphNode_t> before(n_before), behind(n_behind);
+    std::vector<cudaGraphEdgeData> edges_before(n_before), edges_behind(n_behind);
+    CUDA_CHECK(cudaGraphNodeGetDependencies(node, before.data(), edges_before.data(), &n_before));
+    CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, behind.data(), edges_behind.data(), &n_behind));
+    cudaKernelNodeParams kernel = {};
+    void* args[] = {&clear.dst, &words};
+    kernel.func = const_cast<void*>(gpu::clear_words_kernel());
+    kernel.gridDim = kernel.blockDim = dim3(1), kernel.kernelParams = args;
+    cudaGraphNode_t by_kernel;
+    CUDA_CHECK(cudaGraphAddKernelNode(&by_kernel, graph, before.data(), n_before, &kernel));
+    const std::vector<cudaGraphNode_t> from(n_behind, by_kernel);
+    CUDA_CHECK(cudaGraphAddDependencies(graph, from.data(), behind.data(), edges_behind.data(), n_behind));
+    CUDA_CHECK(cudaGraphDestroyNode(node));
+  }
+#endif
 }
 }  // namespace
 #endif
@@ -80,6 +122,7 @@ void Graph::make(const std::function<void()>& work) {
   }
   dev_.in_graph = 0;
   CUDA_CHECK(cudaStreamEndCapture(compute, &graph));
+  clear_by_kernels(graph);
   nodes_ = count_nodes(graph);
   cudaGraphExec_t exec = nullptr;
   // Without the flag all kernels have the priority of the stream that the graph is launched on: what talks to other

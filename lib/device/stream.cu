@@ -290,6 +290,11 @@ void zero(cudaStream_t stream, void* p, int64_t pitch, int64_t bytes, int64_t ro
     launch(stream, zero_kernel<V>, {unsigned(blocks), 256}, static_cast<char*>(p), pitch, across, rows);
   });
 }
+static __global__ void clear_words(uint32_t* p, int64_t n) {
+  begin_kernel();
+  for (int64_t i = 0; i < n; ++i) p[i] = 0;
+}
+const void* clear_words_kernel() { return reinterpret_cast<const void*>(clear_words); }
 }  // namespace gpu
 #endif
 
