@@ -286,6 +286,7 @@ class Fsdp {
   void order_updates();
   void gather_into(int u, Slot* slot);
   int64_t slot_numel(int u) const;
+  bool copies_own_shard(int64_t bytes) const;
   bool in_halves(int u) const;
   T* as_slot(int u) const;
   Slot& used_slot(int u, const char* verb);

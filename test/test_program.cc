@@ -878,7 +878,7 @@ TEST_CASE("a schedule's events add up to what a rank sends", "[program]") {
   says(choices("--preset tiny", Transport::nccl), {"reductions by NCCL's kernels of at most 4 thread blocks;"});
   says(choices("--preset rope", Transport::nccl), {"reductions by NCCL's kernels;"});
   says(choices("--preset class --attn dense", Transport::nccl),
-       {"NCCL's kernels, of at most 4 thread blocks up to 16 MiB;"});
+       {"NCCL's kernels of at most 16 thread blocks, 4 up to 16 MiB;"});
   says(choices("--preset class --attn dense --reduce copy-engine", Transport::nccl),
        {"all-to-all and a sum in rank order;"});
   says(choices("--preset class --attn dense --reduce-ctas 7", Transport::nccl),

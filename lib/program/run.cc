@@ -199,9 +199,9 @@ int gather_slots(const Options& o, int otherwise) {
 
 // Small gradients are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200 4 of 132
 // SMs leave 128, which is a whole wave of many a product's tiles. Larger ones, a vocabulary's among them, would be
-// waited for.
+// waited for: beside small ones they get 16, alone what NCCL likes.
 void choose_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype, FsdpOptions* f) {
-  constexpr int few = 4;
+  constexpr int few = 4, some = 16;
   std::vector<Unit> units = parameter_table(m);
   lay_out(&units, shards);
   int small = 0, large = 0;
@@ -211,7 +211,7 @@ void choose_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype, FsdpOptio
     (bytes <= FsdpOptions::small_gradient ? small : large)++;
   }
   if (large == 0) f->reduce_ctas = few;
-  else if (small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few;
+  else if (small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few, f->reduce_ctas = some;
 }
 
 // The knobs of sharding. gathered: the dtype in which parameters are gathered.
