@@ -992,6 +992,27 @@ TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp]
     }
 }
 
+TEST_CASE("GPU: a slot for large units, and shards that kernels copy, change no bit", "[fsdp][gpu][hosts]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
+  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  Setup s;  // with biases; embedding and head are twice as large as a block and more
+  s.model = small_on_gpu(Arch::simple), s.model.vocab = 4096, s.lr = 1e-3, s.steps = 6, s.micro_batches = 2;
+  s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+  s.fsdp.gather_slots = 5, s.fsdp.gradient_slots = 5;  // as large as the largest, all of them
+  const Outcome plain = train<bf16, bf16>(s, test_world());
+  s.fsdp.gather_slots = s.fsdp.gradient_slots = 2;
+  for (bool engines : {false, true})
+    for (bool graph : {false, true}) {
+      s.fsdp.gather_by_copy_engine = engines, s.graph = graph;
+      const Outcome out = train<bf16, bf16>(s, test_world());
+      CHECK(same(out, plain));
+      CHECK(out.memory.peak[int(Purpose::gather_slots)] < plain.memory.peak[int(Purpose::gather_slots)]);
+    }
+  s.graph = false, s.delay_ms = test_world().rank % 2 ? 20 : 5, s.poison = true;
+  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+}
+
 TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {
   NEEDS_GPU();
   if (!one_gpu_a_rank()) SKIP_TEST("fewer GPUs than ranks");
