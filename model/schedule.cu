@@ -167,7 +167,7 @@ void Schedule<T, G>::gradient(const Turn& t) {
 
 template <class T, class G>
 bool Schedule<T, G>::takes_rows(const Turn& t, const ops::UsedRows& used) const {
-  return trained(t.writes) && t.begins_gradient && t.ends_gradient && fsdp_.takes_rows(t.writes, used);
+  return t.begins_gradient && t.ends_gradient && trained(t.writes) && fsdp_.takes_rows(t.writes, used);
 }
 
 // Behind the last write of a run: from here the reduction runs beside the modules that follow.
