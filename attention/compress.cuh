@@ -252,7 +252,6 @@ template <class T, class G>
 Kernel nsa_blocks_backward(cudaStream_t stream, T* dx, G* dposition, const T* dblocks, float* partials,
                            const NsaShape& a) {
   using namespace compress;
-  constexpr int N = width<T>;
   const int64_t M = a.B * a.compressed(), C = a.block * a.D;
   const BlocksBackward<T> f{dx, dblocks, Blocks(a), M};
   const Kernel of_dx = rows<T>(stream, f, a.B * a.T, a.HKV * a.D, whole_vectors<T>(a) && aligned(dx, dblocks));
