@@ -22,21 +22,23 @@ int64_t largest_reduction(const std::vector<Unit>& units, int64_t FlatParam::*nu
 // Units share `slots` slots, each as large as the largest of them. But where a few are much larger than all others, as
 // an embedding and a head are, and never come within so many units, they have one slot between them, and the others
 // share so many smaller ones. That takes less memory, and a large unit need not wait for a slot that a small one holds.
-// sizes: of the units that share, in the order of their use. The largest that is not large; of all, if that saves
-// nothing.
-int64_t small_slot(const std::vector<int64_t>& sizes, int slots) {
-  int64_t best = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
-  const int64_t most = best;
-  int64_t least = most * std::min<int64_t>(slots, int64_t(sizes.size()));
+struct SharedSlots {
+  int64_t numel = 0, count = 0, large = 0;  // large: elements of the one for large units; 0: none is
+};
+// sizes: of the units that share, in the order of their use.
+SharedSlots small_slot(const std::vector<int64_t>& sizes, int slots) {
+  if (sizes.empty()) return {};
+  const int64_t most = *std::max_element(sizes.begin(), sizes.end());
+  SharedSlots best = {most, std::min<int64_t>(slots, int64_t(sizes.size())), 0};
   for (int64_t small : sizes) {
     int64_t last = -slots, others = 0;
-    bool apart = small > 0;
+    bool apart = 0 < small && small < most;
     for (int64_t i = 0; i < int64_t(sizes.size()); i++) {
       if (sizes[size_t(i)] <= small) others++;
       else apart = apart && i - last >= slots, last = i;
     }
-    const int64_t all = most + small * std::min<int64_t>(slots, others);
-    if (small < most && apart && all < least) least = all, best = small;
+    const SharedSlots split = {small, std::min<int64_t>(slots, others), most};
+    if (apart && split.large + split.numel * split.count < best.large + best.numel * best.count) best = split;
   }
   return best;
 }
@@ -163,13 +165,11 @@ void Fsdp<T, G>::keep_gather_slots() {
     if (own || u.replicated || master) add(int(i), numel, u.name + " gathered", master);
     else sharing.push_back(numel);
   }
-  small_slot_ = small_slot(sharing, options_.gather_slots);
-  const int64_t small = std::count_if(sharing.begin(), sharing.end(), [&](int64_t n) { return n <= small_slot_; });
-  for (int i = 0; i < std::min<int64_t>(options_.gather_slots, small); i++)
-    add(-1, small_slot_, strf("gather slot %d", i), nullptr);
-  if (small == int64_t(sharing.size())) return;
-  add(-1, *std::max_element(sharing.begin(), sharing.end()), "large gather slot", nullptr);
-  slots_.back().large = true;
+  const SharedSlots shared = small_slot(sharing, options_.gather_slots);
+  small_slot_ = shared.numel;
+  for (int i = 0; i < shared.count; i++) add(-1, shared.numel, strf("gather slot %d", i), nullptr);
+  if (shared.large > 0)  // the last of all
+    add(-1, shared.large, "large gather slot", nullptr), slots_.back().large = true;
 }
 
 // Sharded units share gradient slots; a replicated unit has its own, because its gradient is written in every module of
@@ -190,14 +190,13 @@ void Fsdp<T, G>::keep_gradient_slots() {
   std::vector<int64_t> sharded;
   for (const Unit& u : units_)
     if (!u.replicated && u.with_gradient.padded > 0) sharded.push_back(u.with_gradient.padded);
-  small_gradient_ = small_slot(sharded, options_.gradient_slots);
-  const int64_t small = std::count_if(sharded.begin(), sharded.end(), [&](int64_t n) { return n <= small_gradient_; });
-  for (int i = 0; i < std::min<int64_t>(options_.gradient_slots, small); i++)
-    add(-1, small_gradient_, small_gradient_ / shard_world_.size, strf("gradient slot %d", i));
+  const SharedSlots shared = small_slot(sharded, options_.gradient_slots);
+  small_gradient_ = shared.numel;
+  for (int i = 0; i < shared.count; i++)
+    add(-1, shared.numel, shared.numel / shard_world_.size, strf("gradient slot %d", i));
   rotating_ = gradient_slots_.size();
-  if (small < int64_t(sharded.size())) {
-    const int64_t most = *std::max_element(sharded.begin(), sharded.end());
-    add(-1, most, most / shard_world_.size, "large gradient slot");
+  if (shared.large > 0) {
+    add(-1, shared.large, shared.large / shard_world_.size, "large gradient slot");
     gradient_slots_.back().large = has_large_gradient_ = true;
   }
   for (size_t i = 0; i < units_.size(); i++)
@@ -350,8 +349,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
 template <class T, class G>
 bool Fsdp<T, G>::copies_own_shard(int64_t bytes) const {
   constexpr int64_t small = int64_t(32) << 20;
-  const bool any_large = std::any_of(slots_.begin(), slots_.end(), [](const Slot& s) { return s.large; });
-  return options_.gather_by_copy_engine && any_large && bytes <= small;
+  return options_.gather_by_copy_engine && slots_.back().large && bytes <= small;
 }
 
 template <class T, class G>
@@ -459,9 +457,8 @@ void Fsdp<T, G>::end_steps_with_gathers(const std::vector<int>& units) {
   order_updates();
 }
 
-// First what is used first: what is replicated, then what a step ends with gathering. Beside such gathers the rest goes
-// by size, the largest first: a gather begins with a copy within the GPU, which waits until all blocks of the kernel
-// that runs have begun, and the step for it if that kernel is the last and long.
+// First what is used first: what is replicated, then what a step ends with gathering. The rest goes by size beside such
+// gathers, the largest first: their first copy waits until all blocks of the kernel that runs have begun.
 template <class T, class G>
 void Fsdp<T, G>::order_updates() {
   auto key = [&](int u) {
