@@ -145,7 +145,7 @@ const std::vector<Spec> options_parts::specs = flat({
     "and a sum in fp32 and in rank order by the shard's owner", "nccl; reduce-scatter over MPI unless each rank has a GPU"},
   {"reduce-tail", "HOW", &Options::reduce_tail, one_of({"peer", "same"}), "what moves a step's last two gradients, beside which nothing runs: kernels on all SMs that read the peers' memory and sum in fp32 and in rank order; the same as the rest",
     "peer if copy engines gather among 2 ranks, else same"},
-  {"reduce-ctas", "N", &Options::reduce_ctas, from(0, 64), "thread blocks that NCCL may take for a reduction, at most: fewer leave more SMs to the kernels beside it; 0: NCCL's choice", "4 for a gradient of at most 16 MiB, 16 for a larger one beside such, else 0"},
+  {"reduce-ctas", "N", &Options::reduce_ctas, from(0, 64), "thread blocks that NCCL may take for a reduction, at most: fewer leave more SMs to the kernels beside it; 0: NCCL's choice", "4 for gradients of at most 16 MiB, and 16 for larger ones of the same model; else 0"},
 }},
 {"Checkpoints", {
   {"save", "DIR", &Options::save, any, "save to DIR at the end, and every --save-every steps", "never"},
