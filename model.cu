@@ -17,6 +17,8 @@ Model<T, G>::Model(Device& dev, const World& world, Transport transport, const M
       c_(config),
       M_(batch * config.seq),
       batch_(micro_batch_at(dev.mem.keep<int32_t>(batch_ints(config, batch), "tokens", Purpose::workspace), M_)),
+      loaded_(dev),
+      indexed_(dev),
       loss_sum_(dev.mem.keep<A>(1, "loss", Purpose::workspace)),
       last_of_backward_(last_of_backward(config)),
       watch_(dev, config.modules()),
@@ -36,14 +38,30 @@ void Model<T, G>::init_weights() {
   fsdp.init_weights();
 }
 
-// `copied` tells the host when it may fill in the next micro-batch; it does not wait for it here.
+// Ints [from, to) of a micro-batch.
 template <class T, class G>
-void Model<T, G>::load(const int32_t* host, Event& copied) {
-  const int64_t bytes = batch_ints(c_, M_ / c_.seq) * 4;
+void Model<T, G>::load(Stream& s, const int32_t* host, int64_t from, int64_t to) {
   constexpr int64_t small = int64_t(512) << 10;
-  if (bytes <= small) dev_.compute().copy_by_kernel(batch_.tokens, host, bytes);
-  else dev_.compute().copy(batch_.tokens, host, bytes);
-  dev_.compute().record(copied);
+  const int64_t bytes = (to - from) * int64_t(sizeof(int32_t));
+  if (bytes <= small) s.copy_by_kernel(batch_.tokens + from, host + from, bytes);
+  else s.copy(batch_.tokens + from, host + from, bytes);
+}
+
+// The index of a large vocabulary takes longer than the tokens, and nobody needs it before the backward pass: it is
+// copied beside the forward pass. `copied` tells the host when it may fill in the next micro-batch; it does not wait
+// for it here.
+template <class T, class G>
+Buffer<T> Model<T, G>::load_and_embed(const int32_t* host, Event& copied) {
+  const int64_t index = batch_.index - batch_.tokens;
+  load(dev_.compute(), host, 0, index);
+  dev_.compute().record(loaded_);
+  Buffer<T> x = embed();
+  Stream& beside = dev_.reduce();
+  beside.wait(loaded_);
+  load(beside, host, index, batch_ints(c_, M_ / c_.seq));
+  beside.record(indexed_);
+  beside.record(copied);
+  return x;
 }
 
 // ------------------------------------------------------------------------------------------------------- the step
@@ -58,12 +76,12 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
 
   dev_.mem.phase("forward");
   schedule_.begin_training(last);
-  load(host, copied);
-  Buffer<T> x = embed();
+  Buffer<T> x = load_and_embed(host, copied);
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, &saved[size_t(i)], std::move(x), goes_back(i));
   if (attention_.counts()) attention_.count_kept(saved);
   if (last && attention_.counts()) attention_.sum_counts(&fsdp);
 
+  dev_.compute().wait(indexed_);
   dev_.mem.phase("head");
   schedule_.begin_backward();
   x = head(Pass::training, std::move(x), scale, first);
@@ -85,9 +103,9 @@ void Model<T, G>::forward_backward(const int32_t* host, double scale, bool first
 template <class T, class G>
 Buffer<T> Model<T, G>::forward(const int32_t* host, Event& copied) {
   schedule_.begin_evaluation();
-  load(host, copied);
-  Buffer<T> x = embed();
+  Buffer<T> x = load_and_embed(host, copied);
   for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, nullptr, std::move(x), false);
+  dev_.compute().wait(indexed_);
   return x;
 }
 
@@ -119,7 +137,6 @@ void Model<T, G>::end_step() {
 // cannot count on what happens to be resident.
 template <class T, class G>
 void Model<T, G>::finish_evaluation() {
-  dev_.compute().zero(&fsdp.scalars()->norm2, sizeof(double));
   ops::cast(dev_.compute(), &fsdp.scalars()->loss, loss_sum_, 1);
   fsdp.sum_scalars();
   fsdp.empty_slots();

@@ -58,7 +58,8 @@ class Model {
 
  private:
   using A = acc_t<T>;
-  void load(const int32_t* host, Event& copied);
+  void load(Stream& s, const int32_t* host, int64_t from, int64_t to);
+  Buffer<T> load_and_embed(const int32_t* host, Event& copied);
   Buffer<T> forward(const int32_t* host, Event& copied);
   Buffer<T> embed();
   void embed_backward(Buffer<T> dx);
@@ -72,6 +73,7 @@ class Model {
   const ModelConfig c_;
   const int64_t M_;             // rows of a micro-batch
   MicroBatch batch_;            // the device's
+  Event loaded_, indexed_;      // its tokens and targets, its index
   A* loss_sum_;                 // (1)
   const int last_of_backward_;  // the module that the backward pass ends with
   OutputWatch watch_;
