@@ -236,8 +236,13 @@ struct Softmax {
 
 template <class T>
 __device__ __forceinline__ float exponential(float x) {
-  if constexpr (sizeof(T) == 2) return __expf(x);
-  else return expf(x);
+  if constexpr (sizeof(T) == 2) {
+    float y;  // __expf, but for numbers below 2^-126, which it computes apart; here they are zeros
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950409f));
+    return y;
+  } else {
+    return expf(x);
+  }
 }
 
 // logits (M,V), loss_rows, targets (M). A block owns a row. First pass: online softmax (Milakov & Gimelshein 2018),
@@ -304,9 +309,10 @@ __global__ void __launch_bounds__(cross_entropy_threads<kept>, 2)
     float x[N];
     widen(x, vector);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      x[j] = factor * exponential<T>(x[j] - mine.largest);
-      if (v + j == target) x[j] -= scale;
+    for (int j = 0; j < N; ++j) x[j] = factor * exponential<T>(x[j] - mine.largest);
+    if (const int64_t at = target - v; 0 <= at && at < N) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] -= j == at ? scale : 0;
     }
     store(row + v, x);
   };
