@@ -85,6 +85,8 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   adamw_ = dev.mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
   if (options.read_tail && shard_world_.size > 1) {
     uint32_t* signals = dev.mem.keep<uint32_t>(peer_signals(shard_world_.size), "signals of peers", Purpose::workspace);
+    scalars_of_ranks_ = dev.mem.keep<double>(ops::scalars_of_peers(step_scalars, shard_world_.size), "scalars of peers",
+                                             Purpose::workspace);
     if (links == Links::open) peers_ = gather_channel_.map_peers(signals);
   }
 }
@@ -266,7 +268,8 @@ void Fsdp<T, G>::init_weights() {
     unsharded.clear();
     dev_.mem.end();
   }
-  empty_slots();  // of what a dry run has left resident
+  s.zero(unit_sums_, int64_t(units_.size() * sizeof(double)));  // a validation sums them, too
+  empty_slots();                                                // of what a dry run has left resident
 }
 
 template <class T, class G>
@@ -495,7 +498,7 @@ void Fsdp<T, G>::before_graph() {
 
 template <class T, class G>
 template <class E>
-void Fsdp<T, G>::update(Stream& s, int u, const E* gradient, float clip) {
+void Fsdp<T, G>::update(Stream& s, int u, const E* gradient, float clip, ops::Series* series) {
   if (held_) s.wait(*held_);
   State& state = state_[size_t(u)];
   const Unit& unit = units_[size_t(u)];
@@ -505,7 +508,8 @@ void Fsdp<T, G>::update(Stream& s, int u, const E* gradient, float clip) {
     const int64_t decayed = std::min(std::max<int64_t>(unit.decayed - at, 0), n);
     auto step = [&](auto* m, auto* v) {
       ops::adamw(s, state.master + from, m + from, v + from, gradient + from, norm2, clip, adamw_, n, decayed,
-                 options_.seed, uint32_t(u), at);
+                 options_.seed, uint32_t(u), at, *series);
+      *series = ops::Series::goes_on;
     };
     if (options_.moment_dtype == Dtype::bf16) step(static_cast<bf16*>(state.m), static_cast<bf16*>(state.v));
     else step(static_cast<float*>(state.m), static_cast<float*>(state.v));
@@ -521,20 +525,19 @@ void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
     channel.all_reduce(x, n, Dtype::f64, how...);
     issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
   };
-  constexpr int64_t all = sizeof(StepScalars) / sizeof(double);
   const bool groups = replica_world_.size > 1;
-  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit("norm and loss");
+  ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
   if (shard_world_.size > 1 || !groups) {
     if (options_.norm == ops::GradNorm::inf) {
       sum(reduce_channel_, shard_world_, &scalars_->norm2, 1, Channel::max);
-      sum(reduce_channel_, shard_world_, &scalars_->loss, all - 1);
+      sum(reduce_channel_, shard_world_, &scalars_->loss, step_scalars - 1);
     } else {
-      sum(reduce_channel_, shard_world_, &scalars_->norm2, all);
+      sum(reduce_channel_, shard_world_, &scalars_->norm2, step_scalars);
     }
   }
   if (groups) {
     if (replica_world_.rank > 0) s.zero(&scalars_->norm2, sizeof(double));
-    sum(replica_channel_, replica_world_, &scalars_->norm2, all);
+    sum(replica_channel_, replica_world_, &scalars_->norm2, step_scalars);
   }
   ops::squared_norm(s, options_.norm, &scalars_->norm2, &scalars_->loss);
 }
@@ -552,23 +555,37 @@ void Fsdp<T, G>::all_reduce(double* x, int64_t n, Channel::Reduction how) {
   }
 }
 
+// On the reduce stream, behind the last reduction. The losses are there as soon as compute has ended.
 template <class T, class G>
-void Fsdp<T, G>::sum_scalars() {
-  Stream& compute = dev_.compute();
+void Fsdp<T, G>::begin_scalars() {
+  dev_.compute().record(scalars_ready_);
   Stream& stream = reduce_channel_.stream();
-  compute.record(scalars_ready_);
   stream.wait(scalars_ready_);
-  {
-    const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "norm and loss", int64_t(sizeof(StepScalars)));
+  const int64_t bytes = sizeof(StepScalars);
+  const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "norm and loss", bytes);
+  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit("norm and loss");
+  if (scalars_of_ranks_ && replica_world_.size == 1) {
+    reduce_channel_.all_reduce(bytes, [&] {
+      ops::sum_scalars(stream, options_.norm, &scalars_->norm2, step_scalars, unit_sums_, int64_t(units_.size()),
+                       scalars_of_ranks_, peers_);
+    });
+    issued_.note(Issued::all_reduce, -1, bytes, Dtype::f64, shard_world_.size);
+  } else {
     all_reduce_scalars(stream);
   }
   stream.record(scalars_summed_);
+}
+
+template <class T, class G>
+void Fsdp<T, G>::sum_scalars() {
+  begin_scalars();
   exposed_.wait(ExposedTime::reductions, scalars_summed_);
 }
 
 template <class T, class G>
 void Fsdp<T, G>::end_step() {
   Stream& s = dev_.compute();
+  begin_scalars();
   // The oldest reduction first: buffers are given back in one order, however many micro-batches the slots have turned
   // in.
   for (size_t i = 0; i < gradient_slots_.size(); i++)
@@ -578,8 +595,7 @@ void Fsdp<T, G>::end_step() {
   if (!options_.update_in_backward)
     for (size_t i = 0; i < units_.size(); i++)
       ASSERT(!units_[i].trained() || state_[i].gradient.get() || state_[i].bf16_gradient.get());
-  ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
-  sum_scalars();
+  exposed_.wait(ExposedTime::reductions, scalars_summed_);
   exposed_.end();
   // AdamW records when a unit can be gathered again. For a frozen unit somebody else must: where this step is a graph,
   // the gathers behind it have no other event of it to wait for.
@@ -587,13 +603,14 @@ void Fsdp<T, G>::end_step() {
     if (!units_[i].trained()) s.record(state_[i].ready);
   // The gathers of this step are over, because the compute stream has waited for each of them. Those of the next begin
   // while AdamW is still at other units, so that the first ones hide behind it.
+  ops::Series series = ops::Series::begins;
   for (size_t at = 0; at < units_.size() && !options_.update_in_backward; at++) {
     const int i = update_order_[at];
     if (!units_[size_t(i)].trained()) continue;
     s.sleep(optimizer_delay_ms_ / double(units_.size()));
     State& state = state_[size_t(i)];
-    if (state.bf16_gradient.get()) update<bf16>(s, i, state.bf16_gradient, clip_);
-    else update<float>(s, i, state.gradient, clip_);
+    if (state.bf16_gradient.get()) update<bf16>(s, i, state.bf16_gradient, clip_, &series);
+    else update<float>(s, i, state.gradient, clip_, &series);
   }
   for (State& state : state_) state.gradient.reset(), state.bf16_gradient.reset();
   if (!options_.update_in_backward) issued_.note(Issued::optimizer, -1);
@@ -609,10 +626,10 @@ void Fsdp<T, G>::set_delays(double gather_ms, double reduce_ms, double optimizer
 }
 
 // fsdp/reduce.cu has the verbs gradient and reduce, and calls this.
-template void Fsdp<float, float>::update(Stream&, int, const float*, float);
-template void Fsdp<bf16, bf16>::update(Stream&, int, const float*, float);
-template void Fsdp<bf16, float>::update(Stream&, int, const float*, float);
-template void Fsdp<double, double>::update(Stream&, int, const float*, float);
+template void Fsdp<float, float>::update(Stream&, int, const float*, float, ops::Series*);
+template void Fsdp<bf16, bf16>::update(Stream&, int, const float*, float, ops::Series*);
+template void Fsdp<bf16, float>::update(Stream&, int, const float*, float, ops::Series*);
+template void Fsdp<double, double>::update(Stream&, int, const float*, float, ops::Series*);
 
 template class Fsdp<float, float>;
 template class Fsdp<bf16, bf16>;

@@ -104,6 +104,8 @@ struct StepScalars {
   double halts;  // of the ranks' AdamW::halt: they are asked to stop
 };
 
+constexpr int step_scalars = sizeof(StepScalars) / sizeof(double);
+
 template <class T, class G>
 class Fsdp {
  public:
@@ -298,7 +300,8 @@ class Fsdp {
   bool fits_bf16(int u) const;
   ops::PowerSum share_of_norm(int u, Reduction how);
   template <class E>
-  void update(Stream& s, int u, const E* gradient, float clip);
+  void update(Stream& s, int u, const E* gradient, float clip, ops::Series* series);
+  void begin_scalars();
   void all_reduce_scalars(Stream& s);
 
   Device& dev_;
@@ -321,7 +324,7 @@ class Fsdp {
   Peers peers_;
   const Event* held_ = nullptr;
   StepScalars* scalars_;
-  double *partials_, *unit_sums_;
+  double *partials_, *unit_sums_, *scalars_of_ranks_ = nullptr;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   std::optional<Channel> small_reduce_channel_;  // on the same stream; see FsdpOptions
   // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the

@@ -497,7 +497,7 @@ inline Philox4 rounding_bits(uint64_t seed, uint32_t tensor, uint32_t step, int6
 
 template <class W, class M, class G>
 void adamw(W w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* now, int64_t n,
-           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+           int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first, ops::Series = ops::Series::begins) {
   if (sumsq && !std::isfinite(*sumsq)) return;
   const AdamW a = *now;
   const float factor = clip > 0 ? std::min(1.0f, clip / float(std::sqrt(*sumsq))) : 1.0f;

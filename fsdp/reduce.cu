@@ -114,7 +114,8 @@ void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<
     s.read_by_reduction[0] = std::move(state.unsharded_gradient);
   }
   if (how == Reduction::update) {
-    update<float>(stream, u, shard, 0);
+    ops::Series series = ops::Series::begins;
+    update<float>(stream, u, shard, 0, &series);
     issued_.note(Issued::optimizer, u);
     s.read_by_reduction[1] = std::move(state.gradient);
   }

@@ -1090,6 +1090,25 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
         auto* bad = a.in(std::vector<double>{double(INFINITY)});
         ops::adamw(a.s, w, m, v, g, bad, 1.0f, now, n, n / 2, 1, 2, 0);
       });
+      // One behind the other, each before the last one's end: what follows finds them all at theirs.
+      compare([&](Space& a) {
+        const ops::AdamW adamw{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3};
+        const ops::AdamW* now = a.in(std::vector<ops::AdamW>{adamw});
+        auto *sumsq = a.out<double>(1), *pieces = a.in(std::vector<double>{60.0, 40.0});
+        std::vector<float*> all;
+        for (int i = 0; i < 4; ++i) all.push_back(a.inout<float>(n + shift) + shift);
+        auto *m = a.inout<float>(4 * n), *v = a.in(std::vector<float>(size_t(4 * n), 0.5f)), *total = a.out<float>(1),
+             *partials = a.work<float>(ops::sum_partials());
+        ops::total_power(a.s, ops::GradNorm::two, sumsq, pieces, 2);
+        ops::Series series = ops::Series::begins;
+        for (size_t i = 0; i < 4; ++i) {
+          const int64_t numel = i == 2 ? std::min<int64_t>(n, 7) : n;
+          ops::adamw(a.s, all[i], m + int64_t(i) * n, v + int64_t(i) * n, a.in<float>(n + shift) + shift, sumsq, 1.0f,
+                     now, numel, n / 2, 1, 2, 0, series);
+          series = ops::Series::goes_on;
+        }
+        ops::sum<float>(a.s, total, m, partials, 4 * n, false);
+      });
       // The same random bits. A moment next to a boundary may fall to the other side by the arithmetic's last bit.
       for (int64_t first : {0, 64, 6})
         compare([&](Space& a) {

@@ -37,6 +37,7 @@ struct Reduced {
   std::vector<std::vector<float>> shards;  // this rank's, by unit
   std::vector<Issued> trace;
   MemoryReport memory;
+  StepScalars scalars;
 };
 
 struct Setup {
@@ -46,6 +47,7 @@ struct Setup {
   double delay_ms = 0;
   int64_t first_unit = some;
   int64_t width = 0;  // of the rows of the first unit, if only those that a rank uses are not zero
+  double loss = 1;    // this rank's
 };
 
 // A rank uses a third of the rows; some rows nobody uses, and some all.
@@ -81,9 +83,12 @@ Reduced reduce(const Setup& s) {
   auto keep_rows = [&] {
     if (s.width) used = {dev.mem.keep<int32_t>(rows + 1, "rows used", Purpose::workspace), rows, s.width};
   };
+  HostBuffer<double> loss(dev, 1);
+  loss[0] = s.loss;
   auto step = [&](Fsdp<T, G>& fsdp) {
     dev.mem.begin("step");
     fsdp.begin_step(adamw.get(), 0);
+    dev.compute().copy(&fsdp.scalars()->loss, loss.get(), sizeof(double));
     for (int m = 0; m < s.micro_batches; ++m) {
       fsdp.begin_micro_batch(m + 1 == s.micro_batches);
       for (size_t u = all.size(); u-- > 0;) {
@@ -119,6 +124,10 @@ Reduced reduce(const Setup& s) {
   step(fsdp);
   out.trace = fsdp.issued().all();
   out.memory = dev.mem.report();
+  HostBuffer<StepScalars> scalars(dev, 1);
+  dev.compute().copy(scalars.get(), fsdp.scalars(), sizeof(StepScalars));
+  dev.compute().synchronize();
+  out.scalars = scalars[0];
   for (size_t u = 0; u < all.size(); ++u) {
     const int64_t n = all[u].with_gradient.shard;
     HostBuffer<float> host(dev, n);
@@ -226,6 +235,56 @@ TEST_CASE("a bf16 gradient is rounded on the wire, and its sum is not", "[reduce
     }
   CHECK(wrong == 0);
   CHECK((different > 0) == (world.size > 1));
+}
+
+// Every rank gets the same, of all ranks' shards and losses, whoever sums them.
+void check_scalars(Setup s) {
+  const World& world = test_world();
+  const std::vector<Unit> all = units(world.size);
+  for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::two, ops::GradNorm::three, ops::GradNorm::inf}) {
+    INFO("norm " << int(p));
+    double sum = 0, largest = 0;
+    for (size_t u = 0; u < all.size(); ++u)
+      for (int64_t i = 0; i < all[u].numel; ++i) {
+        float x = 0;
+        for (int r = 0; r < world.size; ++r) x += value(0, int(u), r, i);
+        largest = std::max(largest, std::abs(double(x)));
+        sum += std::pow(std::abs(double(x)), int(p));
+      }
+    const double norm = p == ops::GradNorm::inf ? largest : std::pow(sum, 1.0 / int(p));
+    s.fsdp.norm = p, s.loss = 0.25 + world.rank;
+    const StepScalars got = reduce<float, float>(s).scalars;
+    CHECK(std::sqrt(got.norm2) == Approx(norm).epsilon(1e-6));
+    CHECK(got.loss == 0.25 * world.size + world.size * (world.size - 1) / 2);
+    CHECK(got.steps == world.size);
+    CHECK(got.halts == 0);
+    s.loss = world.rank == world.size - 1 ? std::nan("") : 1;
+    const StepScalars lost = reduce<float, float>(s).scalars;
+    CHECK(std::isnan(lost.loss));
+    CHECK(!std::isfinite(lost.norm2));
+    CHECK(lost.steps == world.size);
+  }
+}
+
+TEST_CASE("a step's scalars are of all ranks", "[reduce]") {
+  for (double late_ms : {0.0, test_world().rank % 2 ? 1.0 : 4.0}) {
+    Setup s;
+    s.delay_ms = late_ms;
+    check_scalars(s);
+  }
+}
+
+TEST_CASE("GPU: ranks sum a step's scalars in each other's memory", "[reduce][gpu][hosts]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  Setup s;
+  s.backend = Backend::gpu;
+  s.fsdp.gather_by_copy_engine = true;
+  for (bool reads : {false, true})
+    for (double late_ms : {0.0, test_world().rank % 2 ? 1.0 : 4.0}) {
+      s.fsdp.read_tail = reads, s.delay_ms = late_ms;
+      check_scalars(s);
+    }
 }
 
 TEST_CASE("what owners sum lies in one planned buffer, and goes by all_to_all", "[reduce]") {

@@ -399,11 +399,17 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   if (staged) stream_.copy(mine, out, part);
 }
 
-void Channel::reduce_scatter(int64_t bytes, const std::function<void()>& work) {
+void Channel::by_callers_kernels(Collective what, const char* name, int64_t bytes, const std::function<void()>& work) {
   stream_.sleep(delay_ms);
-  if (stream_.off()) return stream_.spend(Collective::reduce_scatter, double(bytes), world_.size, world_.local_size);
-  const Recorded recorded(*this, "reduce_scatter", bytes);
+  if (stream_.off()) return stream_.spend(what, double(bytes), world_.size, world_.local_size);
+  const Recorded recorded(*this, name, bytes);
   work();
+}
+void Channel::reduce_scatter(int64_t bytes, const std::function<void()>& work) {
+  by_callers_kernels(Collective::reduce_scatter, "reduce_scatter", bytes, work);
+}
+void Channel::all_reduce(int64_t bytes, const std::function<void()>& work) {
+  by_callers_kernels(Collective::all_reduce, "all_reduce", bytes, work);
 }
 
 // A rank's own part is copied too, and that is a kernel where the driver makes it one.

@@ -91,6 +91,7 @@ class Channel {
   // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f32 and f64.
   enum Reduction { sum, max };
   void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);
+  void all_reduce(int64_t bytes, const std::function<void()>& work);  // by the caller's own kernels
   void broadcast(void* buf, int64_t bytes, int root);
 
   Stream& stream() { return stream_; }
@@ -104,6 +105,7 @@ class Channel {
   struct Impl;
   class Recorded;
   void over_mpi(const char* what, int64_t bytes, std::function<void()> work);
+  void by_callers_kernels(Collective what, const char* name, int64_t bytes, const std::function<void()>& work);
   void watch(const std::string& name);
   void open_window();
   Via via(CopyEngines carried) const { return engines_ == carried ? Via::copy_engines : Via::kernels; }

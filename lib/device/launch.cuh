@@ -18,6 +18,19 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
+// For kernels of a series that need nothing of each other: a block takes the place that one of the kernel before has
+// left. The first of them waits for what is before the series, then lets the second in, and so on; each but the first
+// waits at its end, so that its end is still the end of all.
+__device__ __forceinline__ void begin_of_series(bool first) {
+  if (first) begin_kernel();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void end_of_series(bool first) {
+  if (!first) begin_kernel();
+}
+
 namespace launches {
 // The driver is asked once for each kernel and thread, and again only for more.
 inline void allow_shared(const void* kernel, int bytes) {

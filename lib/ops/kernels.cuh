@@ -181,19 +181,37 @@ __device__ __forceinline__ float row_largest(float a, RowSums<float>& shared) {
 // F at index 0 .. n-1: a thread owns N consecutive elements, one 16-byte vector of the narrowest type; the last few
 // (n % N) have a thread each.
 template <int N, class F>
-__global__ void __launch_bounds__(256) each_kernel(F f, int64_t n) {
-  begin_kernel();
+__device__ __forceinline__ void my_elements(const F& f, int64_t n) {
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, full = n / N, i = full * N + (t - full);
   if (t < full) f.template at<N>(t * N);
   else if (i < n) f.template at<1>(i);
 }
 template <int N, class F>
-void each(cudaStream_t stream, F f, int64_t n, bool vectors) {
+__global__ void __launch_bounds__(256) each_kernel(F f, int64_t n) {
+  begin_kernel();
+  my_elements<N>(f, n);
+}
+template <int N, class F>
+__global__ void __launch_bounds__(256) each_of_series_kernel(F f, int64_t n, bool first) {
+  begin_of_series(first);
+  my_elements<N>(f, n);
+  end_of_series(first);
+}
+template <int N, class F, class... More>
+void launch_each(cudaStream_t stream, void (*by_vectors)(F, int64_t, More...), void (*singly)(F, int64_t, More...), F f,
+                 int64_t n, bool vectors, More... more) {
   if (n == 0) return;
   const int64_t threads = vectors ? n / N + n % N : n;
-  const unsigned blocks = unsigned(ceil_div(threads, 256));
-  if (vectors) launch(stream, each_kernel<N, F>, {blocks, 256}, f, n);
-  else launch(stream, each_kernel<1, F>, {blocks, 256}, f, n);
+  launch(stream, vectors ? by_vectors : singly, {unsigned(ceil_div(threads, 256)), 256}, f, n, more...);
+}
+template <int N, class F>
+void each(cudaStream_t stream, F f, int64_t n, bool vectors) {
+  launch_each<N>(stream, each_kernel<N, F>, each_kernel<1, F>, f, n, vectors);
+}
+// One of a series; see begin_of_series.
+template <int N, class F>
+void each_of_series(cudaStream_t stream, F f, int64_t n, bool vectors, bool first) {
+  launch_each<N>(stream, each_of_series_kernel<N, F>, each_of_series_kernel<1, F>, f, n, vectors, first);
 }
 
 // For M rows of n vectors each: about 256 threads a block, threadIdx.x along the vectors of a row, threadIdx.y and

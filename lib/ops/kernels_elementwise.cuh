@@ -520,11 +520,11 @@ struct AdamWUpdate {
   uint32_t tensor;
   template <int N>
   __device__ void at(int64_t i) const {
+    float p[N], mi[N], vi[N], g[N];  // on their way before it is known that they count
+    load(p, w + i), load(mi, m + i), load(vi, v + i), load(g, grad + i);
     if (sumsq && !isfinite(*sumsq)) return;
     const ops::AdamW a = *now;
     const float factor = clip > 0 ? fminf(1.0f, clip / float(sqrt(*sumsq))) : 1.0f;
-    float p[N], mi[N], vi[N], g[N];
-    load(p, w + i), load(mi, m + i), load(vi, v + i), load(g, grad + i);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const float gj = g[j] * factor, decay = i + j < decayed ? a.weight_decay : 0.0f;
@@ -551,10 +551,11 @@ struct AdamWUpdate {
 };
 template <class W, class M, class G>
 void adamw(cudaStream_t stream, W w, M* m, M* v, const G* grad, const double* sumsq, float clip, const ops::AdamW* now,
-           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first, ops::Series series) {
   constexpr int N = std::max({weight_width<W>, width<M>, width<G>});
   const AdamWUpdate<W, M, G> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
-  each<N>(stream, update, n, first % 4 == 0 && aligned_weights(w) && aligned(m, v, grad));
+  each_of_series<N>(stream, update, n, first % 4 == 0 && aligned_weights(w) && aligned(m, v, grad),
+                    series == ops::Series::begins);
 }
 
 }  // namespace gpu

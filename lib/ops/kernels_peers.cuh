@@ -32,23 +32,29 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(after) : "memory");
 }
 
-// to (n) = (accumulate ? to : 0) + the ranks' parts at `mine` (n), in vectors. NVLink is slow to answer, so a thread
-// has `stages` vectors of each rank under way, which for the ranks of a host takes most of the shared memory. Writes
-// sizeof(To) an element and reads ranks * sizeof(E), all but one of them from afar. partials (gridDim.x) or none: of
-// the sum of powers of what is written.
+// to (n) = (adds ? to : 0) + the ranks' parts at `mine` (n), in vectors. NVLink is slow to answer, so a thread has
+// `stages` vectors of each rank under way, and of `to`, which takes most of the shared memory. Writes sizeof(To) an
+// element and reads ranks * sizeof(E), all but one of them from afar. partials (gridDim.x) or none: of the sum of
+// powers of what is written.
 constexpr int peer_threads = 512;
-template <Term term, int stages, class To, class E>
+template <Term term, int stages, bool adds, class To, class E>
 __global__ void __launch_bounds__(peer_threads, 1)
-    sum_peers_kernel(double* partials, To* to, const E* mine, Peers peers, int64_t n, bool accumulate) {
+    sum_peers_kernel(double* partials, To* to, const E* mine, Peers peers, int64_t n) {
   begin_kernel();
-  extern __shared__ uint4 ring[];  // (stages, ranks, threads)
-  constexpr int N = width<E>;
+  extern __shared__ uint4 ring[];  // (stages, ranks and what of `to` is as wide, threads)
+  constexpr int N = width<E>, own = adds ? N * int(sizeof(To)) / int(sizeof(uint4)) : 0;
   const int64_t first = (int64_t(blockIdx.x) * peer_threads + threadIdx.x) * N,
                 stride = int64_t(gridDim.x) * peer_threads * N;
-  const auto slot = [&](int stage, int r) { return ring + (stage * peers.ranks + r) * peer_threads + threadIdx.x; };
+  const auto slot = [&](int stage, int v) {
+    return ring + (stage * (peers.ranks + own) + v) * peer_threads + threadIdx.x;
+  };
   const auto fetch = [&](int64_t i, int stage) {
-    if (i < n)
+    if (i < n) {
       for (int r = 0; r < peers.ranks; ++r) copy_ahead(slot(stage, r), peers.of(r, mine) + i);
+#pragma unroll
+      for (int v = 0; v < own; ++v)
+        copy_ahead(slot(stage, peers.ranks + v), reinterpret_cast<const uint4*>(to + i) + v);
+    }
     end_copies();
   };
   const uint32_t met = peers.own()[blockIdx.x];
@@ -58,8 +64,7 @@ __global__ void __launch_bounds__(peer_threads, 1)
   double total = 0;
   int stage = 0;
   for (int64_t i = first; i < n; i += stride) {
-    float sum[N], x[N], before[N];
-    if (accumulate) load(before, to + i);
+    float sum[N], x[N];
     await_copies<stages - 1>();
     load(sum, reinterpret_cast<const E*>(slot(stage, 0)));
     for (int r = 1; r < peers.ranks; ++r) {
@@ -67,12 +72,16 @@ __global__ void __launch_bounds__(peer_threads, 1)
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] += x[j];
     }
+    if constexpr (adds) {
+      Pack<To, N> before;
+#pragma unroll
+      for (int v = 0; v < own; ++v) before.q[v] = *slot(stage, peers.ranks + v);
+      widen(x, before);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += x[j];
+    }
     fetch(i + stages * stride, stage);
     if (++stage == stages) stage = 0;
-    if (accumulate) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[j] += before[j];
-    }
     const Pack<To, N> written = narrow<To, N>(sum);
     store(to + i, written);
     widen(sum, written);
@@ -91,14 +100,21 @@ __global__ void __launch_bounds__(peer_threads, 1)
 template <Term term, class To, class E>
 void sum_peers(cudaStream_t stream, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate, int blocks,
                double* partials) {
-  const auto start = [&](auto kernel, int stages) {
-    launch(stream, kernel, {blocks, peer_threads, stages * peers.ranks * peer_threads * int(sizeof(uint4))}, partials,
-           to, mine, peers, n, accumulate);
+  constexpr int vectors = 24, own = width<E> * int(sizeof(To)) / int(sizeof(uint4));  // under way, of a thread
+  const auto start = [&](auto kernel, int stages, int of_each) {
+    ASSERT(stages * of_each <= vectors);
+    launch(stream, kernel, {blocks, peer_threads, stages * of_each * peer_threads * int(sizeof(uint4))}, partials, to,
+           mine, peers, n);
+  };
+  const auto start_for = [&](auto most) {
+    constexpr int ranks = decltype(most)::value, adding = vectors / (ranks + own), setting = vectors / ranks;
+    if (accumulate) start(sum_peers_kernel<term, adding, true, To, E>, adding, peers.ranks + own);
+    else start(sum_peers_kernel<term, setting, false, To, E>, setting, peers.ranks);
   };
   static_assert(most_peers == 8);
-  if (peers.ranks <= 2) start(sum_peers_kernel<term, 12, To, E>, 12);
-  else if (peers.ranks <= 4) start(sum_peers_kernel<term, 6, To, E>, 6);
-  else start(sum_peers_kernel<term, 3, To, E>, 3);
+  if (peers.ranks <= 2) start_for(std::integral_constant<int, 2>());
+  else if (peers.ranks <= 4) start_for(std::integral_constant<int, 4>());
+  else start_for(std::integral_constant<int, 8>());
 }
 
 // The same of a matrix whose element `first` is the first of `mine`: a block has some of its rows, and asks first which
@@ -128,32 +144,40 @@ __global__ void __launch_bounds__(peer_threads)
   const int64_t begin = max(my_row * rows.width - first, int64_t(0)), end = min(my_end * rows.width - first, n);
   double total = 0;
   for (int64_t i = begin + threadIdx.x * N; i < end; i += ahead * peer_threads * N) {
-    float sum[ahead][N];
+    float sum[ahead][N], of_ranks[ahead][N] = {};
+    uint32_t bits[ahead] = {};
 #pragma unroll
     for (int k = 0; k < ahead; ++k) {
       const int64_t at = i + k * peer_threads * N;
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[k][j] = 0;
-      if (accumulate && at < end) load(sum[k], to + at);
+      if (at >= end) continue;
+      if (accumulate) load(sum[k], to + at);
+      bits[k] = users[uint32_t(first + at - my_row * rows.width) / uint32_t(rows.width)];
+    }
+    for (int r = 0; r < peers.ranks; ++r) {
+      Pack<E, N> read[ahead];
+#pragma unroll
+      for (int k = 0; k < ahead; ++k)
+        if (bits[k] >> r & 1)
+          read[k].q[0] = __ldcg(reinterpret_cast<const uint4*>(peers.of(r, mine) + i + k * peer_threads * N));
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) {
+        if (!(bits[k] >> r & 1)) continue;
+        float x[N];
+        widen(x, read[k]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) of_ranks[k][j] += x[j];
+      }
     }
 #pragma unroll
     for (int k = 0; k < ahead; ++k) {
       const int64_t at = i + k * peer_threads * N;
       if (at >= end) break;
-      const uint32_t bits = users[uint32_t(first + at - my_row * rows.width) / uint32_t(rows.width)];
-      float of_ranks[N] = {}, x[N];
-      for (int r = 0; r < peers.ranks; ++r) {
-        if (!(bits >> r & 1)) continue;
-        Pack<E, N> read;
-        read.q[0] = __ldcg(reinterpret_cast<const uint4*>(peers.of(r, mine) + at));
-        widen(x, read);
 #pragma unroll
-        for (int j = 0; j < N; ++j) of_ranks[j] += x[j];
-      }
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[k][j] += of_ranks[j];
+      for (int j = 0; j < N; ++j) sum[k][j] += of_ranks[k][j];
       const Pack<To, N> written = narrow<To, N>(sum[k]);
-      if (bits != 0 || !accumulate) store(to + at, written);
+      if (bits[k] != 0 || !accumulate) store(to + at, written);
       widen(sum[k], written);
       float powers = 0;
 #pragma unroll
@@ -200,6 +224,50 @@ void sum_parts(cudaStream_t stream, To* to, const E* mine, int64_t first, ops::U
   sum_with_powers(stream, blocks, sum, [&](auto term, double* partials) {
     launch(stream, sum_rows_kernel<decltype(term)::value, To, E>, {blocks, peer_threads, rows_each}, partials, to, mine,
            first, rows, peers, n, accumulate);
+  });
+}
+
+// mine (count), the first of which is the total of pieces (n), becomes the sum over ranks, in their order; then the
+// first is raised to `exponent`, and is not a number where the second is not finite. from_ranks (2, ranks, count):
+// every rank writes into its place in all of them, by turns into either half: a rank that is ahead does not overwrite
+// what another has still to read.
+template <Term term>
+__global__ void __launch_bounds__(sum_threads)
+    sum_scalars_kernel(double* mine, int count, const double* pieces, int64_t n, double* from_ranks, Peers peers,
+                       double exponent) {
+  begin_kernel();
+  __shared__ double sums[sum_threads];
+  double total = 0;
+  for (int64_t i = threadIdx.x; i < n; i += sum_threads) total = both<term>(total, pieces[i]);
+  total = block_total<term>(total);
+  const int numbers = peers.ranks * count, r = threadIdx.x / count, i = threadIdx.x % count;
+  const uint32_t met = peers.own()[0];
+  double* const half = from_ranks + (met & 1) * numbers;
+  if (threadIdx.x == 0) mine[0] = total;
+  __syncthreads();
+  if (threadIdx.x < numbers) peers.of(r, half)[peers.rank * count + i] = mine[i];
+  meet(peers, met + 1);
+  if (threadIdx.x < count) {
+    double sum = __ldcg(half + threadIdx.x);
+    for (int of = 1; of < peers.ranks; ++of) {
+      const double x = __ldcg(half + of * count + threadIdx.x);
+      sum = threadIdx.x == 0 ? both<term>(sum, x) : sum + x;
+    }
+    sums[threadIdx.x] = sum;
+    if (threadIdx.x > 0) mine[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  peers.own()[0] = met + 1;
+  const double power = exponent == 1 ? sums[0] : pow(sums[0], exponent);
+  mine[0] = isfinite(sums[1]) ? power : NAN;
+}
+inline void sum_scalars(cudaStream_t stream, ops::GradNorm p, double* mine, int count, const double* pieces, int64_t n,
+                        double* from_ranks, const Peers& peers) {
+  ASSERT(count > 1 && count * peers.ranks <= sum_threads);
+  with_term(p, [&](auto term) {
+    launch(stream, sum_scalars_kernel<decltype(term)::value>, {1, sum_threads}, mine, count, pieces, n, from_ranks,
+           peers, exponent_of(p));
   });
 }
 

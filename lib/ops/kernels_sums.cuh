@@ -527,9 +527,11 @@ static __global__ void power_kernel(double* x, double exponent, const double* lo
   if (exponent != 1) *x = pow(*x, exponent);
   if (loss && !isfinite(*loss)) *x = NAN;
 }
+// Of the sum of powers, to the square of the norm.
+inline double exponent_of(ops::GradNorm p) { return p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p); }
 inline void squared_norm(cudaStream_t stream, ops::GradNorm p, double* out, const double* loss) {
   if (p == ops::GradNorm::two && !loss) return;
-  launch(stream, power_kernel, {1, 1}, out, p == ops::GradNorm::inf ? 2.0 : 2.0 / int(p), loss);
+  launch(stream, power_kernel, {1, 1}, out, exponent_of(p), loss);
 }
 
 }  // namespace gpu

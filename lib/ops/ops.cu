@@ -315,6 +315,15 @@ void sum_parts(Stream& s, To* to, const E* mine, int64_t first, UsedRows rows, c
 void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n) {
   RUN(false, moves<double>(n, 1, Work::optimizer), total_power, p, out, pieces, n);
 }
+void sum_scalars(Stream& s, GradNorm p, double* mine, int count, const double* pieces, int64_t n, double* from_ranks,
+                 const Peers& peers) {
+#if FSDP_CUDA
+  gpu::sum_scalars(s.cuda(), p, mine, count, pieces, n, from_ranks, peers);
+#else
+  (void)s, (void)p, (void)mine, (void)count, (void)pieces, (void)n, (void)from_ranks, (void)peers;
+  throw Error("sum_scalars: a CPU does not read its peers' memory");
+#endif
+}
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss) {
   RUN(false, moves<double>(1, 1, Work::optimizer), squared_norm, p, out, loss);
 }
@@ -331,10 +340,10 @@ AdamW::AdamW(float lr, float beta1, float beta2, float eps, float weight_decay, 
       summand(double(step)) {}
 template <class M, class G>
 void adamw(Stream& s, const Masters& weights, M* m, M* v, const G* grad, const double* sumsq, float clip,
-           const AdamW* a, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first) {
+           const AdamW* a, int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first, Series series) {
   weights.visit([&](auto w) {
     RUN(false, moves<char>(n * int64_t(8 + sizeof(G) + 4 * sizeof(M)), 1, Work::optimizer), adamw, w, m, v, grad, sumsq,
-        clip, a, n, decayed, seed, tensor, first);
+        clip, a, n, decayed, seed, tensor, first, series);
   });
 }
 
@@ -415,7 +424,7 @@ template void cast(Stream&, float*, const double*, int64_t);
 template void accumulate_gradient(Stream&, bf16*, const bf16*, int64_t, bool, PowerSum);
 #define FOR(M, G)                                                                                                      \
   template void adamw(Stream&, const Masters&, M*, M*, const G*, const double*, float, const AdamW*, int64_t, int64_t, \
-                      uint64_t, uint32_t, int64_t);
+                      uint64_t, uint32_t, int64_t, Series);
 FOR(float, float)
 FOR(float, bf16)
 FOR(bf16, float)

@@ -264,6 +264,12 @@ void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64
 // out (1) = the square of the norm, from that. loss (1), where there is one: the norm is not finite if that is not, so
 // that adamw leaves the step out.
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullptr);
+// Both, over ranks that write into each other's memory, in one kernel: mine (count, two or more) becomes the sum over
+// ranks of theirs, in rank order, of which the first is made of pieces (n) and the second is the loss. from_ranks
+// (scalars_of_peers(count, ranks)): what they write. On the stream of all else that meets them. On a GPU.
+constexpr int64_t scalars_of_peers(int count, int ranks) { return int64_t(2) * ranks * count; }
+void sum_scalars(Stream& s, GradNorm p, double* mine, int count, const double* pieces, int64_t n, double* from_ranks,
+                 const Peers& peers);
 // shard (n) = (accumulate ? shard : 0) + grad (n). To is float; or G, where nothing is accumulated.
 template <class G, class To>
 void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
@@ -297,6 +303,9 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
   // asked to stop.
   double summand = 1, halt = 0;
 };
+// Whether a kernel begins a series of some that need nothing of each other, or goes on with it: then it takes the SMs
+// that the one before on its stream has left, and need not wait until that is at its end.
+enum class Series { begins, goes_on };
 // w, m, v, grad (n): elements [first, first + n) of a tensor, of which the first `decayed` are decayed (matrices), the
 // rest not. a (1) and sumsq (1), the square of the gradient's norm, are on the device: no number of a step is an
 // argument, so that a CUDA graph of it can be replayed. Gradients are multiplied by min(1, clip / sqrt(*sumsq)) first
@@ -305,6 +314,6 @@ struct AdamW {  // Loshchilov & Hutter 2019; bias-corrected
 // 2015), by Philox with seed, tensor, element and step, or else a beta close to 1 would never let a moment change.
 template <class M, class G>
 void adamw(Stream& s, const Masters& w, M* m, M* v, const G* grad, const double* sumsq, float clip, const AdamW* a,
-           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first);
+           int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first, Series series = Series::begins);
 
 }  // namespace ops
