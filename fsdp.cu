@@ -517,71 +517,6 @@ void Fsdp<T, G>::update(Stream& s, int u, const E* gradient, float clip, ops::Se
   s.record(state.ready);
 }
 
-// Replicas may sum their shards' norms in another order: all take the first one's, so that they clip, and stay, alike.
-// The infinity norm is a maximum, and takes a collective of its own; all else are sums.
-template <class T, class G>
-void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
-  auto sum = [&](Channel& channel, const World& among, double* x, int64_t n, auto... how) {
-    channel.all_reduce(x, n, Dtype::f64, how...);
-    issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
-  };
-  const bool groups = replica_world_.size > 1;
-  ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
-  if (shard_world_.size > 1 || !groups) {
-    if (options_.norm == ops::GradNorm::inf) {
-      sum(reduce_channel_, shard_world_, &scalars_->norm2, 1, Channel::max);
-      sum(reduce_channel_, shard_world_, &scalars_->loss, step_scalars - 1);
-    } else {
-      sum(reduce_channel_, shard_world_, &scalars_->norm2, step_scalars);
-    }
-  }
-  if (groups) {
-    if (replica_world_.rank > 0) s.zero(&scalars_->norm2, sizeof(double));
-    sum(replica_channel_, replica_world_, &scalars_->norm2, step_scalars);
-  }
-  ops::squared_norm(s, options_.norm, &scalars_->norm2, &scalars_->loss);
-}
-
-template <class T, class G>
-void Fsdp<T, G>::all_reduce(double* x, int64_t n, Channel::Reduction how) {
-  Stream& stream = reduce_channel_.stream();
-  dev_.compute().record(counted_);
-  stream.wait(counted_);
-  const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "diagnostics", n * int64_t(sizeof(double)));
-  for (auto [channel, among] : {std::pair(&reduce_channel_, &shard_world_), {&replica_channel_, &replica_world_}}) {
-    if (among->size == 1) continue;
-    channel->all_reduce(x, n, Dtype::f64, how);
-    issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among->size);
-  }
-}
-
-// On the reduce stream, behind the last reduction. The losses are there as soon as compute has ended.
-template <class T, class G>
-void Fsdp<T, G>::begin_scalars() {
-  dev_.compute().record(scalars_ready_);
-  Stream& stream = reduce_channel_.stream();
-  stream.wait(scalars_ready_);
-  const int64_t bytes = sizeof(StepScalars);
-  const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "norm and loss", bytes);
-  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit("norm and loss");
-  if (scalars_of_ranks_ && replica_world_.size == 1) {
-    reduce_channel_.all_reduce(bytes, [&] {
-      ops::sum_scalars(stream, options_.norm, &scalars_->norm2, step_scalars, unit_sums_, int64_t(units_.size()),
-                       scalars_of_ranks_, peers_);
-    });
-    issued_.note(Issued::all_reduce, -1, bytes, Dtype::f64, shard_world_.size);
-  } else {
-    all_reduce_scalars(stream);
-  }
-  stream.record(scalars_summed_);
-}
-
-template <class T, class G>
-void Fsdp<T, G>::sum_scalars() {
-  begin_scalars();
-  exposed_.wait(ExposedTime::reductions, scalars_summed_);
-}
-
 template <class T, class G>
 void Fsdp<T, G>::end_step() {
   Stream& s = dev_.compute();
@@ -625,7 +560,7 @@ void Fsdp<T, G>::set_delays(double gather_ms, double reduce_ms, double optimizer
   optimizer_delay_ms_ = optimizer_ms;
 }
 
-// fsdp/reduce.cu has the verbs gradient and reduce, and calls this.
+// fsdp/reduce.cu has what is summed over ranks, and calls this.
 template void Fsdp<float, float>::update(Stream&, int, const float*, float, ops::Series*);
 template void Fsdp<bf16, bf16>::update(Stream&, int, const float*, float, ops::Series*);
 template void Fsdp<bf16, float>::update(Stream&, int, const float*, float, ops::Series*);

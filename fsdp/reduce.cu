@@ -1,5 +1,5 @@
-// Fsdp's verbs gradient and reduce: a unit's gradient from the slot that a backward writes to the owners' shards of the
-// sum over all ranks.
+// What Fsdp sums over ranks. The verbs gradient and reduce: a unit's gradient from the slot that a backward writes to
+// the owners' shards of the sum over all ranks. And a step's scalars: the norm of all shards, and the loss.
 #include "fsdp.h"
 
 template <class T, class G>
@@ -190,11 +190,79 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, c
   if (several) issued_.note(Issued::broadcast, u, bytes, dtype, shard_world_.size);
 }
 
-#define FOR(T, G)                                                        \
-  template void Fsdp<T, G>::await_reduction(GradientSlot&);              \
-  template G* Fsdp<T, G>::gradient(int);                                 \
-  template bool Fsdp<T, G>::takes_rows(int, const ops::UsedRows&) const; \
-  template void Fsdp<T, G>::reduce(int, const ops::UsedRows&, const ops::ColumnSums<G>&, Event*);
+// Replicas may sum their shards' norms in another order: all take the first one's, so that they clip, and stay, alike.
+// The infinity norm is a maximum, and takes a collective of its own; all else are sums.
+template <class T, class G>
+void Fsdp<T, G>::all_reduce_scalars(Stream& s) {
+  auto sum = [&](Channel& channel, const World& among, double* x, int64_t n, auto... how) {
+    channel.all_reduce(x, n, Dtype::f64, how...);
+    issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among.size);
+  };
+  const bool groups = replica_world_.size > 1;
+  ops::total_power(s, options_.norm, &scalars_->norm2, unit_sums_, int64_t(units_.size()));
+  if (shard_world_.size > 1 || !groups) {
+    if (options_.norm == ops::GradNorm::inf) {
+      sum(reduce_channel_, shard_world_, &scalars_->norm2, 1, Channel::max);
+      sum(reduce_channel_, shard_world_, &scalars_->loss, step_scalars - 1);
+    } else {
+      sum(reduce_channel_, shard_world_, &scalars_->norm2, step_scalars);
+    }
+  }
+  if (groups) {
+    if (replica_world_.rank > 0) s.zero(&scalars_->norm2, sizeof(double));
+    sum(replica_channel_, replica_world_, &scalars_->norm2, step_scalars);
+  }
+  ops::squared_norm(s, options_.norm, &scalars_->norm2, &scalars_->loss);
+}
+
+template <class T, class G>
+void Fsdp<T, G>::all_reduce(double* x, int64_t n, Channel::Reduction how) {
+  Stream& stream = reduce_channel_.stream();
+  dev_.compute().record(counted_);
+  stream.wait(counted_);
+  const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "diagnostics", n * int64_t(sizeof(double)));
+  for (auto [channel, among] : {std::pair(&reduce_channel_, &shard_world_), {&replica_channel_, &replica_world_}}) {
+    if (among->size == 1) continue;
+    channel->all_reduce(x, n, Dtype::f64, how);
+    issued_.note(Issued::all_reduce, -1, n * 8, Dtype::f64, among->size);
+  }
+}
+
+// On the reduce stream, behind the last reduction. The losses are there as soon as compute has ended.
+template <class T, class G>
+void Fsdp<T, G>::begin_scalars() {
+  dev_.compute().record(scalars_ready_);
+  Stream& stream = reduce_channel_.stream();
+  stream.wait(scalars_ready_);
+  const int64_t bytes = sizeof(StepScalars);
+  const NamedWork named(dev_, stream, Span::reduce, "all_reduce", "norm and loss", bytes);
+  for (Channel* c : {&reduce_channel_, &replica_channel_}) c->set_unit("norm and loss");
+  if (scalars_of_ranks_ && replica_world_.size == 1) {
+    reduce_channel_.all_reduce(bytes, [&] {
+      ops::sum_scalars(stream, options_.norm, &scalars_->norm2, step_scalars, unit_sums_, int64_t(units_.size()),
+                       scalars_of_ranks_, peers_);
+    });
+    issued_.note(Issued::all_reduce, -1, bytes, Dtype::f64, shard_world_.size);
+  } else {
+    all_reduce_scalars(stream);
+  }
+  stream.record(scalars_summed_);
+}
+
+template <class T, class G>
+void Fsdp<T, G>::sum_scalars() {
+  begin_scalars();
+  exposed_.wait(ExposedTime::reductions, scalars_summed_);
+}
+
+#define FOR(T, G)                                                                                 \
+  template void Fsdp<T, G>::await_reduction(GradientSlot&);                                       \
+  template G* Fsdp<T, G>::gradient(int);                                                          \
+  template bool Fsdp<T, G>::takes_rows(int, const ops::UsedRows&) const;                          \
+  template void Fsdp<T, G>::reduce(int, const ops::UsedRows&, const ops::ColumnSums<G>&, Event*); \
+  template void Fsdp<T, G>::all_reduce(double*, int64_t, Channel::Reduction);                     \
+  template void Fsdp<T, G>::begin_scalars();                                                      \
+  template void Fsdp<T, G>::sum_scalars();
 FOR(float, float)
 FOR(bf16, bf16)
 FOR(bf16, float)
