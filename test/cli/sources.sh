@@ -27,7 +27,8 @@ wrong="" kernels=0
 of_series() { [ "$1" = "begin_of_series(first);" ] && grep -A 6 "$2(" "$3" | grep -qx "  end_of_series(first);"; }
 while IFS='|' read -r file kernel first; do
   kernels=$((kernels + 1))
-  [ "$first" = "begin_kernel();" ] || of_series "$first" "$kernel" "$file" || grep -qE "$kernel(<[^<>]*>)?<<<" "$file" || wrong="$wrong; $kernel in $file"
+  [ "$first" = "begin_kernel();" ] || of_series "$first" "$kernel" "$file" ||
+    grep -qE "$kernel(<[^<>]*>)?<<<" "$file" || wrong="$wrong; $kernel in $file"
 done < <(find attention fsdp model lib -name '*.cu' -o -name '*.cuh' | sort | while read -r file; do
   awk -v file="$file" '
     text != "" && done { sub(/^ */, ""); print file "|" text "|" $0; text = ""; done = 0 }
