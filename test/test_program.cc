@@ -70,6 +70,7 @@ TEST_CASE("batches follow from what is given of them", "[program]") {
   } cases[] = {
       {"--preset class", 4, 8, 2, 64},  // the preset's accumulation holds until something is said
       {"--preset class --batch 4", 4, 4, 1, 16},
+      {"--preset class --grad-accum 1", 4, 8, 1, 32},
       {"--preset class --grad-accum 3", 4, 8, 3, 96},
       {"--preset class --global-batch 10", 4, 3, 1, 10},
       {"--preset class --global-batch 10 --grad-accum 2", 4, 2, 2, 10},

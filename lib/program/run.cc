@@ -302,7 +302,7 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
 
 void resolve_batch(const Options& o, const Preset& p, int world_size, Run* r) {
   // A preset's accumulation holds as long as nothing is said about batches.
-  const bool batch_said = o.batch || o.global_batch || o.grad_accum != 1;
+  const bool batch_said = o.batch || o.global_batch || o.gives("grad-accum");
   r->grad_accum = batch_said ? o.grad_accum : p.grad_accum;
   const int64_t places = world_size * r->grad_accum;
   r->batch = o.batch ? o.batch : o.global_batch ? (o.global_batch + places - 1) / places : p.batch;
