@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(256)
         }
     }
   }
+  let_next_in();
 #pragma unroll
   for (int r = 0; r < rows; ++r)
 #pragma unroll

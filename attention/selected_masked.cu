@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(64) word_kernel(uint64_t* words, const int32_t
       for (int r = 0; r < selected; ++r) take(chosen[r]);
     }
   }
+  let_next_in();
   uint32_t* to = reinterpret_cast<uint32_t*>(words + int64_t(blockIdx.x) * tiles) + warp;
   for (int j0 = 0; j0 < tiles; j0 += 32) {
     uint32_t mine = 0;

@@ -198,6 +198,7 @@ __global__ void __launch_bounds__(384, 1)
       wgmma_wait<0>();
       pin(dk), pin(dv);
     }
+    let_next_in();
     if (parts > 1) {
       float *to_k = part_sums + part_at(a, parts, 0, part, b, head),
             *to_v = part_sums + part_at(a, parts, 1, part, b, head);
@@ -408,6 +409,7 @@ __global__ void __launch_bounds__(384, 1)
       if constexpr (Mask::chooses) add_all(dq, mask.addends, a, b, t0, h * D);
       store_rows<D, BM>(dq, 1, 1, dq_rows, 1 + wg, dq_map, t0, h, b);
     }
+    let_next_in();
     if (threadIdx.x % 128 == 0) store_wait();
   }
 #else

@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(Forward<D, DV, share>::threads, 1)
         store_rows<DV, 64>(o, inverse[0], inverse[1], o_rows, 1 + wg, o_map, t0, h, b);
       }
     }
+    let_next_in();
     if (threadIdx.x % 128 == 0) store_wait();
   }
 #else

@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(Few<D, heads>::threads)
     }
     __syncthreads();
   }
+  let_next_in();
   indices += ((int64_t(b) * a.HKV + head) * a.T + q0) * a.n;
 #pragma unroll 2
   for (int r = warp; r < L::queries; r += L::threads / 32)

@@ -11,10 +11,18 @@
 // ones of the kernel before leave theirs and what these wrote is still under way. So each kernel that `launch` starts
 // calls this first: it returns when all work before has ended and is visible. Not one may leave it out, even if it
 // needs nothing of its predecessor: the next kernel waits for that kernel alone, and takes its end for the end of all.
-// To let the next one in earlier (griddepcontrol.launch_dependents) was slower: its blocks take room and wait.
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Where a block has but to write what it has found: once all blocks have come so far, those of the next kernel take the
+// places of those that have ended. A kernel without it lets the next one in when its last block ends, in some graphs
+// only when what that wrote has arrived. Any earlier was slower: blocks that wait take room.
+__device__ __forceinline__ void let_next_in() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -23,9 +31,7 @@ __device__ __forceinline__ void begin_kernel() {
 // waits at its end, so that its end is still the end of all.
 __device__ __forceinline__ void begin_of_series(bool first) {
   if (first) begin_kernel();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_next_in();
 }
 __device__ __forceinline__ void end_of_series(bool first) {
   if (!first) begin_kernel();

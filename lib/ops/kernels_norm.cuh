@@ -337,6 +337,7 @@ __global__ void __launch_bounds__(512)
       store(dx + m * C + i * N, r);
     }
   }
+  let_next_in();
   write_partials(partials + int64_t(blockIdx.x) * C, sum_gamma, combine, vectors);
   if (layer) write_partials(partials + (int64_t(gridDim.x) + blockIdx.x) * C, sum_beta, combine, vectors);
 }

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(256) column_sums_kernel(float* partials, Rows 
     }
 #pragma unroll
   for (int j = 0; j < N; ++j) sums[threadIdx.y][threadIdx.x][j] = total[j];
+  let_next_in();
   __syncthreads();
   if (threadIdx.y > 0 || c >= C) return;
 #pragma unroll
