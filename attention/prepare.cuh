@@ -15,31 +15,46 @@ struct Starts {
   BackwardStart<E> of[most_starts];
   E* gated_sum;  // (B,T,H,DV) as do, of sigmoid(gate) * o, with the bits of nsa_combine; null: not wanted
 };
+// Each of 8 lanes has a summand of eight sums: lane i gets sum i, to the bit as xor shuffles add it.
+__device__ __forceinline__ float sum_of_lane(float (&x)[8]) {
+#pragma unroll
+  for (int half = 4; half; half /= 2) {
+    const bool upper = threadIdx.x & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i)
+      x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(~0u, upper ? x[i] : x[i + half], half);
+  }
+  return x[0];
+}
+// A thread has numbers of `rows` rows in n attentions each. What a row and an attention have but one of, a lane makes:
+// `mine` is the attention, my_t the row of lane i.
 template <class E, int n>
 __global__ void __launch_bounds__(256)
-    prepare_kernel(Starts<E> starts, const E* d_o, Problem a, unsigned* counts, int n_counts) {
+    prepare_kernel(const __grid_constant__ Starts<E> starts, const E* d_o, Problem a, unsigned* counts, int n_counts) {
   begin_kernel();
   const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (thread < n_counts) counts[thread] = 0;
-  constexpr int rows = 2, width = 16 / sizeof(E);  // of a thread; numbers at a time
-  const int tiles = a.Tp / (32 * rows), tile = blockIdx.x / a.H % tiles;
-  const int h = blockIdx.x % a.H, b = blockIdx.x / a.H / tiles, t0 = tile * 32 * rows + int(threadIdx.x) / 8;
-  const bool writes = threadIdx.x % 8 == 0;
-  float delta[rows][n] = {}, l[rows][n], gate[rows][n] = {};  // before the sigmoid
+  constexpr int rows = 2, lanes = 8, width = 16 / sizeof(E);  // of a thread; of a row; numbers at a time
+  static_assert(rows * n <= lanes);
+  const int tiles = a.Tp / (32 * rows), tile = blockIdx.x / a.H % tiles, lane = threadIdx.x % lanes;
+  const int h = blockIdx.x % a.H, b = blockIdx.x / a.H / tiles, t0 = tile * 32 * rows + int(threadIdx.x) / lanes;
+  const int my_t = t0 + lane / n * 32;
+  const BackwardStart<E>& mine = starts.of[lane % n];
+  const bool makes = lane < rows * n, in_sequence = makes && my_t < a.T;
+  float l = -INFINITY, gate = 0;  // before the sigmoid
+  if (in_sequence) l = mine.lse[int64_t(b * a.H + h) * a.T + my_t];
+  if (in_sequence && mine.gate.gate) gate = float(mine.gate.gate[(int64_t(b) * a.T + my_t) * mine.gate.ld + h]);
+  float delta[lanes] = {}, g[rows][n];
+  const float my_g = 1 / (1 + __expf(-gate));
+#pragma unroll
+  for (int r = 0; r < rows; ++r)
+#pragma unroll
+    for (int i = 0; i < n; ++i) g[r][i] = n > 1 ? __shfl_sync(~0u, my_g, r * n + i, lanes) : 0;
 #pragma unroll
   for (int r = 0; r < rows; ++r) {
-    const int t = t0 + r * 32;
-#pragma unroll
-    for (int i = 0; i < n; ++i) l[r][i] = -INFINITY;
-    if (t >= a.T) continue;
-    const int64_t row = int64_t(b) * a.T + t, at = row * a.ld_o + h * a.DV;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {  // now, to wait for memory once
-      const BackwardStart<E>& start = starts.of[i];
-      if (writes) l[r][i] = start.lse[int64_t(b * a.H + h) * a.T + t];
-      if (start.gate.gate) gate[r][i] = float(start.gate.gate[row * start.gate.ld + h]);
-    }
-    for (int d = threadIdx.x % 8 * width; d < a.DV; d += 8 * width) {
+    if (t0 + r * 32 >= a.T) continue;
+    const int64_t at = (int64_t(b) * a.T + t0 + r * 32) * a.ld_o + h * a.DV;
+    for (int d = lane * width; d < a.DV; d += lanes * width) {
       alignas(16) E x[width], y[n][width];
       *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(d_o + at + d);
 #pragma unroll
@@ -47,14 +62,12 @@ __global__ void __launch_bounds__(256)
         *reinterpret_cast<uint4*>(y[i]) = *reinterpret_cast<const uint4*>(starts.of[i].o + at + d);
       float sum[width] = {};
 #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const float g = 1 / (1 + __expf(-gate[r][i]));
+      for (int i = 0; i < n; ++i)
 #pragma unroll
         for (int e = 0; e < width; ++e) {
-          delta[r][i] += float(x[e]) * float(y[i][e]);
-          if (n > 1) sum[e] += g * float(y[i][e]);
+          delta[r * n + i] += float(x[e]) * float(y[i][e]);
+          if (n > 1) sum[e] += g[r][i] * float(y[i][e]);
         }
-      }
       if constexpr (n > 1)
         if (starts.gated_sum) {
 #pragma unroll
@@ -64,24 +77,17 @@ __global__ void __launch_bounds__(256)
     }
   }
   let_next_in();
-#pragma unroll
-  for (int r = 0; r < rows; ++r)
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      for (int x = 4; x; x /= 2) delta[r][i] += __shfl_xor_sync(~0u, delta[r][i], x);
-      if (!writes) continue;
-      const BackwardStart<E>& start = starts.of[i];
-      const int t = t0 + r * 32;
-      float log2_gate = 0;
-      if (start.gate.gate && t < a.T) {
-        const float e = __expf(-fabsf(gate[r][i])), g = (gate[r][i] < 0 ? e : 1.f) / (1 + e);
-        start.gate.dgate[(int64_t(b) * a.T + t) * start.gate.ld + h] = E(g * (1 - g) * delta[r][i]);
-        log2_gate = log2f(g);
-      }
-      float* const to = start.stats + int64_t(b * a.H + h) * a.Tp + t;
-      to[0] = l[r][i] == -INFINITY ? INFINITY : l[r][i] * 1.4426950408889634f - log2_gate;
-      to[int64_t(a.B) * a.H * a.Tp] = delta[r][i];
-    }
+  const float my_delta = sum_of_lane(delta);
+  if (!makes) return;
+  float log2_gate = 0;
+  if (in_sequence && mine.gate.gate) {
+    const float e = __expf(-fabsf(gate)), of = (gate < 0 ? e : 1.f) / (1 + e);
+    mine.gate.dgate[(int64_t(b) * a.T + my_t) * mine.gate.ld + h] = E(of * (1 - of) * my_delta);
+    log2_gate = log2f(of);
+  }
+  float* const to = mine.stats + int64_t(b * a.H + h) * a.Tp + my_t;
+  to[0] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate;
+  to[int64_t(a.B) * a.H * a.Tp] = my_delta;
 }
 
 template <int n, class E>
