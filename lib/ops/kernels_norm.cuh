@@ -229,8 +229,12 @@ void sum_columns(cudaStream_t stream, const ops::ColumnSums<G>& sums, bool accum
            sums, accumulate);
 }
 
+// Threads of a block that has several rows: as many as registers allow twice on an SM, so that enough of what they read
+// is under way.
+constexpr int norm_backward_threads(int each, bool layer) { return each > 1 ? 256 : layer ? 320 : 384; }
+
 // A block's row of partial sums (C) from its threads' sums: rows of the block are added up in order by its first row's
-// threads, through `combine` (256 * each * N) where the block has more than one (then it has at most 256 threads).
+// threads, through `combine` (each * N for every thread) where the block has more than one.
 template <int each, int N>
 __device__ __forceinline__ void write_partials(float* out, float (&sums)[each][N], float* combine, int vectors) {
   if (blockDim.y > 1) {
@@ -264,14 +268,14 @@ __device__ __forceinline__ void write_partials(float* out, float (&sums)[each][N
 // A block owns the rows blockIdx.x * blockDim.y + threadIdx.y, + gridDim.x * blockDim.y, ...; a thread owns `each`
 // vectors of channels, and their sums for dgamma and dbeta stay in its registers. x, dy, dres are read once (the next
 // row's x and dy while this row is worked on), dx is written once; at the end the block writes one row of partial sums.
-template <class T, int each>
+template <class T, int each, bool layer>
 __global__ void __launch_bounds__(512)
-    norm_backward_kernel(bool layer, T* dx, float* partials, const T* dy, const T* dres, const T* x,
-                         const float2* stats, const T* gamma, int64_t M, int64_t C) {
+    norm_backward_kernel(T* dx, float* partials, const T* dy, const T* dres, const T* x, const float2* stats,
+                         const T* gamma, int64_t M, int64_t C) {
   begin_kernel();
   constexpr int N = width<T>;
   __shared__ RowSums<float> shared[2];
-  __shared__ float combine[256 * each * N];
+  __shared__ float combine[norm_backward_threads(each, layer) * each * N];
   const int vectors = int(C / N);
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   int64_t m = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -317,7 +321,8 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float xhat = (a[j] - s.x) * s.y;
-        sum_gamma[k][j] += g[j] * xhat, sum_beta[k][j] += g[j];
+        sum_gamma[k][j] += g[j] * xhat;
+        if (layer) sum_beta[k][j] += g[j];
         sum_g += g[j] * w[j], sum_gx += g[j] * w[j] * xhat;
       }
     }
@@ -448,7 +453,8 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
   const bool vectors = C % N == 0 && aligned(dx, dy, dres, x, gamma, partials);
   const NormShape shape = norm_shape(C / N, most);
   const int64_t most_blocks = ops::norm_backward_partials(kind, M, C) / ((layer ? 2 : 1) * C);  // each leaves sums
-  const dim3 t = shape.threads;
+  dim3 t = shape.threads;
+  if (t.y > 1) t.y = unsigned(norm_backward_threads(shape.each, layer)) / t.x;
   const bool any = !vectors || shape.each == 0;
   const int blocks = int(std::min(most_blocks, any ? M : ceil_div(M, t.y)));
   if (M == 0) {
@@ -457,13 +463,16 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
     launch(stream, norm_backward_any_kernel<T>, {blocks, 512}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
     const auto start = [&](auto kernel) {
+      launch(stream, kernel, {blocks, t}, dx, partials, dy, dres, x, s, gamma, M, C);
+    };
+    const auto start_wide = [&](auto kernel) {
       launch(stream, kernel, {blocks, t}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
     };
     if (t.x * t.y > 512)
-      start(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
-    else if (shape.each == 1) start(norm_backward_kernel<T, 1>);
-    else if (shape.each == 2) start(norm_backward_kernel<T, 2>);
-    else if constexpr (most > 2) start(norm_backward_wide_kernel<T, most, 512>);
+      start_wide(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
+    else if (shape.each == 1) start(layer ? norm_backward_kernel<T, 1, true> : norm_backward_kernel<T, 1, false>);
+    else if (shape.each == 2) start(layer ? norm_backward_kernel<T, 2, true> : norm_backward_kernel<T, 2, false>);
+    else if constexpr (most > 2) start_wide(norm_backward_wide_kernel<T, most, 512>);
   }
   ops::ColumnSums<G> now, *sums = later ? later : &now;
   sums->add(dgamma, partials, blocks, C);
