@@ -90,7 +90,7 @@ struct FsdpOptions {
   // Thread blocks of a reduction by NCCL, at most; 0: NCCL's choice. small_reduce_ctas: of gradients of small_gradient
   // bytes or fewer, which then go by a communicator of their own; 0: as all others.
   int reduce_ctas = 0, small_reduce_ctas = 0;
-  static constexpr int64_t small_gradient = int64_t(16) << 20;
+  static constexpr int64_t small_gradient = int64_t(20) << 20;
   bool has_small_ring() const { return small_reduce_ctas > 0; }
   bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;            // of the initial weights
@@ -246,7 +246,8 @@ class Fsdp {
     bool large = false;
     int unit = -1;
     Event written, reduction_done;
-    Buffer<float> read_by_reduction[2];  // given back when compute has waited for it
+    // Given back when compute has waited for it: the gradient in fp32, this rank's shard of it, a large one's parts.
+    Buffer<float> read_by_reduction[3];
   };
 
   // What reduce() does with the gradient that a micro-batch leaves.
@@ -327,8 +328,8 @@ class Fsdp {
   double *partials_, *unit_sums_, *scalars_of_ranks_ = nullptr;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   std::optional<Channel> small_reduce_channel_;  // on the same stream; see FsdpOptions
-  // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots: it is summed before the
-  // reduce stream comes to the next all_to_all, which waits for that on all ranks.
+  // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots but the large one: it is
+  // summed before the reduce stream comes to the next all_to_all, which waits for that on all ranks.
   std::optional<Channel> exchange_channel_;
   void* received_ = nullptr;
   Fp8Gathers<T> fp8_;

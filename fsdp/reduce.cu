@@ -170,6 +170,11 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, c
     ring(flat.padded * size_of(dtype)).reduce_scatter(gradient, flat.shard, dtype);
   } else {
     E* parts = static_cast<E*>(received_);
+    if (GradientSlot& s = gradient_slot_of(u); s.large) {
+      s.read_by_reduction[2] = dev_.mem.take<float>(flat.padded * size_of(dtype) / int64_t(sizeof(float)),
+                                                    "gradient parts received", Purpose::gradient_slots);
+      parts = reinterpret_cast<E*>(s.read_by_reduction[2].get());
+    }
     exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
     if (summed_in_shard) ops::sum_parts(stream, to.fp32, parts, flat.shard, shard_world_.size, to.accumulate, norm);
     else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);

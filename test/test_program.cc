@@ -378,10 +378,10 @@ TEST_CASE("sizes that do not fit together are refused by name", "[program]") {
   CHECK(on_gpus("--vocab 257 --param-dtype fp32").model.vocab == 257);
 }
 
-TEST_CASE("gathers go by copy engines where they can and pay, and as asked for", "[program]") {
+TEST_CASE("copy engines gather and reduce where they can and pay, and as asked for", "[program]") {
   auto engines = [](const std::string& options, int ranks, Transport transport, bool one_host, bool pay) {
     Run r = on_gpus(options, ranks);
-    choose_gathers(&r, ranks, transport, one_host, pay);
+    choose_collectives(&r, ranks, transport, one_host, pay);
     return r.fsdp.gather_by_copy_engine;
   };
   const bool here = true, pay = true;
@@ -395,7 +395,7 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   CHECK(engines("--gather copy-engine", 4, Transport::nccl, here, !pay));
   auto reads = [](const std::string& options, int ranks, bool pay) {
     Run r = on_gpus(options, ranks);
-    choose_gathers(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
+    choose_collectives(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
     return r.fsdp.read_tail;
   };
   CHECK(reads("", 2, pay));
@@ -405,6 +405,28 @@ TEST_CASE("gathers go by copy engines where they can and pay, and as asked for",
   CHECK(!reads("--reduce-tail same", 2, pay));
   CHECK(reads("--reduce-tail peer", 8, pay));
   CHECK(reads("--gather copy-engine --reduce copy-engine --reduce-tail peer", 4, !pay));
+  // Blocks of few tokens are computed before a ring has reduced their gradients: engines carry those then.
+  auto exchanges = [](const std::string& options, int ranks, bool pay) {
+    Run r = on_gpus(options, ranks);
+    choose_collectives(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
+    CHECK(!(r.fsdp.reduce_by_copy_engine && r.fsdp.has_small_ring()));
+    return r.fsdp.reduce_by_copy_engine;
+  };
+  const std::string few = "--preset class --attn dense --grad-accum 2 ", more = "--preset m7c --grad-accum 2 ";
+  CHECK(exchanges(few, 2, pay));
+  CHECK(exchanges(more + "--seq 1024 --attn dense", 2, pay));
+  CHECK(!exchanges(more + "--attn dense", 2, pay));
+  CHECK(!exchanges(more + "--attn nsa", 2, pay));
+  CHECK(!exchanges("--preset class --attn dense --grad-accum 1", 2, pay));
+  CHECK(!exchanges("--preset tiny --grad-accum 2", 2, pay));
+  CHECK(!exchanges("--preset rope --grad-accum 2", 2, pay));
+  CHECK(!exchanges(few + "--param-dtype fp32", 2, pay));
+  CHECK(!exchanges(few, 4, pay));
+  CHECK(!exchanges(few, 2, !pay));
+  CHECK(!exchanges(few + "--reduce nccl", 2, pay));
+  CHECK(exchanges(few + "--reduce copy-engine", 4, pay));
+  CHECK(!exchanges(few + "--reduce-ctas 8", 2, pay));
+  CHECK(!exchanges(few + "--gather nccl", 2, pay));
   says(error_of<UsageError>([&] { reads("--reduce-tail peer --gather nccl", 4, pay); }),
        {"--reduce-tail peer", "copy engines"});
   says(error_of<UsageError>([&] { reads("--reduce-tail peer", 9, pay); }), {"--reduce-tail peer", "there are 9"});
@@ -879,7 +901,7 @@ TEST_CASE("a schedule's events add up to what a rank sends", "[program]") {
   says(choices("--preset tiny", Transport::nccl), {"reductions by NCCL's kernels of at most 4 thread blocks;"});
   says(choices("--preset rope", Transport::nccl), {"reductions by NCCL's kernels;"});
   says(choices("--preset class --attn dense", Transport::nccl),
-       {"NCCL's kernels of at most 16 thread blocks, 4 up to 16 MiB;"});
+       {"NCCL's kernels of at most 16 thread blocks, 4 up to 20 MiB;"});
   says(choices("--preset class --attn dense --reduce copy-engine", Transport::nccl),
        {"all-to-all and a sum in rank order;"});
   says(choices("--preset class --attn dense --reduce-ctas 7", Transport::nccl),

@@ -107,7 +107,7 @@ TEST_CASE("the trace of a planned step has its gathers, reductions and memory", 
     Run r = planned(c.options, c.ranks);
     World world;
     world.size = c.ranks, world.local_size = std::min(c.ranks, gpus_per_node);
-    choose_gathers(&r, c.ranks, Transport::nccl, on_one_host(world, r.fsdp.shards(c.ranks)), /*engines_pay=*/true);
+    choose_collectives(&r, c.ranks, Transport::nccl, on_one_host(world, r.fsdp.shards(c.ranks)), /*engines_pay=*/true);
     const Trace trace = planned_trace(r, c.ranks, *chip_named("h200"));
     write_trace(dir / "a.json", trace, {{"ranks", c.ranks}});
     const json file = parsed(dir / "a.json");

@@ -43,7 +43,7 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
   return issued;
 }
 
-// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's gathers.
+// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's collectives.
 struct Elsewhere {
   World world;
   Transport transport;
@@ -53,7 +53,7 @@ Elsewhere elsewhere(Run* r, int ranks, bool engines) {
   Elsewhere e;
   e.world.size = ranks, e.world.local_size = gpu ? std::min(ranks, gpus_per_node) : ranks;
   e.transport = ranks == 1 ? Transport::none : gpu ? Transport::nccl : Transport::mpi;
-  choose_gathers(r, ranks, e.transport, on_one_host(e.world, r->fsdp.shards(ranks)), engines);
+  choose_collectives(r, ranks, e.transport, on_one_host(e.world, r->fsdp.shards(ranks)), engines);
   return e;
 }
 

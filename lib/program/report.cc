@@ -181,7 +181,7 @@ std::string choices_text(const Run& r, Transport transport) {
                                                                       : "MPI");
   if (transport == Transport::nccl && f.reduce_ctas > 0) text += strf(" of at most %d thread blocks", f.reduce_ctas);
   if (transport == Transport::nccl && f.has_small_ring())
-    text += strf(", %d up to %lld MiB", f.small_reduce_ctas, static_cast<long long>(FsdpOptions::small_gradient >> 20));
+    text += strf(", %d up to %lld MiB", f.small_reduce_ctas, ll(FsdpOptions::small_gradient >> 20));
   if (f.read_tail) text += "; a step's last two read by their owners";
   return text + strf("; %s; moments in %s; %s; weights initialized %s; %s; %s; %s\n",
                      count(f.gradient_slots, "gradient slot").c_str(), name_of(f.moment_dtype),

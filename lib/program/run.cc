@@ -197,21 +197,45 @@ int gather_slots(const Options& o, int otherwise) {
   return slots;
 }
 
+// Of the gradients that a micro-batch reduces: how many are small, and their bytes; how many are not.
+struct Reductions {
+  int small = 0, large = 0;
+  int64_t small_bytes = 0;
+};
+Reductions reductions_of(const Run& r, int shards) {
+  std::vector<Unit> units = parameter_table(r.model);
+  lay_out(&units, shards);
+  Reductions of;
+  for (const Unit& u : units) {
+    const int64_t bytes = u.with_gradient.padded * size_of(r.reduce_dtype);
+    if (bytes == 0 || u.replicated) continue;
+    if (bytes <= FsdpOptions::small_gradient) of.small++, of.small_bytes += bytes;
+    else of.large++;
+  }
+  return of;
+}
+
 // Small gradients are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200 4 of 132
 // SMs leave 128, which is a whole wave of many a product's tiles. Larger ones, a vocabulary's among them, would be
 // waited for: beside small ones they get 16, alone what NCCL likes.
-void choose_ctas(const ModelConfig& m, int shards, Dtype reduce_dtype, FsdpOptions* f) {
+void choose_ctas(const Run& r, int shards, FsdpOptions* f) {
   constexpr int few = 4, some = 16;
-  std::vector<Unit> units = parameter_table(m);
-  lay_out(&units, shards);
-  int small = 0, large = 0;
-  for (const Unit& u : units) {
-    const int64_t bytes = u.with_gradient.padded * size_of(reduce_dtype);
-    if (bytes == 0 || u.replicated) continue;
-    (bytes <= FsdpOptions::small_gradient ? small : large)++;
-  }
-  if (large == 0) f->reduce_ctas = few;
-  else if (small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few, f->reduce_ctas = some;
+  const Reductions of = reductions_of(r, shards);
+  if (of.large == 0) f->reduce_ctas = few;
+  else if (of.small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few, f->reduce_ctas = some;
+}
+
+// Whether a backward pass would wait for rings of few thread blocks: a block of few tokens is computed before its
+// gradient has been reduced. Rates as they were measured on pairs of H200, of the ring beside products, of what stands
+// behind it on its stream, and of the backward pass of small models (results/gpu-tests-2026-11-27.log).
+bool rings_are_late(const Run& r, const Reductions& of) {
+  constexpr double ring = 85e9, computes = 340e12, behind_ring = 28e-6;  // bytes/s, FLOP/s, s
+  constexpr int64_t least = 8 << 20;  // bytes of a gradient; engines take longer to begin than smaller ones need
+  if (of.small == 0 || of.small_bytes < of.small * least || r.dtype != Dtype::bf16) return false;
+  const ModelConfig& m = r.model;
+  const double of_blocks = flops_per_token(m) - 6.0 * double(m.vocab * m.dim);
+  return double(of.small_bytes) / ring + of.small * behind_ring >
+         of_blocks * 2 / 3 * double(r.batch * m.seq) / computes;
 }
 
 // The knobs of sharding. gathered: the dtype in which parameters are gathered.
@@ -414,7 +438,7 @@ Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
   check_frozen(r.model, o.freeze);
   check_gather_fp8(&r, r.fsdp.shards(world_size));
   if (o.reduce_ctas >= 0) r.fsdp.reduce_ctas = int(o.reduce_ctas);
-  else if (gpu) choose_ctas(r.model, r.fsdp.shards(world_size), r.reduce_dtype, &r.fsdp);
+  else if (gpu) choose_ctas(r, r.fsdp.shards(world_size), &r.fsdp);
   REQUIRE_USER(o.epochs == 0 || o.data != "random", "--epochs %g: --data random has no end; use --steps or --tokens",
                o.epochs);
   const int64_t left = std::max<int64_t>(0, o.tokens - before.tokens);
@@ -462,7 +486,7 @@ void check_collectives(const Run& r, Transport transport, bool one_host) {
         option);
 }
 
-void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay) {
+void choose_collectives(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay) {
   check_collectives(*r, transport, one_host);
   if (r->o.gather.empty())
     r->fsdp.gather_by_copy_engine =
@@ -477,6 +501,12 @@ void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool 
       r->fsdp.gather_by_copy_engine ? strf("there are %d", shards).c_str() : "copy engines gather nothing here");
   const bool measured = shards == 2;  // among more ranks it has not been
   r->fsdp.read_tail = readable && (r->o.reduce_tail.empty() ? measured : r->o.reduce_tail == "peer");
+  // Owners that sum in fp32 keep the sum so. With one micro-batch a ring's lies in bf16, and takes less memory.
+  const bool open = r->o.reduce.empty() && r->o.reduce_ctas < 0 && r->grad_accum > 1;
+  if (open && readable && measured && ranks == shards && rings_are_late(*r, reductions_of(*r, shards))) {
+    r->fsdp.reduce_by_copy_engine = true;
+    r->fsdp.reduce_ctas = r->fsdp.small_reduce_ctas = 0;  // of what is left, the scalars
+  }
 }
 
 nlohmann::json settings(const Run& r) {

@@ -56,10 +56,10 @@ std::string fp8_text(const ModelConfig& c);
 void check_gpu(const ModelConfig& c, int compute_capability, const std::string& gpu);
 
 // Who moves what is gathered and reduced. check_collectives refuses what the options ask for and the ranks cannot do;
-// choose_gathers takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share a
-// host; engines_pay: see copy_engines_pay.
+// choose_collectives takes the fastest of the rest where they leave it open. one_host: every shard group's ranks share
+// a host; engines_pay: see copy_engines_pay.
 void check_collectives(const Run& r, Transport transport, bool one_host);
-void choose_gathers(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay);
+void choose_collectives(Run* r, int ranks, Transport transport, bool one_host, bool engines_pay);
 
 // All options, as they were resolved: for logs, and for checkpoints.
 nlohmann::json settings(const Run& r);

@@ -165,7 +165,7 @@ void open_device(Job* job) {
       if (gpu) check_gpu(r.model, job->dev->compute_capability, job->dev->name);
     } catch (const UsageError& e) { throw of_checkpoint(e, job->saved.step_dir); }
   });
-  choose_gathers(&r, world.size, job->transport, one_host, agree(engines_pay ? "" : "no").empty());
+  choose_collectives(&r, world.size, job->transport, one_host, agree(engines_pay ? "" : "no").empty());
   together([&] { plan(*job->dev, world, job->transport, r); });
   RankFacts here = job->ranks[size_t(world.rank)];
   here.device = gpu ? strf("GPU %d, ", taken.ordinal) + job->dev->name : job->dev->name;
