@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "lib/device/intrinsics.cuh"
 #include "lib/device/launch.cuh"
@@ -35,11 +36,12 @@ bool aligned(const P*... p) {
 
 // --------------------------------------------------------------------------------------------------------- vectors
 
-// N numbers as they lie in memory: whole 16-byte vectors, or one number where a row has odd length.
+// N numbers as they lie in memory: whole vectors of 16 bytes or one of 8, or one number where a row has odd length.
 template <class T, int N>
 struct Pack {
-  static_assert(N * sizeof(T) % 16 == 0, "whole vectors");
-  uint4 q[N * sizeof(T) / 16];
+  static_assert(N * sizeof(T) % 16 == 0 || N * sizeof(T) == 8, "whole vectors");
+  using Vector = std::conditional_t<N * sizeof(T) == 8, uint2, uint4>;
+  Vector q[N * sizeof(T) / sizeof(Vector)];
 };
 template <class T>
 struct Pack<T, 1> {
@@ -51,6 +53,10 @@ template <class V>
 __device__ __forceinline__ uint32_t& word(V& v, int i) {
   return reinterpret_cast<uint32_t*>(v.q)[i];
 }
+template <class V>
+__device__ __forceinline__ uint32_t word(const V& v, int i) {
+  return reinterpret_cast<const uint32_t*>(v.q)[i];
+}
 
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> load(const T* p) {
@@ -59,7 +65,8 @@ __device__ __forceinline__ Pack<T, N> load(const T* p) {
     v.x = *p;
   } else {
 #pragma unroll
-    for (int i = 0; i < int(sizeof(v) / 16); ++i) v.q[i] = reinterpret_cast<const uint4*>(p)[i];
+    for (int i = 0; i < int(sizeof(v) / sizeof(v.q[0])); ++i)
+      v.q[i] = reinterpret_cast<const typename Pack<T, N>::Vector*>(p)[i];
   }
   return v;
 }
@@ -69,7 +76,8 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& v) {
     *p = v.x;
   } else {
 #pragma unroll
-    for (int i = 0; i < int(sizeof(v) / 16); ++i) reinterpret_cast<uint4*>(p)[i] = v.q[i];
+    for (int i = 0; i < int(sizeof(v) / sizeof(v.q[0])); ++i)
+      reinterpret_cast<typename Pack<T, N>::Vector*>(p)[i] = v.q[i];
   }
 }
 // Brings the cache line of p into L2; unlike a load, it holds no register.
@@ -82,7 +90,7 @@ __device__ __forceinline__ Pack<T, N> zeros() {
     v.x = T(0.0f);
   } else {
 #pragma unroll
-    for (int i = 0; i < int(sizeof(v) / 16); ++i) v.q[i] = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < int(sizeof(v) / 4); ++i) word(v, i) = 0;
   }
   return v;
 }
@@ -94,16 +102,10 @@ __device__ __forceinline__ void widen(float (&f)[N], const Pack<T, N>& v) {
     f[0] = float(v.x);
   } else {
 #pragma unroll
-    for (int i = 0; i < int(sizeof(v) / 16); ++i) {
-      const uint32_t w[4] = {v.q[i].x, v.q[i].y, v.q[i].z, v.q[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if constexpr (sizeof(T) == 2) {
-          f[8 * i + 2 * j] = low_bf16(w[j]);
-          f[8 * i + 2 * j + 1] = high_bf16(w[j]);
-        } else {
-          f[4 * i + j] = __uint_as_float(w[j]);
-        }
+    for (int i = 0; i < int(sizeof(v) / 4); ++i) {
+      const uint32_t w = word(v, i);
+      if constexpr (sizeof(T) == 2) f[2 * i] = low_bf16(w), f[2 * i + 1] = high_bf16(w);
+      else f[i] = __uint_as_float(w);
     }
   }
 }
@@ -114,14 +116,9 @@ __device__ __forceinline__ Pack<T, N> narrow(const float (&f)[N]) {
     v.x = T(f[0]);
   } else {
 #pragma unroll
-    for (int i = 0; i < int(sizeof(v) / 16); ++i) {
-      uint32_t w[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if constexpr (sizeof(T) == 2) w[j] = pack_bf16(f[8 * i + 2 * j], f[8 * i + 2 * j + 1]);
-        else w[j] = __float_as_uint(f[4 * i + j]);
-      v.q[i] = make_uint4(w[0], w[1], w[2], w[3]);
-    }
+    for (int i = 0; i < int(sizeof(v) / 4); ++i)
+      if constexpr (sizeof(T) == 2) word(v, i) = pack_bf16(f[2 * i], f[2 * i + 1]);
+      else word(v, i) = __float_as_uint(f[i]);
   }
   return v;
 }
@@ -178,8 +175,8 @@ __device__ __forceinline__ float row_largest(float a, RowSums<float>& shared) {
 
 // ---------------------------------------------------------------------------------------------------- elementwise
 
-// F at index 0 .. n-1: a thread owns N consecutive elements, one 16-byte vector of the narrowest type; the last few
-// (n % N) have a thread each.
+// F at index 0 .. n-1: a thread owns N consecutive elements, most often a 16-byte vector of the narrowest type; the
+// last few (n % N) have a thread each.
 template <int N, class F>
 __device__ __forceinline__ void my_elements(const F& f, int64_t n) {
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, full = n / N, i = full * N + (t - full);

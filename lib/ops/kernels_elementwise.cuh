@@ -552,7 +552,8 @@ struct AdamWUpdate {
 template <class W, class M, class G>
 void adamw(cudaStream_t stream, W w, M* m, M* v, const G* grad, const double* sumsq, float clip, const ops::AdamW* now,
            int64_t n, int64_t decayed, uint64_t seed, uint32_t tensor, int64_t first, ops::Series series) {
-  constexpr int N = std::max({weight_width<W>, width<M>, width<G>});
+  // A vector of moments, whatever the rest is in: with two, a warp would read and write half of each sector at a time.
+  constexpr int N = width<M>;
   const AdamWUpdate<W, M, G> update{w, m, v, grad, sumsq, now, clip, decayed, first, seed, tensor};
   each_of_series<N>(stream, update, n, first % 4 == 0 && aligned_weights(w) && aligned(m, v, grad),
                     series == ops::Series::begins);
