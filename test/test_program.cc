@@ -418,6 +418,7 @@ TEST_CASE("copy engines gather and reduce where they can and pay, and as asked f
   CHECK(!exchanges(more + "--attn dense", 2, pay));
   CHECK(!exchanges(more + "--attn nsa", 2, pay));
   CHECK(!exchanges("--preset class --attn dense --grad-accum 1", 2, pay));
+  CHECK(!exchanges(few + "--accum-sync last", 2, pay));
   CHECK(!exchanges("--preset tiny --grad-accum 2", 2, pay));
   CHECK(!exchanges("--preset rope --grad-accum 2", 2, pay));
   CHECK(!exchanges(few + "--param-dtype fp32", 2, pay));

@@ -501,9 +501,9 @@ void choose_collectives(Run* r, int ranks, Transport transport, bool one_host, b
       r->fsdp.gather_by_copy_engine ? strf("there are %d", shards).c_str() : "copy engines gather nothing here");
   const bool measured = shards == 2;  // among more ranks it has not been
   r->fsdp.read_tail = readable && (r->o.reduce_tail.empty() ? measured : r->o.reduce_tail == "peer");
-  // Owners that sum in fp32 keep the sum so. With one micro-batch a ring's lies in bf16, and takes less memory.
-  const bool open = r->o.reduce.empty() && r->o.reduce_ctas < 0 && r->grad_accum > 1;
-  if (open && readable && measured && ranks == shards && rings_are_late(*r, reductions_of(*r, shards))) {
+  // Owners that sum in fp32 keep the sum so. A ring's of one reduction lies in bf16, and takes less memory.
+  const bool open = r->o.reduce.empty() && r->o.reduce_ctas<0, several = r->grad_accum> 1 && !r->fsdp.reduce_last;
+  if (open && several && readable && measured && ranks == shards && rings_are_late(*r, reductions_of(*r, shards))) {
     r->fsdp.reduce_by_copy_engine = true;
     r->fsdp.reduce_ctas = r->fsdp.small_reduce_ctas = 0;  // of what is left, the scalars
   }
