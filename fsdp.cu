@@ -206,18 +206,14 @@ void Fsdp<T, G>::keep_gradient_slots() {
       add(int(i), units_[i].with_gradient.padded, units_[i].with_gradient.shard, units_[i].name + " gradient");
 }
 
-// A large gradient's parts come when activations have gone: they take memory while they are summed, the others for
-// ever.
+// The parts of the large slot's gradients get memory while they are summed, when activations have gone.
 template <class T, class G>
 void Fsdp<T, G>::open_exchange(Transport transport, Links links) {
-  const auto most = [&](int64_t numel) {
-    const auto padded = [&](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; };
-    return largest(units_, [&](const Unit& u) { return padded(u) <= numel ? padded(u) : 0; }) *
-           size_of(options_.reduce_dtype);
-  };
-  received_ = dev_.mem.keep<char>(most(small_gradient_), "gradient parts received", Purpose::gradient_slots);
+  const int64_t element = size_of(options_.reduce_dtype);
+  const int64_t most = largest(units_, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; });
+  received_ = dev_.mem.keep<char>(small_gradient_ * element, "gradient parts received", Purpose::gradient_slots);
   exchange_channel_.emplace(dev_, dev_.reduce(), shard_world_, transport, "exchange",
-                            dev_.backend == Backend::gpu ? most(INT64_MAX) : 0, links, CopyEngines::all_to_all);
+                            dev_.backend == Backend::gpu ? most * element : 0, links, CopyEngines::all_to_all);
 }
 
 template <class T, class G>

@@ -309,8 +309,8 @@ TEST_CASE("what owners sum lies in planned memory, and goes by all_to_all", "[re
                          without.memory.before_step[int(Purpose::gradient_slots)];
     CHECK(kept >= (slots == 2 ? others : largest));
     CHECK(kept < (slots == 2 ? others : largest) + 4096);
-    // MPI's staging is for what is replicated alone.
-    CHECK(with.memory.live_peak <= without.memory.live_peak + others + 8192);
+    // MPI's staging is for what is replicated alone. What is kept begins on a page.
+    CHECK(with.memory.live_peak <= without.memory.live_peak + 4096 + (others > 0 ? 4096 : 0));
     for (const Issued& i : with.trace) {
       if (i.unit < 0 || !i.moves()) continue;
       const Unit& u = all[size_t(i.unit)];
