@@ -90,7 +90,7 @@ struct FsdpOptions {
   // Thread blocks of a reduction by NCCL, at most; 0: NCCL's choice. small_reduce_ctas: of gradients of small_gradient
   // bytes or fewer, which then go by a communicator of their own; 0: as all others.
   int reduce_ctas = 0, small_reduce_ctas = 0;
-  static constexpr int64_t small_gradient = int64_t(20) << 20;
+  static constexpr int64_t small_gradient = int64_t(16) << 20;
   bool has_small_ring() const { return small_reduce_ctas > 0; }
   bool unsharded_init = false;  // make the full model's weights on every rank, then cut: to show what that costs
   uint64_t seed = 0;            // of the initial weights

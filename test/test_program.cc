@@ -414,6 +414,7 @@ TEST_CASE("copy engines gather and reduce where they can and pay, and as asked f
   };
   const std::string few = "--preset class --attn dense --grad-accum 2 ", more = "--preset m7c --grad-accum 2 ";
   CHECK(exchanges(few, 2, pay));
+  CHECK(exchanges("--preset class --attn nsa --grad-accum 2", 2, pay));
   CHECK(exchanges(more + "--seq 1024 --attn dense", 2, pay));
   CHECK(!exchanges(more + "--attn dense", 2, pay));
   CHECK(!exchanges(more + "--attn nsa", 2, pay));
@@ -902,7 +903,7 @@ TEST_CASE("a schedule's events add up to what a rank sends", "[program]") {
   says(choices("--preset tiny", Transport::nccl), {"reductions by NCCL's kernels of at most 4 thread blocks;"});
   says(choices("--preset rope", Transport::nccl), {"reductions by NCCL's kernels;"});
   says(choices("--preset class --attn dense", Transport::nccl),
-       {"NCCL's kernels of at most 16 thread blocks, 4 up to 20 MiB;"});
+       {"NCCL's kernels of at most 16 thread blocks, 4 up to 16 MiB;"});
   says(choices("--preset class --attn dense --reduce copy-engine", Transport::nccl),
        {"all-to-all and a sum in rank order;"});
   says(choices("--preset class --attn dense --reduce-ctas 7", Transport::nccl),
