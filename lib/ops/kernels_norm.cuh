@@ -462,17 +462,14 @@ void norm_backward(cudaStream_t stream, ops::Norm kind, T* dx, G* dgamma, G* dbe
   } else if (any) {
     launch(stream, norm_backward_any_kernel<T>, {blocks, 512}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
   } else {
-    const auto start = [&](auto kernel) {
-      launch(stream, kernel, {blocks, t}, dx, partials, dy, dres, x, s, gamma, M, C);
-    };
-    const auto start_wide = [&](auto kernel) {
-      launch(stream, kernel, {blocks, t}, layer, dx, partials, dy, dres, x, s, gamma, M, C);
+    const auto start = [&](auto kernel, auto... first) {
+      launch(stream, kernel, {blocks, t}, first..., dx, partials, dy, dres, x, s, gamma, M, C);
     };
     if (t.x * t.y > 512)
-      start_wide(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>);
+      start(shape.each == 1 ? norm_backward_wide_kernel<T, 1, 1024> : norm_backward_wide_kernel<T, most, 1024>, layer);
     else if (shape.each == 1) start(layer ? norm_backward_kernel<T, 1, true> : norm_backward_kernel<T, 1, false>);
     else if (shape.each == 2) start(layer ? norm_backward_kernel<T, 2, true> : norm_backward_kernel<T, 2, false>);
-    else if constexpr (most > 2) start_wide(norm_backward_wide_kernel<T, most, 512>);
+    else if constexpr (most > 2) start(norm_backward_wide_kernel<T, most, 512>, layer);
   }
   ops::ColumnSums<G> now, *sums = later ? later : &now;
   sums->add(dgamma, partials, blocks, C);
