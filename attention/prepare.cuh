@@ -15,7 +15,7 @@ struct Starts {
   BackwardStart<E> of[most_starts];
   E* gated_sum;  // (B,T,H,DV) as do, of sigmoid(gate) * o, with the bits of nsa_combine; null: not wanted
 };
-// Each of 8 lanes has a summand of eight sums: lane i gets sum i, to the bit as xor shuffles add it.
+// The 8 lanes of a row add up eight sums, of which lane i gets x[i]: seven shuffles, with the bits of three for each.
 __device__ __forceinline__ float sum_of_lane(float (&x)[8]) {
 #pragma unroll
   for (int half = 4; half; half /= 2) {
@@ -26,8 +26,8 @@ __device__ __forceinline__ float sum_of_lane(float (&x)[8]) {
   }
   return x[0];
 }
-// A thread has numbers of `rows` rows in n attentions each. What a row and an attention have but one of, a lane makes:
-// `mine` is the attention, my_t the row of lane i.
+// A thread reads 16 bytes at a time of `rows` rows in each of n attentions. What there is one of for a row and an
+// attention (lse, gate, delta), one of the 8 lanes handles: attention `mine` at time my_t.
 template <class E, int n>
 __global__ void __launch_bounds__(256)
     prepare_kernel(const __grid_constant__ Starts<E> starts, const E* d_o, Problem a, unsigned* counts, int n_counts) {

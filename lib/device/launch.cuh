@@ -17,9 +17,9 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
-// Where a block has but to write what it has found: once all blocks have come so far, those of the next kernel take the
-// places of those that have ended. A kernel without it lets the next one in when its last block ends, in some graphs
-// only when what that wrote has arrived. Any earlier was slower: blocks that wait take room.
+// Near a block's end: once all blocks have come so far, those of the next kernel take the places of those that have
+// ended. A kernel without it lets the next one in when its last block ends, in some graphs only when what that wrote
+// has arrived. Near its beginning it was slower: blocks that wait take room.
 __device__ __forceinline__ void let_next_in() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

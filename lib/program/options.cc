@@ -79,7 +79,7 @@ const std::vector<Spec> options_parts::specs = flat({
 {"Batch", {
   {"batch", "N", &Options::batch, from(1, 1 << 20), "sequences per rank and micro-batch", "the preset's"},
   {"global-batch", "N", &Options::global_batch, from(1, 1 << 24), "sequences per step over all ranks; need not be a multiple of the ranks", "batch x ranks x grad-accum"},
-  {"grad-accum", "N", &Options::grad_accum, from(1, 1 << 16), "micro-batches per step"},
+  {"grad-accum", "N", &Options::grad_accum, from(1, 1 << 16), "micro-batches per step", "the preset's; 1 with --batch or --global-batch"},
 }},
 {"Optimizer", {
   {"lr", "X", &Options::lr, in_fp32(above(0, 10)), "peak learning rate"},
@@ -142,10 +142,10 @@ const std::vector<Spec> options_parts::specs = flat({
   {"gather", "HOW", &Options::gather, one_of({"nccl", "copy-engine", "mpi"}), "what moves gathered parameters: NCCL's kernels; copy engines, which leave the SMs free; MPI through host memory",
     "copy-engine if each shard group is Hopper or newer GPUs of one host, else nccl; mpi unless each rank has a GPU"},
   {"reduce", "HOW", &Options::reduce, one_of({"nccl", "copy-engine"}), "what moves gradients: NCCL's reduce-scatter; an all-to-all by copy engines (by MPI on CPUs), which leave the SMs free, "
-    "and a sum in fp32 and in rank order by the shard's owner", "nccl; copy-engine where 2 ranks of a host accumulate micro-batches of so few tokens that NCCL would be late; reduce-scatter over MPI unless each rank has a GPU"},
+    "and a sum in fp32 and in rank order by the shard's owner", "nccl; copy-engine if 2 ranks of one host accumulate micro-batches too short to hide NCCL's reductions; reduce-scatter over MPI unless each rank has a GPU"},
   {"reduce-tail", "HOW", &Options::reduce_tail, one_of({"peer", "same"}), "what moves a step's last two gradients, beside which nothing runs: kernels on all SMs that read the peers' memory and sum in fp32 and in rank order; the same as the rest",
     "peer if copy engines gather among 2 ranks, else same"},
-  {"reduce-ctas", "N", &Options::reduce_ctas, from(0, 64), "thread blocks that NCCL may take for a reduction, at most: fewer leave more SMs to the kernels beside it; 0: NCCL's choice", "4 for gradients of at most 20 MiB, and 16 for larger ones of the same model; else 0"},
+  {"reduce-ctas", "N", &Options::reduce_ctas, from(0, 64), "thread blocks that NCCL may take for a reduction, at most: fewer leave more SMs to the kernels beside it; 0: NCCL's choice", "4 for gradients of at most 16 MiB, and 16 for larger ones of the same model; else 0"},
 }},
 {"Checkpoints", {
   {"save", "DIR", &Options::save, any, "save to DIR at the end, and every --save-every steps", "never"},
