@@ -52,6 +52,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       replica_world_(replica_group(world, options.shards(world.size))),
       options_(options),
       units_(std::move(units)),
+      maps_peers_(options.maps_peers(world.size)),
       gather_channel_(dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
                       gather_bytes(units_, options.gather_wide ? 4 : int64_t(sizeof(T)), shard_world_.size), links,
                       options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
@@ -83,10 +84,11 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   partials_ = dev.mem.keep<double>(ops::sum_partials(), "partial sums", Purpose::workspace);
   unit_sums_ = dev.mem.keep<double>(int64_t(units_.size()), "sums of units", Purpose::workspace);
   adamw_ = dev.mem.keep<ops::AdamW>(1, "learning rate and its kind", Purpose::workspace);
-  if (options.read_tail && shard_world_.size > 1) {
-    uint32_t* signals = dev.mem.keep<uint32_t>(peer_signals(shard_world_.size), "signals of peers", Purpose::workspace);
+  if (options.read_tail && shard_world_.size > 1)
     scalars_of_ranks_ = dev.mem.keep<double>(ops::scalars_of_peers(step_scalars, shard_world_.size), "scalars of peers",
                                              Purpose::workspace);
+  if (maps_peers_) {
+    uint32_t* signals = dev.mem.keep<uint32_t>(peer_signals(shard_world_.size), "signals of peers", Purpose::workspace);
     if (links == Links::open) peers_ = gather_channel_.map_peers(signals);
   }
 }
@@ -211,7 +213,9 @@ template <class T, class G>
 void Fsdp<T, G>::open_exchange(Transport transport, Links links) {
   const int64_t element = size_of(options_.reduce_dtype);
   const int64_t most = largest(units_, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; });
-  received_ = dev_.mem.keep<char>(small_gradient_ * element, "gradient parts received", Purpose::gradient_slots);
+  received_ = dev_.mem.keep<char>(small_gradient_ / shard_world_.size * received_parts() * element,
+                                  "gradient parts received", Purpose::gradient_slots);
+  if (maps_peers_) return;
   exchange_channel_.emplace(dev_, dev_.reduce(), shard_world_, transport, "exchange",
                             dev_.backend == Backend::gpu ? most * element : 0, links, CopyEngines::all_to_all);
 }
@@ -339,7 +343,9 @@ template <class T, class G>
 void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   const Unit& unit = units_[size_t(u)];
   Stream& stream = gather_channel_.stream();
+  gather_channel_.set_unit(unit.name);
   stream.wait(state_[size_t(u)].ready);
+  meet_owners(u);
   stream.wait(slot->released);
   tell(stream, *slot, unit.name);
   if (!slot->is_master) gather_into(u, slot);
@@ -347,13 +353,18 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
   slot->unit = u;
 }
 
-// Engines begin with the copy of a rank's own shard, 20 us late in a graph, and all the others wait for it. By a kernel
-// it is there at once, at the price of one among those that compute: worth it where gathers of small blocks must hurry,
-// because a large unit's comes behind them.
+// What peers have changed may be copied when all are done with it. Units that are wanted while AdamW is still at
+// others, as many as there are slots, are each met for; then it is over, and one meeting does for all.
 template <class T, class G>
-bool Fsdp<T, G>::copies_own_shard(int64_t bytes) const {
-  constexpr int64_t small = int64_t(32) << 20;
-  return options_.gather_by_copy_engine && slots_.back().large && bytes <= small;
+void Fsdp<T, G>::meet_owners(int u) {
+  State& state = state_[size_t(u)];
+  if (!maps_peers_ || shards(u) == 1 || units_[size_t(u)].in_fp8 > 0 || state.all_ready) return;
+  Stream& stream = gather_channel_.stream();
+  state.all_ready = true;
+  if (++met_alone_ > slots_.size())
+    for (State& s : state_) stream.wait(s.ready), s.all_ready = true;
+  const NamedWork named(dev_, stream, Span::gather, "barrier", units_[size_t(u)].name, 0);
+  gather_channel_.barrier([&] { ops::meet_peers(stream, peers_, row_of_gathers); });
 }
 
 template <class T, class G>
@@ -364,7 +375,6 @@ void Fsdp<T, G>::gather_into(int u, Slot* slot) {
   Stream& stream = gather_channel_.stream();
   const int64_t bytes = slot_numel(u) * (slot->wide ? int64_t(sizeof(float)) : int64_t(sizeof(T)));
   const NamedWork named(dev_, stream, Span::gather, sharded ? "all_gather" : "cast", unit.name, bytes);
-  gather_channel_.set_unit(unit.name);
   auto unshard = [&](auto* to) {
     using E = std::remove_pointer_t<decltype(to)>;
     // The all_gather takes my shard from where it lies, or it is cast straight to where it is wanted.
@@ -379,11 +389,8 @@ void Fsdp<T, G>::gather_into(int u, Slot* slot) {
       if (f.numel == 0 || !sharded) continue;
       E* const part = to + f.offset_in_unit;
       const E* from = mine ? mine + f.offset_in_shard : nullptr;
-      if (from && !stream.off() && copies_own_shard(f.shard * int64_t(sizeof(E)))) {  // planned with the gather
-        stream.copy_by_kernel(part + shard_rank(u) * f.shard, from, f.shard * int64_t(sizeof(E)));
-        from = nullptr;
-      }
-      gather_channel_.all_gather(part, f.shard, dtype_of<E>, from);
+      if (maps_peers_ && from) gather_channel_.all_gather(part, f.shard, dtype_of<E>, from, peers_);
+      else gather_channel_.all_gather(part, f.shard, dtype_of<E>, from);
       issued_.note(Issued::all_gather, u, f.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
     }
     if (!sharded) issued_.note(Issued::cast, u);
@@ -443,6 +450,8 @@ void Fsdp<T, G>::empty_slots() {
     tell(dev_.compute(), slot, "");
     slot.state = Slot::empty, slot.unit = -1;
   }
+  for (State& state : state_) state.all_ready = false;
+  met_alone_ = 0;
   fp8_.forget();
 }
 
@@ -492,7 +501,10 @@ void Fsdp<T, G>::before_graph() {
     empty_slots();
     gather_next();
   }
-  for (auto [u, slot] : next_gathers_) dev_.compute().wait(slot->gathered);
+  // Whatever ran since, a graph meets for all other units.
+  for (State& state : state_) state.all_ready = false;
+  for (auto [u, slot] : next_gathers_) state_[size_t(u)].all_ready = true, dev_.compute().wait(slot->gathered);
+  met_alone_ = slots_.size();
 }
 
 // -------------------------------------------------------------------------------------------------------- the step

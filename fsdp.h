@@ -28,14 +28,15 @@
 //                 to this call. In bf16 nothing is cast: a master copy lies in two halves (lib/device/halves.h), of
 //                 which the upper is what is sent. One rank gathers nothing, and computes with its master copy as it
 //                 lies. What goes in fp8 is scaled by the largest number that any rank has of it, which an all_reduce
-//                 finds once a step
+//                 finds once a step. Where copy engines gather, a rank meets the others once AdamW is done with a
+//                 unit, or with all, and then copies their shards out of their memory without asking them again
 //   prefetch(u)   the same, begun as soon as a slot is free; if none is, nothing, and gather(u) does it later
 //   use(u)        compute stream waits for the gather; returns the unsharded unit in the compute dtype
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
 //   reshard(u)    release, and the slot is empty
 //   gradient(u)   a slot to write the unit's unsharded gradient into; compute waits for the slot's last reduction
-//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my gradient shard; or send every rank
-//                 its part, and add what they have sent me of mine to that shard (reduce_by_copy_engine)
+//   reduce(u)     reduce stream: reduce_scatter the slot in place, add my part to my gradient shard; or bring here my
+//                 part of every rank's, and add their sum to that shard (reduce_by_copy_engine)
 //   end_step()    global gradient norm, whose terms the last reductions have left; clip, AdamW on the shards
 //
 // There are as many slots as the options say, and no other buffers: their number is the rate limiter.
@@ -73,18 +74,20 @@ struct FsdpOptions {
   ops::GradNorm norm = ops::GradNorm::two;
   bool gather_over_mpi = false;        // where reductions go over NCCL
   bool gather_by_copy_engine = false;  // see Channel
-  // Parts go to their owners by all_to_all, who sums them in fp32 and in rank order: by copy engines over NCCL. What is
+  // Parts go to their owners by all_to_all, who sums them in fp32 and in rank order: by copy engines, on a GPU. What is
   // replicated is all_reduced all the same.
   bool reduce_by_copy_engine = false;
   // A step's last two gradients, beside which nothing runs, are not sent to their owners: these read them in their
-  // peers' memory, with all SMs, and sum them in fp32 and in rank order. With gather_by_copy_engine, which maps it, and
-  // most_peers ranks or fewer.
+  // peers' memory, with all SMs, and sum them in fp32 and in rank order. Where ranks map it.
   bool read_tail = false;
+  bool maps_peers(int world_size) const {
+    return gather_by_copy_engine && shards(world_size) > 1 && shards(world_size) <= most_peers;
+  }
   // That a rank opens where its channels go over NCCL.
   int communicators(int world_size) const {
     const bool shards_here = shards(world_size) > 1, replicates = shards(world_size) < world_size;
-    return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + (reduce_by_copy_engine ? 1 : 0) + has_small_ring()) +
-           replicates;
+    const bool exchanges = reduce_by_copy_engine && !maps_peers(world_size);
+    return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + exchanges + has_small_ring()) + replicates;
   }
   bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
   // Thread blocks of a reduction by NCCL, at most; 0: NCCL's choice. small_reduce_ctas: of gradients of small_gradient
@@ -197,7 +200,8 @@ class Fsdp {
   struct State {  // of a unit
     explicit State(Device& dev) : ready(dev) {}
     Masters master;
-    Event ready;  // to be gathered: AdamW, or what made the weights, is done with the master copy
+    Event ready;             // to be gathered: AdamW, or what made the weights, is done with the master copy
+    bool all_ready = false;  // on all ranks, as far as the gather stream has waited for it
     void *m = nullptr, *v = nullptr;
     Buffer<float> gradient;            // my shard of it; lives from the unit's first reduction to the optimizer
     Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
@@ -271,6 +275,9 @@ class Fsdp {
   bool at_tail() const { return options_.read_tail && shard_world_.size > 1 && reduced_ >= trained_units_ - 1; }
   Issued::Kind reduction_of(int u) const;
   void open_exchange(Transport transport, Links links);
+  template <class E>
+  void exchange(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
+  int received_parts() const { return maps_peers_ ? shard_world_.size - 1 : shard_world_.size; }
   // The channel that a sharded gradient of so many bytes is reduced on; and f(each channel).
   Channel& ring(int64_t bytes) {
     return small_reduce_channel_ && bytes <= FsdpOptions::small_gradient ? *small_reduce_channel_ : reduce_channel_;
@@ -285,11 +292,11 @@ class Fsdp {
   void tell(Stream& s, const Slot& slot, const std::string& unit, const char* how = "");
   Slot* slot_of(int u);
   void begin_gather(int u, Slot* slot);
+  void meet_owners(int u);
   void gather_next();
   void order_updates();
   void gather_into(int u, Slot* slot);
   int64_t slot_numel(int u) const;
-  bool copies_own_shard(int64_t bytes) const;
   bool in_halves(int u) const;
   T* as_slot(int u) const;
   Slot& used_slot(int u, const char* verb);
@@ -318,18 +325,21 @@ class Fsdp {
   std::vector<std::pair<int, Slot*>> next_gathers_;  // units that the next step begins with, and where they go
   std::vector<int> update_order_;                    // of AdamW, at a step's end
   int64_t releases_ = 0;
+  size_t met_alone_ = 0;  // units for which the ranks have met one by one since the weights are new
   ops::AdamW* adamw_;
   float clip_ = 0;
   bool last_micro_batch_ = true;
   int trained_units_ = 0, reduced_ = 0;  // reduced: those whose gradient is complete in this step
+  bool maps_peers_;
   Peers peers_;
   const Event* held_ = nullptr;
   StepScalars* scalars_;
   double *partials_, *unit_sums_, *scalars_of_ranks_ = nullptr;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   std::optional<Channel> small_reduce_channel_;  // on the same stream; see FsdpOptions
-  // With reduce_by_copy_engine: what the ranks have sent me, in their order. One for all slots but the large one: it is
-  // summed before the reduce stream comes to the next all_to_all, which waits for that on all ranks.
+  // With reduce_by_copy_engine: what has come of the ranks, in their order. One for all slots but the large one: it is
+  // summed before the reduce stream comes to the next all_to_all. Where ranks map each other's memory they fetch it,
+  // on the reduce channel.
   std::optional<Channel> exchange_channel_;
   void* received_ = nullptr;
   Fp8Gathers<T> fp8_;

@@ -475,10 +475,12 @@ void accumulate_gradient(To* shard, const G* grad, int64_t n, bool accumulate, P
   if (sum.out) *sum.out = power_sum(sum.p, shard, n);
 }
 template <class To, class E>
-void sum_parts(To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {}) {
+void sum_parts(To* to, const E* mine, int rank, const E* others, int64_t n, int ranks, bool accumulate,
+               PowerSum sum = {}) {
+  auto part = [&](int r) { return r == rank ? mine : others + (r - (r > rank)) * n; };
   for (int64_t i = 0; i < n; ++i) {
-    acc_t<E> total = acc_t<E>(parts[i]);
-    for (int r = 1; r < ranks; ++r) total += acc_t<E>(parts[r * n + i]);
+    acc_t<E> total = acc_t<E>(part(0)[i]);
+    for (int r = 1; r < ranks; ++r) total += acc_t<E>(part(r)[i]);
     to[i] = To(accumulate ? float(to[i]) + float(total) : total);
   }
   if constexpr (std::is_same_v<To, float>)

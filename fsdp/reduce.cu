@@ -132,6 +132,36 @@ Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
                                       : Issued::reduce_scatter;
 }
 
+// The owner's sum of parts that copy engines bring: to `to`, or, where replicas are still to be added, to its own part
+// of the gradient.
+template <class T, class G>
+template <class E>
+void Fsdp<T, G>::exchange(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
+  const FlatParam& flat = units_[size_t(u)].with_gradient;
+  const int ranks = shard_world_.size, rank = shard_world_.rank;
+  Stream& stream = reduce_channel_.stream();
+  E* const mine = gradient + rank * flat.shard;
+  E* parts = static_cast<E*>(received_);
+  if (GradientSlot& s = gradient_slot_of(u); s.large) {
+    const int64_t bytes = flat.shard * received_parts() * int64_t(sizeof(E));
+    s.read_by_reduction[2] =
+        dev_.mem.take<float>((bytes + 3) / int64_t(sizeof(float)), "gradient parts received", Purpose::gradient_slots);
+    parts = reinterpret_cast<E*>(s.read_by_reduction[2].get());
+  }
+  const auto sum = [&](const E* own, int own_rank, const E* others) {
+    if (replica_world_.size == 1)
+      ops::sum_parts(stream, to.fp32, own, own_rank, others, flat.shard, ranks, to.accumulate, norm);
+    else ops::sum_parts(stream, mine, own, own_rank, others, flat.shard, ranks, /*accumulate=*/false);
+  };
+  if (!maps_peers_) {
+    exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype_of<E>);
+    return sum(parts, 0, parts + flat.shard);
+  }
+  reduce_channel_.all_to_all(gradient, parts, flat.shard, dtype_of<E>, peers_,
+                             [&] { ops::meet_peers(stream, peers_, row_of_reductions); });
+  sum(mine, rank, parts);
+}
+
 // gradient (padded): this rank's. Leaves this rank's shard of the sum over all ranks in `to`: in fp32, added or set, or
 // in bf16. used: its rows that are not zero, or none: all may be. norm: of what is left, if asked for.
 template <class T, class G>
@@ -169,15 +199,7 @@ void Fsdp<T, G>::sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, c
   } else if (kind == Issued::reduce_scatter) {
     ring(flat.padded * size_of(dtype)).reduce_scatter(gradient, flat.shard, dtype);
   } else {
-    E* parts = static_cast<E*>(received_);
-    if (GradientSlot& s = gradient_slot_of(u); s.large) {
-      s.read_by_reduction[2] = dev_.mem.take<float>(flat.padded * size_of(dtype) / int64_t(sizeof(float)),
-                                                    "gradient parts received", Purpose::gradient_slots);
-      parts = reinterpret_cast<E*>(s.read_by_reduction[2].get());
-    }
-    exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype);
-    if (summed_in_shard) ops::sum_parts(stream, to.fp32, parts, flat.shard, shard_world_.size, to.accumulate, norm);
-    else ops::sum_parts(stream, mine, parts, flat.shard, shard_world_.size, /*accumulate=*/false);
+    exchange(u, gradient, to, norm);
   }
   replica_channel_.all_reduce(mine, flat.shard, dtype);
   // A replicated unit has been summed by each rank of a group with that rank's own replicas, whose ring may add in

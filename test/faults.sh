@@ -280,20 +280,21 @@ full() {
 }
 
 gpus() {
-  local graph how what kind
+  local graph how what kind gather
   device=(--device gpu --preset tiny --seq 1024 --batch 1)
   where=GPU
   timeout=10
   for graph in 0 1; do
     for how in nccl copy-engine; do
+      [ $how = nccl ] && gather=all_gather || gather=barrier
       for kind in $KILL $STOP; do
-        expect='' fault "signal $kind in a gather, $how, --graph $graph" 2 1 8 "$kind" "gather all_gather of 'block.1'" \
+        expect='' fault "signal $kind in a gather, $how, --graph $graph" 2 1 8 "$kind" "gather $gather of 'block.1'" \
           --gather $how --graph $graph
       done
     done
-    for what in 'nccl reduce reduce_scatter' 'copy-engine exchange all_to_all'; do
+    for what in 'nccl reduce reduce_scatter' 'copy-engine reduce all_to_all'; do
       for kind in $KILL $STOP; do
-        expect='' fault "signal $kind in a reduction, ${what%% *}, --graph $graph" 2 0 8 "$kind" "${what#* } of 'block.0'" \
+        expect='' fault "signal $kind in a reduction, ${what%% *}, --graph $graph" 2 0 8 "$kind" "${what#* } of 'block.1'" \
           --reduce "${what%% *}" --graph $graph
       done
     done

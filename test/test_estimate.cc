@@ -73,7 +73,7 @@ void exchange_and_sum(Device& dev, int ranks, int64_t bytes) {
   const bf16* parts = nullptr;
   const int64_t count = bytes / ranks / 2;
   channel.all_to_all(nullptr, nullptr, count, Dtype::bf16);
-  ops::sum_parts(dev.reduce(), static_cast<float*>(nullptr), parts, count, ranks, /*accumulate=*/false);
+  ops::sum_parts(dev.reduce(), static_cast<float*>(nullptr), parts, 0, parts, count, ranks, /*accumulate=*/false);
 }
 
 std::vector<json> lines(const std::string& path) {

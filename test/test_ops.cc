@@ -494,7 +494,7 @@ TEST_CASE("norms of a gradient", "[ops]") {
       cpu::accumulate_gradient(added.data(), more.data(), n - 20, true, {p, &pieces[1]});
       cpu::total_power(p, &got, pieces, 2);
       double summed = 0;
-      cpu::sum_parts(set.data(), x.data(), 20, 1, false, {p, &summed});
+      cpu::sum_parts(set.data(), x.data(), 0, x.data(), 20, 1, false, {p, &summed});
       CHECK(same_bits(std::vector<double>{summed}, std::vector<double>{pieces[0]}));
     };
     norm_of(g);
@@ -573,23 +573,26 @@ TEST_CASE("casts and accumulation", "[ops]") {
 
 TEST_CASE("parts are summed in their order, and not rounded before the end", "[ops]") {
   const int64_t n = 100;
-  for (int ranks : {1, 2, 3, 7}) {
-    const auto x = normals<float>(n * ranks, 3);
-    std::vector<bf16> parts(x.begin(), x.end());
-    const std::vector<float> before = normals<float>(n, 4);
-    std::vector<float> set(n, NAN), added = before;
-    std::vector<bf16> narrow(n);
-    cpu::sum_parts(set.data(), parts.data(), n, ranks, false);
-    cpu::sum_parts(added.data(), parts.data(), n, ranks, true);
-    cpu::sum_parts(narrow.data(), parts.data(), n, ranks, false);
-    for (int64_t i = 0; i < n; ++i) {
-      float sum = 0;
-      for (int r = 0; r < ranks; ++r) sum += float(parts[size_t(r * n + i)]);
-      CHECK(set[size_t(i)] == sum);
-      CHECK(added[size_t(i)] == before[size_t(i)] + sum);
-      CHECK(narrow[size_t(i)].bits == bf16(sum).bits);
+  for (int ranks : {1, 2, 3, 7})
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto x = normals<float>(n * ranks, 3);
+      const std::vector<bf16> parts(x.begin(), x.end());
+      const auto from = parts.begin() + rank * n;
+      std::vector<bf16> narrow(from, from + n), others = parts;  // of the first this rank's own part is written over
+      others.erase(others.begin() + rank * n, others.begin() + (rank + 1) * n);
+      const std::vector<float> before = normals<float>(n, 4);
+      std::vector<float> set(n, NAN), added = before;
+      cpu::sum_parts(set.data(), narrow.data(), rank, others.data(), n, ranks, false);
+      cpu::sum_parts(added.data(), narrow.data(), rank, others.data(), n, ranks, true);
+      cpu::sum_parts(narrow.data(), narrow.data(), rank, others.data(), n, ranks, false);
+      for (int64_t i = 0; i < n; ++i) {
+        float sum = 0;
+        for (int r = 0; r < ranks; ++r) sum += float(parts[size_t(r * n + i)]);
+        CHECK(set[size_t(i)] == sum);
+        CHECK(added[size_t(i)] == before[size_t(i)] + sum);
+        CHECK(narrow[size_t(i)].bits == bf16(sum).bits);
+      }
     }
-  }
 }
 
 // --------------------------------------------------------------------------------- one call on two backends, compared
@@ -1065,7 +1068,7 @@ TEST_CASE("GPU: sums", "[ops][gpu]") {
           ops::fill(a.s, fresh, 2.5f, n + shift);
           ops::accumulate_gradient<float>(a.s, fresh + shift, x, n, false, {p, pieces, partials});
           ops::accumulate_gradient<bf16>(a.s, more + shift, narrow + shift, n, true, {p, pieces + 1, partials});
-          ops::sum_parts<float, bf16>(a.s, sum, parts, n, 3, false, {p, pieces + 2, partials});
+          ops::sum_parts<float, bf16>(a.s, sum, parts, 0, parts + n, n, 3, false, {p, pieces + 2, partials});
           ops::total_power(a.s, p, total, pieces, 3);
           ops::squared_norm(a.s, p, total, a.in(std::vector<double>{2.0}));
         });
@@ -1152,10 +1155,12 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
           auto *x = a.in<float>(n * ranks + shift), *set = a.out<float>(n), *added = a.inout<float>(n + shift);
           auto *parts = a.out<bf16>(n * ranks + shift), *narrow = a.out<bf16>(n);
           ops::cast<bf16, float>(a.s, parts, x, n * ranks + shift);
-          ops::sum_parts<float, bf16>(a.s, set, parts, n, ranks, false);
-          ops::sum_parts<float, bf16>(a.s, added + shift, parts + shift, n, ranks, true);
-          ops::sum_parts<bf16, bf16>(a.s, narrow, parts, n, ranks, false);
-          ops::sum_parts<float, float>(a.s, added + shift, x + shift, n, ranks, true);
+          const bf16 *first = parts + shift, *last = parts + (ranks - 1) * n;
+          ops::sum_parts<float, bf16>(a.s, set, parts, 0, parts + n, n, ranks, false);
+          ops::sum_parts<float, bf16>(a.s, added + shift, first, 0, first + n, n, ranks, true);
+          ops::sum_parts<bf16, bf16>(a.s, narrow, last, ranks / 2, parts, n, ranks, false);
+          ops::sum_parts<float, float>(a.s, added + shift, x + shift, 0, x + shift + n, n, ranks, true);
+          ops::sum_parts<bf16, bf16>(a.s, parts, parts, 0, parts + n, n, ranks, false);
         });
       compare([&](Space& a) {
         auto *w = a.out<float>(n), *cut = a.out<float>(n);

@@ -243,7 +243,7 @@ Peers Channel::map_peers(uint32_t* signals) {
 #if COPY_ENGINES
   ASSERT(impl_->window && world_.size <= most_peers);
   auto unreadable = [&](const std::string& why) {
-    return NcclError(strf("NCCL: rank %d cannot read the arenas of its peers: %s; --reduce-tail same does without",
+    return NcclError(strf("NCCL: rank %d cannot read the arenas of its peers: %s; --gather nccl does without",
                           this_rank(), why.c_str()));
   };
   const int reached = peers::map(stream_, impl_->nccl, impl_->window, &p);
@@ -371,6 +371,22 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine) {
   if (impl_->host) stream_.copy(buf, host, part * world_.size);
 }
 
+// A rank's own part goes by a kernel, as it would by the driver's copy, and at last: in front of the engines' copies it
+// would be in the way of the first kernel behind what the gather has waited for.
+void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine, const Peers& peers) {
+  stream_.sleep(delay_ms);
+  const int64_t part = count * size_of(t);
+  if (stream_.off())
+    return stream_.spend(Collective::all_gather, double(part) * world_.size, world_.size, world_.local_size,
+                         Via::copy_engines);
+  char* const to = static_cast<char*>(buf);
+  for (int i = 1; i < peers.ranks; i++) {
+    const int r = (peers.rank + i) % peers.ranks;
+    stream_.copy(to + r * part, peers.of(r, mine), part);
+  }
+  stream_.copy_by_kernel(to + peers.rank * part, mine, part);
+}
+
 void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   stream_.sleep(delay_ms);
   if (stream_.off())
@@ -399,17 +415,38 @@ void Channel::reduce_scatter(void* buf, int64_t count, Dtype t) {
   if (staged) stream_.copy(mine, out, part);
 }
 
-void Channel::by_callers_kernels(Collective what, const char* name, int64_t bytes, const std::function<void()>& work) {
+void Channel::by_callers_kernels(Collective what, Via via, const char* name, int64_t bytes,
+                                 const std::function<void()>& work) {
   stream_.sleep(delay_ms);
-  if (stream_.off()) return stream_.spend(what, double(bytes), world_.size, world_.local_size);
+  if (stream_.off()) return stream_.spend(what, double(bytes), world_.size, world_.local_size, via);
   const Recorded recorded(*this, name, bytes);
   work();
 }
 void Channel::reduce_scatter(int64_t bytes, const std::function<void()>& work) {
-  by_callers_kernels(Collective::reduce_scatter, "reduce_scatter", bytes, work);
+  by_callers_kernels(Collective::reduce_scatter, Via::kernels, "reduce_scatter", bytes, work);
 }
 void Channel::all_reduce(int64_t bytes, const std::function<void()>& work) {
-  by_callers_kernels(Collective::all_reduce, "all_reduce", bytes, work);
+  by_callers_kernels(Collective::all_reduce, Via::kernels, "all_reduce", bytes, work);
+}
+void Channel::all_to_all(const void* from, void* others, int64_t count, Dtype t, const Peers& peers,
+                         const std::function<void()>& meet) {
+  const int64_t part = count * size_of(t);
+  by_callers_kernels(Collective::all_to_all, Via::copy_engines, "all_to_all", part * world_.size, [&] {
+    meet();
+    const char* const mine = static_cast<const char*>(from) + peers.rank * part;
+    for (int i = 1; i < peers.ranks; i++) {
+      const int r = (peers.rank + i) % peers.ranks;
+      stream_.copy(static_cast<char*>(others) + (r - (r > peers.rank)) * part, peers.of(r, mine), part);
+    }
+    meet();
+  });
+}
+// In a plan a kernel that moves nothing.
+void Channel::barrier(const std::function<void()>& work) {
+  stream_.sleep(delay_ms);
+  if (stream_.off()) return stream_.spend({Work::memory, 0});
+  const Recorded recorded(*this, "barrier", 0);
+  work();
 }
 
 // A rank's own part is copied too, and that is a kernel where the driver makes it one.

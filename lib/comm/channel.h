@@ -76,6 +76,9 @@ class Channel {
   // buf holds size*count elements; rank r's part, [r*count, (r+1)*count), is copied to all: from buf itself, or from
   // `mine` (count), elsewhere, which is read only.
   void all_gather(void* buf, int64_t count, Dtype t, const void* mine = nullptr);
+  // The same by this rank alone, asking nobody: it copies the others' `mine`, which lies there as here, out of their
+  // arenas. All ranks have met since it was written, and meet again before it is.
+  void all_gather(void* buf, int64_t count, Dtype t, const void* mine, const Peers& peers);
   // In place: this rank's part becomes the sum of that part over all ranks; the other parts are left undefined. Over
   // MPI bf16 is summed in fp32 in rank order; NCCL sums in its ring's order. Both repeat bit for bit.
   void reduce_scatter(void* buf, int64_t count, Dtype t);
@@ -88,10 +91,16 @@ class Channel {
   // `to` is written before that rank's stream has come here, and what follows on it finds `from` read and `to`
   // complete.
   void all_to_all(const void* from, void* to, int64_t count, Dtype t);
+  // The same by this rank alone: from the others' arenas it copies what lies there as its own part does here. others:
+  // (size - 1)*count elements; what is this rank's for itself stays where it is. meet: enqueues a kernel in which all
+  // ranks wait for all.
+  void all_to_all(const void* from, void* others, int64_t count, Dtype t, const Peers& peers,
+                  const std::function<void()>& meet);
   // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f32 and f64.
   enum Reduction { sum, max };
   void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);
   void all_reduce(int64_t bytes, const std::function<void()>& work);  // by the caller's own kernels
+  void barrier(const std::function<void()>& work);                    // the same way
   void broadcast(void* buf, int64_t bytes, int root);
 
   Stream& stream() { return stream_; }
@@ -105,7 +114,7 @@ class Channel {
   struct Impl;
   class Recorded;
   void over_mpi(const char* what, int64_t bytes, std::function<void()> work);
-  void by_callers_kernels(Collective what, const char* name, int64_t bytes, const std::function<void()>& work);
+  void by_callers_kernels(Collective what, Via via, const char* name, int64_t bytes, const std::function<void()>& work);
   void watch(const std::string& name);
   void open_window();
   Via via(CopyEngines carried) const { return engines_ == carried ? Via::copy_engines : Via::kernels; }

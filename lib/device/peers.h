@@ -8,20 +8,23 @@
 
 constexpr int most_peers = 8;
 constexpr int most_peer_blocks = 128;
+constexpr int row_of_gathers = most_peer_blocks, row_of_reductions = row_of_gathers + 1;  // of streams
+constexpr int peer_rows = row_of_reductions + 1;
 
 // Given to a kernel by value. Each of its blocks meets the same block of the others: it tells all how often it has
-// come, and waits until all have come as often (meet, in lib/ops/kernels_peers.cuh).
+// come, and waits until all have come as often (meet, in lib/ops/kernels_peers.cuh). Such kernels run one behind the
+// other; those that do nothing else, of two streams, have rows of signals of their own.
 struct Peers {
   int ranks = 0, rank = 0;
   char* arena[most_peers] = {};  // this rank's too, by another address than `base`, the one that buffers have
   const char* base = nullptr;
-  uint32_t* signals = nullptr;  // (most_peer_blocks, ranks): how often each rank's block has come; then this rank's own
+  uint32_t* signals = nullptr;  // (peer_rows, ranks): how often each rank's block has come; then this rank's own
 
   // Where `p`, in this rank's arena, lies in that of rank r.
   template <class T>
   HD T* of(int r, T* p) const {
     return reinterpret_cast<T*>(arena[r] + (reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(base)));
   }
-  HD uint32_t* own() const { return signals + most_peer_blocks * ranks; }
+  HD uint32_t* own() const { return signals + peer_rows * ranks; }
 };
-constexpr int64_t peer_signals(int ranks) { return most_peer_blocks * (int64_t(ranks) + 1); }
+constexpr int64_t peer_signals(int ranks) { return peer_rows * (int64_t(ranks) + 1); }

@@ -7,18 +7,30 @@
 
 namespace gpu {
 
-// This block and the same block of all other ranks wait for each other; `times`: how often they have, with this. What a
-// rank wrote before it came, by any kernel, the others may read behind it.
-__device__ __forceinline__ void meet(const Peers& p, uint32_t times) {
+// This block and the same block of all other ranks wait for each other; `times`: how often they have, with this; row:
+// of signals. What a rank wrote before it came, by any kernel, the others may read behind it.
+__device__ __forceinline__ void meet(const Peers& p, uint32_t times, int row) {
   __syncthreads();
   if (threadIdx.x < p.ranks) {
-    uint32_t* const row = p.signals + blockIdx.x * p.ranks;
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p.of(threadIdx.x, row) + p.rank), "r"(times) : "memory");
+    uint32_t* const come_of = p.signals + row * p.ranks;
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p.of(threadIdx.x, come_of) + p.rank), "r"(times)
+                 : "memory");
     uint32_t come;
-    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(come) : "l"(row + threadIdx.x) : "memory");
+    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(come) : "l"(come_of + threadIdx.x) : "memory");
     while (int(come - times) < 0);
   }
   __syncthreads();
+}
+__device__ __forceinline__ void meet(const Peers& p, uint32_t times) { meet(p, times, int(blockIdx.x)); }
+
+static __global__ void meet_kernel(Peers peers, int row) {
+  begin_kernel();
+  const uint32_t met = peers.own()[row];
+  meet(peers, met + 1, row);
+  if (threadIdx.x == 0) peers.own()[row] = met + 1;
+}
+inline void meet_peers(cudaStream_t stream, const Peers& peers, int row) {
+  launch(stream, meet_kernel, {1, 32}, peers, row);
 }
 
 // Ahead of time into shared memory, 16 bytes, through L2 alone.

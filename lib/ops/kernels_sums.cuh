@@ -488,18 +488,20 @@ void accumulate_gradient(cudaStream_t stream, To* shard, const G* grad, int64_t 
 // not wait for each other.
 template <class To, class E>
 struct SumParts {
-  To* to;          // (n)
-  const E* parts;  // (ranks, n)
+  To* to;           // (n)
+  const E* mine;    // (n), of `rank`
+  const E* others;  // (ranks - 1, n)
   int64_t n;
-  int ranks;
+  int rank, ranks;
   bool accumulate;
+  __device__ const E* part(int r) const { return r == rank ? mine : others + (r - (r > rank)) * n; }
   template <int N>
   __device__ void get(float (&sum)[N], int64_t i) const {
     float x[N];
-    load(sum, parts + i);
+    load(sum, part(0) + i);
 #pragma unroll 4
     for (int r = 1; r < ranks; ++r) {
-      load(x, parts + r * n + i);
+      load(x, part(r) + i);
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] += x[j];
     }
@@ -512,9 +514,11 @@ struct SumParts {
   }
 };
 template <class To, class E>
-void sum_parts(cudaStream_t stream, To* to, const E* parts, int64_t n, int ranks, bool accumulate, ops::PowerSum sum) {
+void sum_parts(cudaStream_t stream, To* to, const E* mine, int rank, const E* others, int64_t n, int ranks,
+               bool accumulate, ops::PowerSum sum) {
   constexpr int N = common_width<To, E>;
-  write_and_sum<N>(stream, SumParts<To, E>{to, parts, n, ranks, accumulate}, n, aligned(to, parts) && n % N == 0, sum);
+  write_and_sum<N>(stream, SumParts<To, E>{to, mine, others, n, rank, ranks, accumulate}, n,
+                   aligned(to, mine, others) && n % N == 0, sum);
 }
 
 inline void total_power(cudaStream_t stream, ops::GradNorm p, double* out, const double* pieces, int64_t n) {

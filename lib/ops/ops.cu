@@ -287,9 +287,11 @@ void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool ac
   RUN(is_double<G>, moves<char>(n * bytes, sum.out ? 2 : 1), accumulate_gradient, shard, grad, n, accumulate, sum);
 }
 template <class To, class E>
-void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum) {
+void sum_parts(Stream& s, To* to, const E* mine, int rank, const E* others, int64_t n, int ranks, bool accumulate,
+               PowerSum sum) {
   const int64_t bytes = ranks * int64_t(sizeof(E)) + int64_t(sizeof(To)) * (accumulate ? 2 : 1);
-  RUN(is_double<E>, moves<char>(n * bytes, sum.out ? 2 : 1), sum_parts, to, parts, n, ranks, accumulate, sum);
+  RUN(is_double<E>, moves<char>(n * bytes, sum.out ? 2 : 1), sum_parts, to, mine, rank, others, n, ranks, accumulate,
+      sum);
 }
 template <class To, class E>
 void sum_parts(Stream& s, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate, PowerSum sum) {
@@ -322,6 +324,14 @@ void sum_scalars(Stream& s, GradNorm p, double* mine, int count, const double* p
 #else
   (void)s, (void)p, (void)mine, (void)count, (void)pieces, (void)n, (void)from_ranks, (void)peers;
   throw Error("sum_scalars: a CPU does not read its peers' memory");
+#endif
+}
+void meet_peers(Stream& s, const Peers& peers, int row) {
+#if FSDP_CUDA
+  gpu::meet_peers(s.cuda(), peers, row);
+#else
+  (void)s, (void)peers, (void)row;
+  throw Error("meet_peers: a CPU does not read its peers' memory");
 #endif
 }
 void squared_norm(Stream& s, GradNorm p, double* out, const double* loss) {
@@ -397,11 +407,11 @@ template void sum_columns(Stream&, const ColumnSums<bf16>&);
 template void sum_columns(Stream&, const ColumnSums<double>&);
 template void sum(Stream&, float*, const float*, float*, int64_t, bool);
 template void sum(Stream&, double*, const double*, double*, int64_t, bool);
-template void sum_parts(Stream&, float*, const float*, int64_t, int, bool, PowerSum);
-template void sum_parts(Stream&, float*, const bf16*, int64_t, int, bool, PowerSum);
-template void sum_parts(Stream&, bf16*, const bf16*, int64_t, int, bool, PowerSum);
-template void sum_parts(Stream&, float*, const double*, int64_t, int, bool, PowerSum);
-template void sum_parts(Stream&, double*, const double*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const float*, int, const float*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const bf16*, int, const bf16*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, bf16*, const bf16*, int, const bf16*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, float*, const double*, int, const double*, int64_t, int, bool, PowerSum);
+template void sum_parts(Stream&, double*, const double*, int, const double*, int64_t, int, bool, PowerSum);
 template void sum_parts(Stream&, float*, const float*, const Peers&, int64_t, bool, PowerSum);
 template void sum_parts(Stream&, float*, const float*, int64_t, UsedRows, const Peers&, int64_t, bool, PowerSum);
 template void sum_parts(Stream&, float*, const bf16*, const Peers&, int64_t, bool, PowerSum);

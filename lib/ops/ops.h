@@ -270,13 +270,18 @@ void squared_norm(Stream& s, GradNorm p, double* out, const double* loss = nullp
 constexpr int64_t scalars_of_peers(int count, int ranks) { return int64_t(2) * ranks * count; }
 void sum_scalars(Stream& s, GradNorm p, double* mine, int count, const double* pieces, int64_t n, double* from_ranks,
                  const Peers& peers);
+// This rank's stream waits here until those of all ranks have come as far: what they wrote before, all may read behind
+// it. row: of signals, for all that is on this stream. On a GPU.
+void meet_peers(Stream& s, const Peers& peers, int row);
 // shard (n) = (accumulate ? shard : 0) + grad (n). To is float; or G, where nothing is accumulated.
 template <class G, class To>
 void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
-// to (n) = (accumulate ? to : 0) + the sum of parts (ranks, n) over ranks, in that order, in fp32 (fp64 of fp64). To is
-// float; or E, where nothing is accumulated and no powers are summed.
+// to (n) = (accumulate ? to : 0) + the sum over ranks of their parts, in that order, in fp32 (fp64 of fp64): of `mine`
+// (n), which is that of `rank` and may be `to`, and `others` (ranks - 1, n), all else. To is float; or E, where nothing
+// is accumulated and no powers are summed.
 template <class To, class E>
-void sum_parts(Stream& s, To* to, const E* parts, int64_t n, int ranks, bool accumulate, PowerSum sum = {});
+void sum_parts(Stream& s, To* to, const E* mine, int rank, const E* others, int64_t n, int ranks, bool accumulate,
+               PowerSum sum = {});
 // The same of what each rank has at `mine` (n), read from its memory: on a GPU, on all ranks at once, which wait for
 // each other before and behind it. to may be `mine`, and may be E with powers too. n: a multiple of a 16-byte vector's
 // elements.

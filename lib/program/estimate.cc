@@ -114,8 +114,8 @@ void Estimate::collective(int stream, Collective kind, double bytes, int ranks, 
   same[size_t(stream)].push_back(
       {end - t, end,
        via == Via::copy_engines ? engine_takes * moving : std::max(held, ring_takes * std::min(1.0, moving))});
-  clock = end;
-  keep(stream, Span::collective, collectives[size_t(kind)], end - t, bytes);
+  const double from = std::max(std::exchange(clock, end), end - t);  // not before it, by rounding
+  keep(stream, Span::collective, collectives[size_t(kind)], from, bytes);
   Traffic& traffic = sums_.traffic[size_t(kind)];
   traffic.count++, traffic.bytes += sent(kind, bytes, ranks), traffic.seconds += t;
 }

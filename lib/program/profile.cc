@@ -109,7 +109,8 @@ const Span* span_at(const std::vector<const Span*>& spans, double at) {
 Span::Lane lane_of(const activity::Record& r, const Span* work, const StreamNumbers& streams) {
   const bool shared = streams.gather == streams.reduce;
   const bool talks = activity::is_nccl_kernel(r.name) || r.name == "gpu::sum_peers_kernel" ||
-                     r.name == "gpu::sum_rows_kernel" || r.name == "gpu::sum_scalars_kernel";
+                     r.name == "gpu::sum_rows_kernel" || r.name == "gpu::sum_scalars_kernel" ||
+                     r.name == "gpu::meet_kernel";
   if (shared && r.stream == streams.gather && work) return work->lane;
   if (r.stream == streams.gather) return Span::gather;
   if (r.stream == streams.reduce) return Span::reduce;

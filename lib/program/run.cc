@@ -495,7 +495,7 @@ void choose_collectives(Run* r, int ranks, Transport transport, bool one_host, b
     r->fsdp.gather_by_copy_engine =
         transport == Transport::nccl && one_host && engines_pay && r->fsdp.shards(ranks) > 1;
   const int shards = r->fsdp.shards(ranks);
-  const bool readable = r->fsdp.gather_by_copy_engine && shards > 1 && shards <= most_peers;
+  const bool readable = r->fsdp.maps_peers(ranks);
   REQUIRE_USER(
       r->o.reduce_tail != "peer" || readable,
       "--reduce-tail peer reads gradients where --gather copy-engine maps them, among 2 to %d ranks; %s: use "

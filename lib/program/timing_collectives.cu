@@ -55,6 +55,7 @@ class Bench {
         taken_(assign_device(gpu_ ? Backend::gpu : Backend::cpu, world)),
         dev_(gpu_ ? Backend::gpu : Backend::cpu, taken_.ordinal, taken_.sharers),
         copy_engines_(agree(copy_engines_pay(dev_, world) && on_one_host(world, world.size) ? "" : "no").empty()),
+        maps_peers_(copy_engines_ && world.size <= most_peers),
         M_(gpu_ ? 8192 : 128),
         N_(gpu_ ? 16384 : 256),
         K_(gpu_ ? 4096 : 128) {
@@ -65,6 +66,7 @@ class Bench {
     dev_.mode = Mode::run;
     open(most_mib, Links::open);
     fill(x_, M_ * K_), fill(w_, N_ * K_), fill(buffer_, bytes_of(most_mib) / int64_t(sizeof(T)));
+    if (maps_peers_) fill(source_, bytes_of(most_mib) / world_.size / int64_t(sizeof(T)));
     dev_.compute().synchronize();
     matmul_ms_ = agreed(median(time_calls(dev_, dev_.compute(), [&] { matmul(); })));
   }
@@ -91,7 +93,9 @@ class Bench {
     Stream &compute = dev_.compute(), &comm = dev_.gather();
     const auto multiply = [&] { matmul(); };
     const auto call = [&] {
-      if (kind.what == Collective::all_gather) kind.channel->all_gather(buffer_, count, dtype_of<T>);
+      if (kind.channel == gathers_.get() && maps_peers_)
+        kind.channel->all_gather(buffer_, count, dtype_of<T>, source_, peers_);
+      else if (kind.what == Collective::all_gather) kind.channel->all_gather(buffer_, count, dtype_of<T>);
       else if (kind.what == Collective::reduce_scatter) kind.channel->reduce_scatter(buffer_, count, dtype_of<T>);
       else exchange_and_sum(kind.channel, count);
     };
@@ -127,8 +131,17 @@ class Bench {
   }
 
   void exchange_and_sum(Channel* channel, int64_t count) {
-    channel->all_to_all(buffer_, received_, count, dtype_of<T>);
-    ops::sum_parts(dev_.gather(), shard_, static_cast<const T*>(received_), count, world_.size, /*accumulate=*/false);
+    Stream& s = dev_.gather();
+    const int rank = maps_peers_ ? world_.rank : 0;
+    const T *own = received_, *others = received_ + count;
+    if (maps_peers_) {
+      channel->all_to_all(buffer_, received_, count, dtype_of<T>, peers_,
+                          [&] { ops::meet_peers(s, peers_, row_of_reductions); });
+      own = buffer_ + rank * count, others = received_;
+    } else {
+      channel->all_to_all(buffer_, received_, count, dtype_of<T>);
+    }
+    ops::sum_parts(s, shard_, own, rank, others, count, world_.size, /*accumulate=*/false);
   }
 
   json hardware() const {
@@ -155,6 +168,10 @@ class Bench {
       return std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, links, carry);
     };
     gathers_ = by_engines(CopyEngines::all_gather), exchanges_ = by_engines(CopyEngines::all_to_all);
+    if (!maps_peers_) return;
+    source_ = dev_.mem.keep<T>(n / world_.size, "source", Purpose::master);
+    uint32_t* signals = dev_.mem.keep<uint32_t>(peer_signals(world_.size), "signals of peers", Purpose::workspace);
+    if (links == Links::open) peers_ = gathers_->map_peers(signals);
   }
 
   // Normal numbers, made in fp32 in y's memory, a piece at a time.
@@ -174,9 +191,10 @@ class Bench {
   const Transport transport_;
   const DeviceAssignment taken_;
   Device dev_;
-  const bool copy_engines_;
+  const bool copy_engines_, maps_peers_;
   const int64_t M_, N_, K_;
-  T *buffer_ = nullptr, *received_ = nullptr, *y_ = nullptr, *x_ = nullptr, *w_ = nullptr;
+  Peers peers_;
+  T *buffer_ = nullptr, *source_ = nullptr, *received_ = nullptr, *y_ = nullptr, *x_ = nullptr, *w_ = nullptr;
   float* shard_ = nullptr;
   std::unique_ptr<Channel> ring_, gathers_, exchanges_;
   int64_t made_ = 0;  // numbers, by fill
