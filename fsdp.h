@@ -28,8 +28,8 @@
 //                 to this call. In bf16 nothing is cast: a master copy lies in two halves (lib/device/halves.h), of
 //                 which the upper is what is sent. One rank gathers nothing, and computes with its master copy as it
 //                 lies. What goes in fp8 is scaled by the largest number that any rank has of it, which an all_reduce
-//                 finds once a step. Where copy engines gather, a rank meets the others once AdamW is done with a
-//                 unit, or with all, and then copies their shards out of their memory without asking them again
+//                 finds once a step. Where ranks fetch, they wait for each other when AdamW is done with a unit, or
+//                 with all, and then copy each other's shards without asking again
 //   prefetch(u)   the same, begun as soon as a slot is free; if none is, nothing, and gather(u) does it later
 //   use(u)        compute stream waits for the gather; returns the unsharded unit in the compute dtype
 //   release(u)    compute stream has read the slot for the last time; the unit stays resident until the slot is needed
@@ -78,15 +78,18 @@ struct FsdpOptions {
   // replicated is all_reduced all the same.
   bool reduce_by_copy_engine = false;
   // A step's last two gradients, beside which nothing runs, are not sent to their owners: these read them in their
-  // peers' memory, with all SMs, and sum them in fp32 and in rank order. Where ranks map it.
+  // peers' memory, with all SMs, and sum them in fp32 and in rank order.
   bool read_tail = false;
-  bool maps_peers(int world_size) const {
+  // What copy engines carry each rank copies out of its peers' memory, and waits for them only where it must.
+  bool fetch = false;
+  // What both need: these ranks map each other's memory.
+  bool can_map_peers(int world_size) const {
     return gather_by_copy_engine && shards(world_size) > 1 && shards(world_size) <= most_peers;
   }
   // That a rank opens where its channels go over NCCL.
   int communicators(int world_size) const {
     const bool shards_here = shards(world_size) > 1, replicates = shards(world_size) < world_size;
-    const bool exchanges = reduce_by_copy_engine && !maps_peers(world_size);
+    const bool exchanges = reduce_by_copy_engine && !fetch;
     return shards_here * ((gather_over_mpi ? 0 : 1) + 1 + exchanges + has_small_ring()) + replicates;
   }
   bool uses_copy_engines() const { return gather_by_copy_engine || reduce_by_copy_engine; }
@@ -277,7 +280,7 @@ class Fsdp {
   void open_exchange(Transport transport, Links links);
   template <class E>
   void exchange(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
-  int received_parts() const { return maps_peers_ ? shard_world_.size - 1 : shard_world_.size; }
+  int received_parts() const { return fetches_ ? shard_world_.size - 1 : shard_world_.size; }
   // The channel that a sharded gradient of so many bytes is reduced on; and f(each channel).
   Channel& ring(int64_t bytes) {
     return small_reduce_channel_ && bytes <= FsdpOptions::small_gradient ? *small_reduce_channel_ : reduce_channel_;
@@ -330,7 +333,7 @@ class Fsdp {
   float clip_ = 0;
   bool last_micro_batch_ = true;
   int trained_units_ = 0, reduced_ = 0;  // reduced: those whose gradient is complete in this step
-  bool maps_peers_;
+  bool fetches_;
   Peers peers_;
   const Event* held_ = nullptr;
   StepScalars* scalars_;
@@ -338,8 +341,7 @@ class Fsdp {
   Channel gather_channel_, reduce_channel_, replica_channel_;
   std::optional<Channel> small_reduce_channel_;  // on the same stream; see FsdpOptions
   // With reduce_by_copy_engine: what has come of the ranks, in their order. One for all slots but the large one: it is
-  // summed before the reduce stream comes to the next all_to_all. Where ranks map each other's memory they fetch it,
-  // on the reduce channel.
+  // summed before the reduce stream comes to the next all_to_all. Ranks that fetch do so on the reduce channel.
   std::optional<Channel> exchange_channel_;
   void* received_ = nullptr;
   Fp8Gathers<T> fp8_;

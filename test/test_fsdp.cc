@@ -960,14 +960,16 @@ TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu][hosts]") {
   s.fsdp.gather_over_mpi = true;
   CHECK(same(train<bf16, bf16>(s, test_world()), plain));
   s.fsdp.gather_over_mpi = false, s.fsdp.gather_by_copy_engine = on_one_host(test_world(), test_world().size);
-  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
-  s.graph = true;
-  CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+  for (bool fetch : {false, true})
+    for (bool graph : {false, true}) {
+      s.fsdp.fetch = fetch && s.fsdp.gather_by_copy_engine, s.graph = graph;
+      CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+    }
   if (test_world().size != 4) return;
-  s.fsdp.gather_by_copy_engine = true;
+  s.fsdp.gather_by_copy_engine = s.fsdp.fetch = true;
   s.fsdp.shard_ranks = 2;  // each group has engines and windows of its own
   const Outcome by_engines = train<bf16, bf16>(s, test_world());
-  s.fsdp.gather_by_copy_engine = false;
+  s.fsdp.gather_by_copy_engine = s.fsdp.fetch = false;
   CHECK(same(train<bf16, bf16>(s, test_world()), by_engines));
 }
 
@@ -986,13 +988,31 @@ TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp]
   CHECK(same(train<bf16, bf16>(s, test_world()), plain));
   s.delay_ms = 0, s.poison = false;
   for (bool gathers_too : {false, true})
-    for (bool graph : {false, true}) {
-      s.fsdp.gather_by_copy_engine = gathers_too, s.graph = graph;
-      CHECK(same(train<bf16, bf16>(s, test_world()), plain));
-    }
+    for (bool fetch : {false, true})
+      for (bool graph : {false, true}) {
+        if (fetch && !gathers_too) continue;
+        s.fsdp.gather_by_copy_engine = gathers_too, s.fsdp.fetch = fetch, s.graph = graph;
+        CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+      }
 }
 
-TEST_CASE("GPU: a slot for large units, and shards that kernels copy, change no bit", "[fsdp][gpu][hosts]") {
+TEST_CASE("GPU: a rank fetches what its peers have updated, however late they are", "[fsdp][gpu][hosts]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
+  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  Setup s;
+  s.model = small_on_gpu(Arch::rope), s.lr = 1e-2, s.steps = 6, s.micro_batches = 2;
+  s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+  const Outcome plain = train<bf16, bf16>(s, test_world());
+  s.fsdp.gather_by_copy_engine = s.fsdp.fetch = true;
+  s.optimizer_ms = test_world().rank % 2 ? 60 : 0;
+  for (bool graph : {false, true}) {
+    s.graph = graph;
+    CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+  }
+}
+
+TEST_CASE("GPU: a slot for large units changes no bit", "[fsdp][gpu][hosts]") {
   NEEDS_GPU();
   if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
   if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
@@ -1004,7 +1024,7 @@ TEST_CASE("GPU: a slot for large units, and shards that kernels copy, change no 
   s.fsdp.gather_slots = s.fsdp.gradient_slots = 2;
   for (bool engines : {false, true})
     for (bool graph : {false, true}) {
-      s.fsdp.gather_by_copy_engine = engines, s.graph = graph;
+      s.fsdp.gather_by_copy_engine = s.fsdp.fetch = engines, s.graph = graph;
       const Outcome out = train<bf16, bf16>(s, test_world());
       CHECK(same(out, plain));
       CHECK(out.memory.peak[int(Purpose::gather_slots)] < plain.memory.peak[int(Purpose::gather_slots)]);

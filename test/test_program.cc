@@ -398,6 +398,17 @@ TEST_CASE("copy engines gather and reduce where they can and pay, and as asked f
     choose_collectives(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
     return r.fsdp.read_tail;
   };
+  auto fetches = [](const std::string& options, int ranks, bool pay) {
+    Run r = on_gpus(options, ranks);
+    choose_collectives(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
+    return r.fsdp.fetch;
+  };
+  CHECK(fetches("", 2, pay));
+  CHECK(fetches("--shard hybrid:2", 4, pay));
+  CHECK(fetches("--gather copy-engine --reduce-tail same", 2, !pay));
+  CHECK(!fetches("", 4, pay));
+  CHECK(!fetches("", 2, !pay));
+  CHECK(!fetches("--gather nccl", 2, pay));
   CHECK(reads("", 2, pay));
   CHECK(!reads("", 3, pay));
   CHECK(!reads("", 2, !pay));

@@ -133,7 +133,7 @@ Outcome train(const Setup& s, const World& world) {
   if (s.graph || s.gathers_next) model.end_steps_with_gathers();
   const bool times = s.delays.first + s.delays.second > 0;
   if (times) model.fsdp.set_delays(s.delays.first, s.delays.second, 0);
-  else model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms);
+  else model.fsdp.set_delays(s.delay_ms, s.delay_ms, s.delay_ms + s.optimizer_ms);
   HostBuffer<int32_t> hosts(dev, ints * s.micro_batches * in_flight), unseen(dev, ints * s.micro_batches);
   HostBuffer<StepScalars> results(dev, in_flight);
   HostBuffer<double> validated(dev, 1);

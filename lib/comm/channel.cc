@@ -376,9 +376,12 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine) {
 void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine, const Peers& peers) {
   stream_.sleep(delay_ms);
   const int64_t part = count * size_of(t);
-  if (stream_.off())
-    return stream_.spend(Collective::all_gather, double(part) * world_.size, world_.size, world_.local_size,
-                         Via::copy_engines);
+  if (stream_.off()) {
+    stream_.spend(Collective::all_gather, double(part) * world_.size, world_.size, world_.local_size,
+                  Via::copy_engines);
+    stream_.spend({Work::memory, 2.0 * double(part)});
+    return;
+  }
   char* const to = static_cast<char*>(buf);
   for (int i = 1; i < peers.ranks; i++) {
     const int r = (peers.rank + i) % peers.ranks;

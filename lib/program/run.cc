@@ -495,14 +495,15 @@ void choose_collectives(Run* r, int ranks, Transport transport, bool one_host, b
     r->fsdp.gather_by_copy_engine =
         transport == Transport::nccl && one_host && engines_pay && r->fsdp.shards(ranks) > 1;
   const int shards = r->fsdp.shards(ranks);
-  const bool readable = r->fsdp.maps_peers(ranks);
+  const bool readable = r->fsdp.can_map_peers(ranks);
   REQUIRE_USER(
       r->o.reduce_tail != "peer" || readable,
       "--reduce-tail peer reads gradients where --gather copy-engine maps them, among 2 to %d ranks; %s: use "
       "--reduce-tail same",
       most_peers,
       r->fsdp.gather_by_copy_engine ? strf("there are %d", shards).c_str() : "copy engines gather nothing here");
-  const bool measured = shards == 2;  // among more ranks it has not been
+  const bool measured = shards <= measured_peers;
+  r->fsdp.fetch = readable && measured;
   r->fsdp.read_tail = readable && (r->o.reduce_tail.empty() ? measured : r->o.reduce_tail == "peer");
   // An owner keeps its sum in fp32. What is reduced once a step rings leave in bf16, which takes less memory.
   const bool open = r->o.reduce.empty() && r->o.reduce_ctas == -1;

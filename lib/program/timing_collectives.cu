@@ -55,7 +55,7 @@ class Bench {
         taken_(assign_device(gpu_ ? Backend::gpu : Backend::cpu, world)),
         dev_(gpu_ ? Backend::gpu : Backend::cpu, taken_.ordinal, taken_.sharers),
         copy_engines_(agree(copy_engines_pay(dev_, world) && on_one_host(world, world.size) ? "" : "no").empty()),
-        maps_peers_(copy_engines_ && world.size <= most_peers),
+        fetches_(copy_engines_ && world.size <= measured_peers),
         M_(gpu_ ? 8192 : 128),
         N_(gpu_ ? 16384 : 256),
         K_(gpu_ ? 4096 : 128) {
@@ -66,7 +66,7 @@ class Bench {
     dev_.mode = Mode::run;
     open(most_mib, Links::open);
     fill(x_, M_ * K_), fill(w_, N_ * K_), fill(buffer_, bytes_of(most_mib) / int64_t(sizeof(T)));
-    if (maps_peers_) fill(source_, bytes_of(most_mib) / world_.size / int64_t(sizeof(T)));
+    if (fetches_) fill(source_, bytes_of(most_mib) / world_.size / int64_t(sizeof(T)));
     dev_.compute().synchronize();
     matmul_ms_ = agreed(median(time_calls(dev_, dev_.compute(), [&] { matmul(); })));
   }
@@ -93,7 +93,7 @@ class Bench {
     Stream &compute = dev_.compute(), &comm = dev_.gather();
     const auto multiply = [&] { matmul(); };
     const auto call = [&] {
-      if (kind.channel == gathers_.get() && maps_peers_)
+      if (kind.channel == gathers_.get() && fetches_)
         kind.channel->all_gather(buffer_, count, dtype_of<T>, source_, peers_);
       else if (kind.what == Collective::all_gather) kind.channel->all_gather(buffer_, count, dtype_of<T>);
       else if (kind.what == Collective::reduce_scatter) kind.channel->reduce_scatter(buffer_, count, dtype_of<T>);
@@ -132,9 +132,9 @@ class Bench {
 
   void exchange_and_sum(Channel* channel, int64_t count) {
     Stream& s = dev_.gather();
-    const int rank = maps_peers_ ? world_.rank : 0;
+    const int rank = fetches_ ? world_.rank : 0;
     const T *own = received_, *others = received_ + count;
-    if (maps_peers_) {
+    if (fetches_) {
       channel->all_to_all(buffer_, received_, count, dtype_of<T>, peers_,
                           [&] { ops::meet_peers(s, peers_, row_of_reductions); });
       own = buffer_ + rank * count, others = received_;
@@ -168,7 +168,7 @@ class Bench {
       return std::make_unique<Channel>(dev_, dev_.gather(), world_, transport_, "copy engines", most, links, carry);
     };
     gathers_ = by_engines(CopyEngines::all_gather), exchanges_ = by_engines(CopyEngines::all_to_all);
-    if (!maps_peers_) return;
+    if (!fetches_) return;
     source_ = dev_.mem.keep<T>(n / world_.size, "source", Purpose::master);
     uint32_t* signals = dev_.mem.keep<uint32_t>(peer_signals(world_.size), "signals of peers", Purpose::workspace);
     if (links == Links::open) peers_ = gathers_->map_peers(signals);
@@ -191,7 +191,7 @@ class Bench {
   const Transport transport_;
   const DeviceAssignment taken_;
   Device dev_;
-  const bool copy_engines_, maps_peers_;
+  const bool copy_engines_, fetches_;
   const int64_t M_, N_, K_;
   Peers peers_;
   T *buffer_ = nullptr, *source_ = nullptr, *received_ = nullptr, *y_ = nullptr, *x_ = nullptr, *w_ = nullptr;

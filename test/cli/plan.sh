@@ -27,8 +27,8 @@ good "what to change so that it fits" "the cheapest change that fits: --moments 
 good "a knob to put back so that it fits" "the cheapest change that fits: --wrap block:" --plan --preset llama-8b --gpu h100 --world 4 --wrap single
 good "a cheaper knob to put back" "the cheapest change that fits: --accum-sync every:" --plan --preset llama-8b --gpu h100 --world 8 --grad-accum 2 --accum-sync last
 good "what three communicators take beside a plan" "141, of which CUDA and NCCL take 1.5" --plan --preset llama-47b --gpu h200 --world 8 --shard hybrid:4
-good "and what four take" "141, of which CUDA and NCCL take 1.8" --plan --preset llama-47b --gpu h200 --world 8 --shard hybrid:4 --gather nccl --reduce copy-engine
-good "that ranks which map each other's memory need none for an exchange" "141, of which CUDA and NCCL take 1.5" --plan --preset llama-47b --gpu h200 --world 8 --shard hybrid:4 --reduce copy-engine
+good "and what four take" "141, of which CUDA and NCCL take 1.8" --plan --preset llama-47b --gpu h200 --world 8 --shard hybrid:4 --reduce copy-engine
+good "that ranks which fetch need none for an exchange" "141, of which CUDA and NCCL take 1.5" --plan --preset llama-47b --gpu h200 --world 8 --shard hybrid:2 --reduce copy-engine
 good "products in fp8" "rope with NSA: 1.0 G parameters, bf16, matmuls in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8
 judge_plan "fp8 on a GPU without it" "--matmul-dtype fp8: A100 has no fp8" --preset rope --gpu a100 --matmul-dtype fp8
 good "products in fp8 scaled by row" "bf16, matmuls scaled by row in fp8" --plan --preset rope --gpu h200 --matmul-dtype fp8 --fp8-scaling row
