@@ -52,7 +52,6 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
       replica_world_(replica_group(world, options.shards(world.size))),
       options_(options),
       units_(std::move(units)),
-      fetches_(options.fetch && shard_world_.size > 1),
       gather_channel_(dev, dev.gather(), shard_world_, options.gather_over_mpi ? Transport::mpi : transport, "gather",
                       gather_bytes(units_, options.gather_wide ? 4 : int64_t(sizeof(T)), shard_world_.size), links,
                       options.gather_by_copy_engine ? CopyEngines::all_gather : CopyEngines::none),
@@ -87,7 +86,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   if (options.read_tail && shard_world_.size > 1)
     scalars_of_ranks_ = dev.mem.keep<double>(ops::scalars_of_peers(step_scalars, shard_world_.size), "scalars of peers",
                                              Purpose::workspace);
-  if (fetches_ || scalars_of_ranks_) {
+  if (fetches() || scalars_of_ranks_) {
     ASSERT(options.can_map_peers(world.size));
     uint32_t* signals = dev.mem.keep<uint32_t>(peer_signals(shard_world_.size), "signals of peers", Purpose::workspace);
     if (links == Links::open) peers_ = gather_channel_.map_peers(signals);
@@ -216,7 +215,7 @@ void Fsdp<T, G>::open_exchange(Transport transport, Links links) {
   const int64_t most = largest(units_, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; });
   received_ = dev_.mem.keep<char>(small_gradient_ / shard_world_.size * received_parts() * element,
                                   "gradient parts received", Purpose::gradient_slots);
-  if (fetches_) return;
+  if (fetches()) return;
   exchange_channel_.emplace(dev_, dev_.reduce(), shard_world_, transport, "exchange",
                             dev_.backend == Backend::gpu ? most * element : 0, links, CopyEngines::all_to_all);
 }
@@ -359,7 +358,7 @@ void Fsdp<T, G>::begin_gather(int u, Slot* slot) {
 template <class T, class G>
 void Fsdp<T, G>::meet_owners(int u) {
   State& state = state_[size_t(u)];
-  if (!fetches_ || shards(u) == 1 || units_[size_t(u)].in_fp8 > 0 || state.all_ready) return;
+  if (!fetches() || shards(u) == 1 || units_[size_t(u)].in_fp8 > 0 || state.all_ready) return;
   Stream& stream = gather_channel_.stream();
   state.all_ready = true;
   if (++met_alone_ > slots_.size())
@@ -390,7 +389,7 @@ void Fsdp<T, G>::gather_into(int u, Slot* slot) {
       if (f.numel == 0 || !sharded) continue;
       E* const part = to + f.offset_in_unit;
       const E* from = mine ? mine + f.offset_in_shard : nullptr;
-      if (fetches_ && from) gather_channel_.all_gather(part, f.shard, dtype_of<E>, from, peers_);
+      if (fetches() && from) gather_channel_.all_gather(part, f.shard, dtype_of<E>, from, peers_);
       else gather_channel_.all_gather(part, f.shard, dtype_of<E>, from);
       issued_.note(Issued::all_gather, u, f.padded * int64_t(sizeof(E)), dtype_of<E>, shards(u));
     }

@@ -274,13 +274,14 @@ class Fsdp {
   void keep_state();
   void keep_gather_slots();
   void keep_gradient_slots();
+  bool fetches() const { return options_.fetch && shard_world_.size > 1; }
   bool exchanges() const { return options_.reduce_by_copy_engine && shard_world_.size > 1; }
   bool at_tail() const { return options_.read_tail && shard_world_.size > 1 && reduced_ >= trained_units_ - 1; }
   Issued::Kind reduction_of(int u) const;
   void open_exchange(Transport transport, Links links);
   template <class E>
   void exchange(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
-  int received_parts() const { return fetches_ ? shard_world_.size - 1 : shard_world_.size; }
+  int received_parts() const { return fetches() ? shard_world_.size - 1 : shard_world_.size; }
   // The channel that a sharded gradient of so many bytes is reduced on; and f(each channel).
   Channel& ring(int64_t bytes) {
     return small_reduce_channel_ && bytes <= FsdpOptions::small_gradient ? *small_reduce_channel_ : reduce_channel_;
@@ -333,7 +334,6 @@ class Fsdp {
   float clip_ = 0;
   bool last_micro_batch_ = true;
   int trained_units_ = 0, reduced_ = 0;  // reduced: those whose gradient is complete in this step
-  bool fetches_;
   Peers peers_;
   const Event* held_ = nullptr;
   StepScalars* scalars_;

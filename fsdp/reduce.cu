@@ -153,7 +153,7 @@ void Fsdp<T, G>::exchange(int u, E* gradient, const GradientShard& to, ops::Powe
       ops::sum_parts(stream, to.fp32, own, own_rank, others, flat.shard, ranks, to.accumulate, norm);
     else ops::sum_parts(stream, mine, own, own_rank, others, flat.shard, ranks, /*accumulate=*/false);
   };
-  if (!fetches_) {
+  if (!fetches()) {
     exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype_of<E>);
     return sum(parts, 0, parts + flat.shard);
   }

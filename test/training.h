@@ -40,7 +40,7 @@ struct Setup {
   FsdpOptions fsdp;
   double lr = 3e-3, clip = 1;
   double delay_ms = 0;
-  double optimizer_ms = 0;                      // by which AdamW is late too, in all
+  double optimizer_ms = 0;                    // by which AdamW is late too, in all
   std::pair<double, double> delays = {0, 0};  // of gathers and reductions alone; the last step's waits are then timed
   bool poison = false;
   bool silent = false;  // every target is padding

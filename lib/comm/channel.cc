@@ -371,6 +371,15 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine) {
   if (impl_->host) stream_.copy(buf, host, part * world_.size);
 }
 
+// Of each other rank what lies there as `mine` does here, to place(rank). Every rank begins with another one.
+template <class F>
+void Channel::fetch(const Peers& peers, const void* mine, int64_t bytes, const F& place) {
+  for (int i = 1; i < peers.ranks; i++) {
+    const int r = (peers.rank + i) % peers.ranks;
+    stream_.copy(place(r), peers.of(r, mine), bytes);
+  }
+}
+
 // A rank's own part goes by a kernel, as it would by the driver's copy, and at last: in front of the engines' copies it
 // would be in the way of the first kernel behind what the gather has waited for.
 void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine, const Peers& peers) {
@@ -383,10 +392,7 @@ void Channel::all_gather(void* buf, int64_t count, Dtype t, const void* mine, co
     return;
   }
   char* const to = static_cast<char*>(buf);
-  for (int i = 1; i < peers.ranks; i++) {
-    const int r = (peers.rank + i) % peers.ranks;
-    stream_.copy(to + r * part, peers.of(r, mine), part);
-  }
+  fetch(peers, mine, part, [&](int r) { return to + r * part; });
   stream_.copy_by_kernel(to + peers.rank * part, mine, part);
 }
 
@@ -436,11 +442,8 @@ void Channel::all_to_all(const void* from, void* others, int64_t count, Dtype t,
   const int64_t part = count * size_of(t);
   by_callers_kernels(Collective::all_to_all, Via::copy_engines, "all_to_all", part * world_.size, [&] {
     meet();
-    const char* const mine = static_cast<const char*>(from) + peers.rank * part;
-    for (int i = 1; i < peers.ranks; i++) {
-      const int r = (peers.rank + i) % peers.ranks;
-      stream_.copy(static_cast<char*>(others) + (r - (r > peers.rank)) * part, peers.of(r, mine), part);
-    }
+    fetch(peers, static_cast<const char*>(from) + peers.rank * part, part,
+          [&](int r) { return static_cast<char*>(others) + (r - (r > peers.rank)) * part; });
     meet();
   });
 }

@@ -115,6 +115,8 @@ class Channel {
   class Recorded;
   void over_mpi(const char* what, int64_t bytes, std::function<void()> work);
   void by_callers_kernels(Collective what, Via via, const char* name, int64_t bytes, const std::function<void()>& work);
+  template <class F>
+  void fetch(const Peers& peers, const void* mine, int64_t bytes, const F& place);
   void watch(const std::string& name);
   void open_window();
   Via via(CopyEngines carried) const { return engines_ == carried ? Via::copy_engines : Via::kernels; }
