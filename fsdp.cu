@@ -72,7 +72,7 @@ Fsdp<T, G>::Fsdp(Device& dev, const World& world, Transport transport, std::vect
   keep_state();
   keep_gather_slots();
   keep_gradient_slots();
-  if (exchanges()) open_exchange(transport, links);
+  if (exchanges() && !fetches()) open_exchange(transport, links);
   if (options.has_small_ring() && shard_world_.size > 1 && transport == Transport::nccl)
     small_reduce_channel_.emplace(dev, dev.reduce(), shard_world_, transport, "small reduce",
                                   FsdpOptions::small_gradient, links, CopyEngines::none, options.small_reduce_ctas);
@@ -196,28 +196,26 @@ void Fsdp<T, G>::keep_gradient_slots() {
     if (!u.replicated && u.with_gradient.padded > 0) sharded.push_back(u.with_gradient.padded);
   const SharedSlots shared = small_slot(sharded, options_.gradient_slots);
   small_gradient_ = shared.numel;
+  for (size_t i = units_.size(); i-- > 0;)
+    if (!units_[i].replicated && units_[i].with_gradient.padded > small_gradient_) last_large_ = int(i);
   for (int i = 0; i < shared.count; i++)
     add(-1, shared.numel, shared.numel / shard_world_.size, strf("gradient slot %d", i));
   rotating_ = gradient_slots_.size();
   if (shared.large > 0) {
     add(-1, shared.large, shared.large / shard_world_.size, "large gradient slot");
-    gradient_slots_.back().large = has_large_gradient_ = true;
+    gradient_slots_.back().large = true;
   }
   for (size_t i = 0; i < units_.size(); i++)
     if (units_[i].replicated && units_[i].trained())
       add(int(i), units_[i].with_gradient.padded, units_[i].with_gradient.shard, units_[i].name + " gradient");
 }
 
-// The parts of the large slot's gradients get memory while they are summed, when activations have gone.
 template <class T, class G>
 void Fsdp<T, G>::open_exchange(Transport transport, Links links) {
-  const int64_t element = size_of(options_.reduce_dtype);
   const int64_t most = largest(units_, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; });
-  received_ = dev_.mem.keep<char>(small_gradient_ / shard_world_.size * received_parts() * element,
-                                  "gradient parts received", Purpose::gradient_slots);
-  if (fetches()) return;
   exchange_channel_.emplace(dev_, dev_.reduce(), shard_world_, transport, "exchange",
-                            dev_.backend == Backend::gpu ? most * element : 0, links, CopyEngines::all_to_all);
+                            dev_.backend == Backend::gpu ? most * size_of(options_.reduce_dtype) : 0, links,
+                            CopyEngines::all_to_all);
 }
 
 template <class T, class G>
@@ -538,6 +536,7 @@ void Fsdp<T, G>::end_step() {
   // in.
   for (size_t i = 0; i < gradient_slots_.size(); i++)
     await_reduction(gradient_slots_[i < rotating_ ? (next_gradient_slot_ + i) % rotating_ : i]);
+  received_.reset();
   reduced_ = 0;
   next_gradient_slot_ = 0;  // every step takes and gives its buffers in the planned order
   if (!options_.update_in_backward)

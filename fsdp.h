@@ -190,7 +190,7 @@ class Fsdp {
   Dtype moment_dtype() const { return options_.moment_dtype; }
   // Whether the unit waits for none of the slots that most units share, so that it may be gathered early.
   bool has_large_slot(int u) const { return small_slot_ > 0 && slot_numel(u) > small_slot_; }
-  int gradient_slots() const { return int(rotating_) + has_large_gradient_; }  // of sharded units
+  int gradient_slots() const { return int(rotating_) + (last_large_ >= 0); }  // of sharded units
   int64_t parameters() const;
   int64_t pinned_bytes() const;  // of the host's memory, beside the plan: what the channels stage through on a GPU
   IssueLog& issued() { return issued_; }       // what is issued, from its begin() on
@@ -253,8 +253,9 @@ class Fsdp {
     bool large = false;
     int unit = -1;
     Event written, reduction_done;
-    // Given back when compute has waited for it: the gradient in fp32, this rank's shard of it, a large one's parts.
-    Buffer<float> read_by_reduction[3];
+    // Given back when compute has waited for it: the gradient in fp32, this rank's shard of it; a large one's parts.
+    Buffer<float> read_by_reduction[2];
+    Buffer<char> parts;
   };
 
   // What reduce() does with the gradient that a micro-batch leaves.
@@ -280,8 +281,9 @@ class Fsdp {
   Issued::Kind reduction_of(int u) const;
   void open_exchange(Transport transport, Links links);
   template <class E>
+  E* room_for_parts(Buffer<char>* in, int64_t numel);
+  template <class E>
   void exchange(int u, E* gradient, const GradientShard& to, ops::PowerSum norm);
-  int received_parts() const { return fetches() ? shard_world_.size - 1 : shard_world_.size; }
   // The channel that a sharded gradient of so many bytes is reduced on; and f(each channel).
   Channel& ring(int64_t bytes) {
     return small_reduce_channel_ && bytes <= FsdpOptions::small_gradient ? *small_reduce_channel_ : reduce_channel_;
@@ -309,7 +311,6 @@ class Fsdp {
   Reduction next_reduction(int u);
   template <class E>
   void sum_over_ranks(int u, E* gradient, const ops::UsedRows& used, const GradientShard& to, ops::PowerSum norm);
-  bool fits_bf16(int u) const;
   ops::PowerSum share_of_norm(int u, Reduction how);
   template <class E>
   void update(Stream& s, int u, const E* gradient, float clip, ops::Series* series);
@@ -324,7 +325,7 @@ class Fsdp {
   std::vector<Slot> slots_;
   std::vector<GradientSlot> gradient_slots_;
   size_t next_gradient_slot_ = 0, rotating_ = 0;
-  bool has_large_gradient_ = false;
+  int last_large_ = -1;  // of the units with large gradients the one that a micro-batch reduces last; -1: there is none
   int64_t small_slot_ = 0, small_gradient_ = 0;      // elements of a slot that is not for large units
   std::vector<std::pair<int, Slot*>> next_gathers_;  // units that the next step begins with, and where they go
   std::vector<int> update_order_;                    // of AdamW, at a step's end
@@ -340,10 +341,10 @@ class Fsdp {
   double *partials_, *unit_sums_, *scalars_of_ranks_ = nullptr;
   Channel gather_channel_, reduce_channel_, replica_channel_;
   std::optional<Channel> small_reduce_channel_;  // on the same stream; see FsdpOptions
-  // With reduce_by_copy_engine: what has come of the ranks, in their order. One for all slots but the large one: it is
-  // summed before the reduce stream comes to the next all_to_all. Ranks that fetch do so on the reduce channel.
-  std::optional<Channel> exchange_channel_;
-  void* received_ = nullptr;
+  std::optional<Channel> exchange_channel_;      // of parts of gradients; ranks that fetch do so on the reduce channel
+  // What parts are received in, but for those that have other room. One for all units, since they are summed before the
+  // reduce stream comes to the next; from a step's first use of it to its end.
+  Buffer<char> received_;
   Fp8Gathers<T> fp8_;
   ExposedTime exposed_;
   Event scalars_ready_, scalars_summed_, counted_, wanted_;

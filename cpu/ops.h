@@ -466,13 +466,19 @@ inline void total_power(GradNorm p, double* out, const double* pieces, int64_t n
   for (int64_t i = 0; i < n; ++i) total = p == GradNorm::inf ? std::max(total, pieces[i]) : total + pieces[i];
   *out = total;
 }
+template <class X>
+void add_powers(const PowerSum& sum, const X* x, int64_t n) {
+  if (!sum.out) return;
+  const double pieces[] = {sum.adds ? *sum.out : 0, power_sum(sum.p, x, n)};
+  total_power(sum.p, sum.out, pieces, 2);
+}
 template <class G, class To>
 void accumulate_gradient(To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {}) {
   if (accumulate)
     for (int64_t i = 0; i < n; ++i) shard[i] = To(float(shard[i]) + float(grad[i]));
   else
     for (int64_t i = 0; i < n; ++i) shard[i] = To(float(grad[i]));
-  if (sum.out) *sum.out = power_sum(sum.p, shard, n);
+  add_powers(sum, shard, n);
 }
 template <class To, class E>
 void sum_parts(To* to, const E* mine, int rank, const E* others, int64_t n, int ranks, bool accumulate,
@@ -483,8 +489,7 @@ void sum_parts(To* to, const E* mine, int rank, const E* others, int64_t n, int 
     for (int r = 1; r < ranks; ++r) total += acc_t<E>(part(r)[i]);
     to[i] = To(accumulate ? float(to[i]) + float(total) : total);
   }
-  if constexpr (std::is_same_v<To, float>)
-    if (sum.out) *sum.out = power_sum(sum.p, to, n);
+  add_powers(sum, to, n);
 }
 inline void squared_norm(GradNorm p, double* out, const double* loss = nullptr) {
   if (p == GradNorm::inf) *out *= *out;

@@ -14,6 +14,7 @@ template <class T, class G>
 void Fsdp<T, G>::await_reduction(GradientSlot& s) {
   exposed_.wait(ExposedTime::reductions, s.reduction_done);
   for (Buffer<float>& b : s.read_by_reduction) b.reset();
+  s.parts.reset();
 }
 
 template <class T, class G>
@@ -40,13 +41,6 @@ typename Fsdp<T, G>::Reduction Fsdp<T, G>::next_reduction(int u) {
   reduced_ += complete;
   if (complete) return options_.update_in_backward ? Reduction::update : Reduction::complete;
   return options_.reduce_last ? Reduction::accumulate : Reduction::shard;
-}
-
-// Whether one reduction leaves numbers that bf16 holds: it is in bf16, and does not end in the owner's fp32 sum.
-template <class T, class G>
-bool Fsdp<T, G>::fits_bf16(int u) const {
-  const bool summed_in_fp32 = exchanges() && !units_[size_t(u)].replicated && replica_world_.size == 1;
-  return options_.reduce_dtype == Dtype::bf16 && !summed_in_fp32;
 }
 
 // A replicated unit counts once.
@@ -81,7 +75,8 @@ void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<
   const bool first_unsharded = !state.unsharded_gradient.get(), first_shard = !state.gradient.get();
   if (how == Reduction::accumulate && first_unsharded)
     state.unsharded_gradient = dev_.mem.take<float>(flat.padded, "unsharded gradient", Purpose::gradients);
-  const bool in_bf16 = how == Reduction::complete && first_shard && fits_bf16(u);
+  // One reduction in bf16 leaves its sum in bf16: fp32 is for what is added up.
+  const bool in_bf16 = how == Reduction::complete && first_shard && options_.reduce_dtype == Dtype::bf16;
   if (in_bf16) state.bf16_gradient = dev_.mem.take<bf16>(flat.shard, "gradient shard", Purpose::gradients);
   if ((how == Reduction::shard || how == Reduction::complete) && first_shard && !in_bf16)
     state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
@@ -132,34 +127,53 @@ Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
                                       : Issued::reduce_scatter;
 }
 
+template <class T, class G>
+template <class E>
+E* Fsdp<T, G>::room_for_parts(Buffer<char>* in, int64_t numel) {
+  if (!in->get())
+    *in = dev_.mem.take<char>(numel * int64_t(sizeof(E)), "gradient parts received", Purpose::gradient_slots);
+  return reinterpret_cast<E*>(in->get());
+}
+
 // The owner's sum of parts that copy engines bring: to `to`, or, where replicas are still to be added, to its own part
 // of the gradient.
 template <class T, class G>
 template <class E>
 void Fsdp<T, G>::exchange(int u, E* gradient, const GradientShard& to, ops::PowerSum norm) {
-  const FlatParam& flat = units_[size_t(u)].with_gradient;
+  const int64_t shard = units_[size_t(u)].with_gradient.shard;
   const int ranks = shard_world_.size, rank = shard_world_.rank;
   Stream& stream = reduce_channel_.stream();
-  E* const mine = gradient + rank * flat.shard;
-  E* parts = static_cast<E*>(received_);
-  if (GradientSlot& s = gradient_slot_of(u); s.large) {
-    const int64_t bytes = flat.shard * received_parts() * int64_t(sizeof(E));
-    s.read_by_reduction[2] =
-        dev_.mem.take<float>((bytes + 3) / int64_t(sizeof(float)), "gradient parts received", Purpose::gradient_slots);
-    parts = reinterpret_cast<E*>(s.read_by_reduction[2].get());
-  }
-  const auto sum = [&](const E* own, int own_rank, const E* others) {
-    if (replica_world_.size == 1)
-      ops::sum_parts(stream, to.fp32, own, own_rank, others, flat.shard, ranks, to.accumulate, norm);
-    else ops::sum_parts(stream, mine, own, own_rank, others, flat.shard, ranks, /*accumulate=*/false);
+  E* const mine = gradient + rank * shard;
+  // Of n elements from `first` on.
+  const auto sum = [&](int64_t first, int64_t n, const E* own, int own_rank, const E* others) {
+    norm.adds = first > 0;
+    if (replica_world_.size > 1)
+      return ops::sum_parts(stream, mine + first, own + first, own_rank, others, n, ranks, /*accumulate=*/false);
+    if constexpr (std::is_same_v<E, bf16>)
+      if (to.bf16_alone)
+        return ops::sum_parts(stream, to.bf16_alone + first, own + first, own_rank, others, n, ranks,
+                              /*accumulate=*/false, norm);
+    ops::sum_parts(stream, to.fp32 + first, own + first, own_rank, others, n, ranks, to.accumulate, norm);
   };
   if (!fetches()) {
-    exchange_channel_->all_to_all(gradient, parts, flat.shard, dtype_of<E>);
-    return sum(parts, 0, parts + flat.shard);
+    E* const parts = room_for_parts<E>(
+        &received_, largest(units_, [](const Unit& x) { return x.replicated ? 0 : x.with_gradient.padded; }));
+    exchange_channel_->all_to_all(gradient, parts, shard, dtype_of<E>);
+    return sum(0, shard, parts, 0, parts + shard);
   }
-  reduce_channel_.all_to_all(gradient, parts, flat.shard, dtype_of<E>, peers_,
-                             [&] { ops::meet_peers(stream, peers_, row_of_reductions); });
-  sum(mine, rank, parts);
+  // One peer's part has room in the shard, if nothing is there and its numbers are as wide: the sum takes its place. A
+  // large unit's parts have memory while they are summed, when activations have gone. But those that a micro-batch ends
+  // with come in pieces: it would leave the next one memory to give back that was not there before it.
+  GradientSlot& s = gradient_slot_of(u);
+  E* others = nullptr;
+  if constexpr (std::is_same_v<E, bf16>) others = to.bf16_alone;
+  if constexpr (std::is_same_v<E, float>) others = to.accumulate ? nullptr : to.fp32;
+  const bool in_place = ranks == 2 && others, whole = s.large && (last_micro_batch_ || u != last_large_);
+  const int64_t most = in_place || whole ? shard : small_gradient_ / ranks;
+  if (!in_place) others = room_for_parts<E>(whole ? &s.parts : &received_, most * (ranks - 1));
+  reduce_channel_.all_to_all(
+      mine, shard, dtype_of<E>, peers_, [&] { ops::meet_peers(stream, peers_, row_of_reductions); }, others, most,
+      [&](int64_t first, int64_t n) { sum(first, n, mine, rank, others); });
 }
 
 // gradient (padded): this rank's. Leaves this rank's shard of the sum over all ranks in `to`: in fp32, added or set, or

@@ -455,6 +455,19 @@ TEST_CASE("the report of types names every parameter once", "[diagnostics]") {
   CHECK(has(text, "USE moments bf16\n"));
 }
 
+TEST_CASE("the report of types tells a shard that is reduced once from one that is summed", "[diagnostics]") {
+  const auto shards_in = [](std::initializer_list<const char*> more, const char* type) {
+    std::vector<const char*> all = {"--autocast", "bf16", "--reduce-dtype", "bf16"};
+    all.insert(all.end(), more);
+    return has(dtypes_text(resolve(options(all), 2, 0), 2), strf("USE gradient_shards %s\n", type));
+  };
+  CHECK(shards_in({}, "bf16"));
+  CHECK(shards_in({"--reduce", "copy-engine"}, "bf16"));
+  CHECK(shards_in({"--grad-accum", "2", "--accum-sync", "last"}, "bf16"));
+  CHECK(shards_in({"--grad-accum", "2"}, "fp32"));
+  CHECK(shards_in({"--optimizer-in-backward", "1", "--clip", "0"}, "fp32"));
+}
+
 TEST_CASE("a unit that is not gathered in fp8 where others are is told", "[diagnostics]") {
   const auto resolved = [](std::initializer_list<const char*> more) {
     std::vector<const char*> all = {"--attn",         "nsa", "--nsa-phi",      "mlp",

@@ -80,7 +80,9 @@ void exchange_and_sum(Device& dev, int ranks, int64_t bytes, bool fetch) {
                   CopyEngines::all_to_all);
   const bf16* parts = nullptr;
   const int64_t count = bytes / ranks / 2;
-  if (fetch) channel.all_to_all(nullptr, nullptr, count, Dtype::bf16, Peers(), [] {});
+  if (fetch)
+    channel.all_to_all(
+        nullptr, count, Dtype::bf16, Peers(), [] {}, nullptr, count, [](int64_t, int64_t) {});
   else channel.all_to_all(nullptr, nullptr, count, Dtype::bf16);
   ops::sum_parts(dev.reduce(), static_cast<float*>(nullptr), parts, 0, parts, count, ranks, /*accumulate=*/false);
 }

@@ -859,6 +859,17 @@ TEST_CASE("few large units have a slot between them, and are on their way early"
         bytes(units[0].padded * 4 + 4 * small));
 }
 
+TEST_CASE("micro-batches of one plan end with the memory that they began with, whoever reduces", "[fsdp]") {
+  const World& world = test_world();
+  Setup s;
+  s.model = small(Arch::rope, 1001), s.steps = 2, s.micro_batches = 5;  // embedding and head are large
+  const Outcome rings = train<float, float>(s, world);
+  s.fsdp.reduce_by_copy_engine = true;
+  CHECK(same(train<float, float>(s, world), rings));
+  s.poison = true, s.delays = {0, world.rank % 2 ? 2 : 5};
+  CHECK(same(train<float, float>(s, world), rings));
+}
+
 TEST_CASE("what waits for a gather is told of gathers, and of reductions for a reduction", "[fsdp]") {
   const World& world = test_world();
   if (world.size == 1) SKIP_TEST("one rank waits for nobody");
@@ -1033,6 +1044,30 @@ TEST_CASE("GPU: a slot for large units changes no bit", "[fsdp][gpu][hosts]") {
     }
   s.graph = false, s.delay_ms = test_world().rank % 2 ? 20 : 5, s.poison = true;
   CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+}
+
+// Two ranks' sums know no order, and more ranks' are summed in theirs.
+TEST_CASE("GPU: owners sum large gradients in pieces", "[fsdp][gpu][hosts]") {
+  NEEDS_GPU();
+  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
+  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  Setup s;  // as above
+  s.model = small_on_gpu(Arch::simple), s.model.vocab = 4096, s.lr = 1e-3, s.steps = 6;
+  s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+  s.fsdp.gather_by_copy_engine = s.fsdp.fetch = s.fsdp.reduce_by_copy_engine = true;
+  for (int micro_batches : {1, 5}) {
+    s.micro_batches = micro_batches;
+    s.fsdp.gradient_slots = 5;
+    const Outcome whole = train<bf16, bf16>(s, test_world());
+    s.fsdp.gradient_slots = 2;
+    for (bool late : {false, true}) {
+      s.graph = late, s.poison = !late, s.delay_ms = !late ? 0 : test_world().rank % 2 ? 20 : 5;
+      const Outcome pieces = train<bf16, bf16>(s, test_world());
+      CHECK(pieces.losses == whole.losses);
+      CHECK(furthest(pieces.norms, whole.norms) < 1e-9);
+    }
+    s.graph = s.poison = false, s.delay_ms = 0;
+  }
 }
 
 TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {

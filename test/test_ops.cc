@@ -496,6 +496,9 @@ TEST_CASE("norms of a gradient", "[ops]") {
       double summed = 0;
       cpu::sum_parts(set.data(), x.data(), 0, x.data(), 20, 1, false, {p, &summed});
       CHECK(same_bits(std::vector<double>{summed}, std::vector<double>{pieces[0]}));
+      // And one piece added to another.
+      cpu::sum_parts(added.data(), x.data() + 20, 0, x.data(), n - 20, 1, false, {p, &summed, nullptr, true});
+      CHECK(same_bits(std::vector<double>{summed}, std::vector<double>{got}));
     };
     norm_of(g);
     const double loss = 1, no_loss = INFINITY;
@@ -582,6 +585,11 @@ TEST_CASE("parts are summed in their order, and not rounded before the end", "[o
       others.erase(others.begin() + rank * n, others.begin() + (rank + 1) * n);
       const std::vector<float> before = normals<float>(n, 4);
       std::vector<float> set(n, NAN), added = before;
+      std::vector<bf16> in_place = others;  // of two ranks
+      double power = 0, want = 0;
+      if (ranks == 2)
+        cpu::sum_parts(in_place.data(), narrow.data(), rank, in_place.data(), n, 2, false,
+                       {ops::GradNorm::two, &power});
       cpu::sum_parts(set.data(), narrow.data(), rank, others.data(), n, ranks, false);
       cpu::sum_parts(added.data(), narrow.data(), rank, others.data(), n, ranks, true);
       cpu::sum_parts(narrow.data(), narrow.data(), rank, others.data(), n, ranks, false);
@@ -591,7 +599,10 @@ TEST_CASE("parts are summed in their order, and not rounded before the end", "[o
         CHECK(set[size_t(i)] == sum);
         CHECK(added[size_t(i)] == before[size_t(i)] + sum);
         CHECK(narrow[size_t(i)].bits == bf16(sum).bits);
+        if (ranks == 2) CHECK(in_place[size_t(i)].bits == bf16(sum).bits);
+        want += double(float(bf16(sum))) * double(float(bf16(sum)));
       }
+      if (ranks == 2) CHECK(power == Approx(want).epsilon(1e-12));
     }
 }
 
@@ -1069,6 +1080,7 @@ TEST_CASE("GPU: sums", "[ops][gpu]") {
           ops::accumulate_gradient<float>(a.s, fresh + shift, x, n, false, {p, pieces, partials});
           ops::accumulate_gradient<bf16>(a.s, more + shift, narrow + shift, n, true, {p, pieces + 1, partials});
           ops::sum_parts<float, bf16>(a.s, sum, parts, 0, parts + n, n, 3, false, {p, pieces + 2, partials});
+          ops::sum_parts<bf16, bf16>(a.s, parts, parts + n, 1, parts, n, 2, false, {p, pieces + 2, partials, true});
           ops::total_power(a.s, p, total, pieces, 3);
           ops::squared_norm(a.s, p, total, a.in(std::vector<double>{2.0}));
         });
@@ -1161,6 +1173,7 @@ TEST_CASE("GPU: parameters", "[ops][gpu]") {
           ops::sum_parts<bf16, bf16>(a.s, narrow, last, ranks / 2, parts, n, ranks, false);
           ops::sum_parts<float, float>(a.s, added + shift, x + shift, 0, x + shift + n, n, ranks, true);
           ops::sum_parts<bf16, bf16>(a.s, parts, parts, 0, parts + n, n, ranks, false);
+          if (ranks == 2) ops::sum_parts<bf16, bf16>(a.s, parts, parts + n, 1, parts, n, ranks, false);
         });
       compare([&](Space& a) {
         auto *w = a.out<float>(n), *cut = a.out<float>(n);

@@ -8,19 +8,20 @@
 
 namespace {
 
-constexpr int64_t count = 4 * 37;  // numbers of a part
+constexpr int64_t count = 4 * 37, most = 4 * 11;  // numbers of a part, and of those that are fetched at a time
 
 uint32_t number(int rank, int64_t i) { return uint32_t(1 + rank * 10000 + i); }
 
 // Of an arena: this rank's shard, its gradient (ranks, count), a slot (ranks, count), the parts that it has fetched
-// (ranks - 1, count).
+// (ranks - 1, count), room for a piece of each (ranks - 1, most).
 struct Layout {
-  int64_t gradient, slot, fetched, all;
+  int64_t gradient, slot, fetched, room, all;
   explicit Layout(int ranks)
       : gradient(count),
         slot(gradient + ranks * count),
         fetched(slot + ranks * count),
-        all(fetched + (ranks - 1) * count) {}
+        room(fetched + (ranks - 1) * count),
+        all(room + (ranks - 1) * most) {}
 };
 
 void check_fetched(Backend backend, int ranks) {
@@ -48,7 +49,12 @@ void check_fetched(Backend backend, int ranks) {
     peers.ranks = ranks, peers.rank = r, peers.base = reinterpret_cast<const char*>(arena(r));
     for (int of = 0; of < ranks; of++) peers.arena[of] = reinterpret_cast<char*>(arena(of));
     channel.all_gather(arena(r) + at.slot, count, Dtype::f32, arena(r), peers);
-    channel.all_to_all(arena(r) + at.gradient, arena(r) + at.fetched, count, Dtype::f32, peers, [&] { meetings++; });
+    uint32_t* const room = arena(r) + at.room;
+    const auto keep_piece = [&](int64_t first, int64_t n) {
+      for (int i = 0; i < ranks - 1; i++) stream.copy(arena(r) + at.fetched + i * count + first, room + i * n, n * 4);
+    };
+    const auto meet = [&] { meetings++; };
+    channel.all_to_all(arena(r) + at.gradient + r * count, count, Dtype::f32, peers, meet, room, most, keep_piece);
   }
   stream.copy(host.get(), arenas, ranks * at.all * 4);
   stream.synchronize();

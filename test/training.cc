@@ -97,8 +97,12 @@ Outcome train(const Setup& s, const World& world) {
     const bool ahead = s.skipped > 0 && n >= s.skipped && world.rank == world.size - 1;
     if (host) *a = ops::AdamW(float(s.lr), 0.9f, 0.95f, 1e-8f, 0.1f, ahead ? n + 1 : n);
     m.begin_step(a, float(s.clip));
-    for (int64_t i = 0; i < s.micro_batches; ++i)
-      m.forward_backward(host + i * ints, scale, i == 0, i + 1 == s.micro_batches, copied);
+    for (int64_t i = 0, last = s.micro_batches - 1; i <= last; ++i) {
+      const bool between = i > 0 && i < last;  // one plan for all of these, as in step_program
+      if (between) dev.mem.begin_repeat();
+      m.forward_backward(host + i * ints, scale, i == 0, i == last, copied);
+      if (between) dev.mem.end_repeat();
+    }
     m.end_step();
     dev.mem.end();
   };

@@ -437,15 +437,23 @@ void Channel::reduce_scatter(int64_t bytes, const std::function<void()>& work) {
 void Channel::all_reduce(int64_t bytes, const std::function<void()>& work) {
   by_callers_kernels(Collective::all_reduce, Via::kernels, "all_reduce", bytes, work);
 }
-void Channel::all_to_all(const void* from, void* others, int64_t count, Dtype t, const Peers& peers,
-                         const std::function<void()>& meet) {
-  const int64_t part = count * size_of(t);
-  by_callers_kernels(Collective::all_to_all, Via::copy_engines, "all_to_all", part * world_.size, [&] {
+void Channel::all_to_all(const void* mine, int64_t count, Dtype t, const Peers& peers,
+                         const std::function<void()>& meet, void* others, int64_t most,
+                         const std::function<void(int64_t first, int64_t n)>& use) {
+  const int64_t element = size_of(t);
+  int64_t first = 0;
+  const auto here = [&] { return std::min(most, count - first); };
+  by_callers_kernels(Collective::all_to_all, Via::copy_engines, "all_to_all", count * element * world_.size, [&] {
     meet();
-    fetch(peers, static_cast<const char*>(from) + peers.rank * part, part,
-          [&](int r) { return static_cast<char*>(others) + (r - (r > peers.rank)) * part; });
-    meet();
+    for (;; first += most) {
+      const int64_t piece = here() * element;
+      fetch(peers, static_cast<const char*>(mine) + first * element, piece,
+            [&](int r) { return static_cast<char*>(others) + (r - (r > peers.rank)) * piece; });
+      if (first + most >= count) return meet();
+      use(first, most);
+    }
   });
+  for (; first < count; first += most) use(first, here());  // the last piece, and of a plan all
 }
 // In a plan a kernel that moves nothing.
 void Channel::barrier(const std::function<void()>& work) {

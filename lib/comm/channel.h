@@ -91,11 +91,12 @@ class Channel {
   // `to` is written before that rank's stream has come here, and what follows on it finds `from` read and `to`
   // complete.
   void all_to_all(const void* from, void* to, int64_t count, Dtype t);
-  // The same by this rank alone: from the others' arenas it copies what lies there as its own part does here. others:
-  // (size - 1)*count elements; what is this rank's for itself stays where it is. meet: enqueues a kernel in which all
-  // ranks wait for all.
-  void all_to_all(const void* from, void* others, int64_t count, Dtype t, const Peers& peers,
-                  const std::function<void()>& meet);
+  // The same by this rank alone: from the others' arenas it copies what lies there as `mine` (count) does here, `most`
+  // elements of each at a time, to others ((size - 1)*most), one rank's behind the other's. use(first, n): enqueues what
+  // reads n of each there, from `first` on, before others come to their place. What is this rank's for itself stays
+  // where it is. meet: enqueues a kernel in which all ranks wait for all.
+  void all_to_all(const void* mine, int64_t count, Dtype t, const Peers& peers, const std::function<void()>& meet,
+                  void* others, int64_t most, const std::function<void(int64_t first, int64_t n)>& use);
   // In place; every rank gets the same bits. Sums over MPI as reduce_scatter does. max is for f32 and f64.
   enum Reduction { sum, max };
   void all_reduce(void* buf, int64_t count, Dtype t, Reduction how = sum);

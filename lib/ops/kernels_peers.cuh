@@ -211,7 +211,7 @@ void sum_with_powers(cudaStream_t stream, int blocks, ops::PowerSum sum, const F
   with_term(sum.p, [&](auto term) {
     start(term, sum.partials);
     launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, sum.out, sum.partials, blocks,
-           false);
+           sum.adds);
   });
 }
 

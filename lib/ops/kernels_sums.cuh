@@ -455,7 +455,7 @@ template <int N, class F>
 void write_and_sum(cudaStream_t stream, F f, int64_t n, bool vectors, ops::PowerSum sum) {
   if (!sum.out) return each<N>(stream, Write<F>{f}, n, vectors);
   with_term(sum.p, [&](auto term) {
-    sum_by_blocks<decltype(term)::value, N>(stream, sum.out, f, sum.partials, n, vectors, /*accumulate=*/false);
+    sum_by_blocks<decltype(term)::value, N>(stream, sum.out, f, sum.partials, n, vectors, sum.adds);
   });
 }
 
@@ -510,7 +510,9 @@ struct SumParts {
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] += x[j];
     }
-    store(to + i, sum);
+    const Pack<To, N> rounded = narrow<To>(sum);
+    store(to + i, rounded);
+    widen(sum, rounded);
   }
 };
 template <class To, class E>

@@ -253,11 +253,12 @@ void cast_weights(Stream& s, To* to, const float* w, int64_t n);
 void copy_weights(Stream& s, const Masters& to, const float* from, int64_t n);
 // The p-norm of a gradient is made in pieces. out (1), where somebody asks for it: the sum of |x|^p over what an
 // operation writes, in a fixed order; where p is infinity the largest |x|, and of a NaN infinity. partials:
-// sum_partials() doubles.
+// sum_partials() doubles. adds: to what is in out.
 enum class GradNorm { one = 1, two = 2, three = 3, inf = 0 };
 struct PowerSum {
   GradNorm p = GradNorm::two;
   double *out = nullptr, *partials = nullptr;
+  bool adds = false;
 };
 // out (1) = what pieces (n) make together.
 void total_power(Stream& s, GradNorm p, double* out, const double* pieces, int64_t n);
@@ -277,8 +278,8 @@ void meet_peers(Stream& s, const Peers& peers, int row);
 template <class G, class To>
 void accumulate_gradient(Stream& s, To* shard, const G* grad, int64_t n, bool accumulate, PowerSum sum = {});
 // to (n) = (accumulate ? to : 0) + the sum over ranks of their parts, in that order, in fp32 (fp64 of fp64): of `mine`
-// (n), which is that of `rank` and may be `to`, and `others` (ranks - 1, n), all else. To is float; or E, where nothing
-// is accumulated and no powers are summed.
+// (n), which is that of `rank`, and `others` (ranks - 1, n), all else. To is float; or E, where nothing is accumulated,
+// and `to` may then be `mine`, or of two ranks `others`.
 template <class To, class E>
 void sum_parts(Stream& s, To* to, const E* mine, int rank, const E* others, int64_t n, int ranks, bool accumulate,
                PowerSum sum = {});

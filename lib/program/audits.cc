@@ -100,10 +100,9 @@ std::string dtypes_text(const Run& r, int shards) {
   if (r.model.save_fp8) use("saved_hidden_layers", Dtype::e4m3);
   with_types(r, [&](auto, auto g) { use("unsharded_gradients", dtype_of<decltype(g)>); });
   use("reduction", r.reduce_dtype);
-  // What a step reduces once, in bf16, and an owner does not sum; but for a tied embedding's two reductions.
-  const FsdpOptions& f = r.fsdp;
-  const bool once = r.grad_accum == 1 && !f.update_in_backward, summed = f.reduce_by_copy_engine && f.shard_ranks == 0;
-  use("gradient_shards", once && !summed ? r.reduce_dtype : Dtype::f32);
+  // A step's only sum is as wide as what was sent; but a tied embedding has two.
+  const bool once = (r.grad_accum == 1 || r.fsdp.reduce_last) && !r.fsdp.update_in_backward;
+  use("gradient_shards", once ? r.reduce_dtype : Dtype::f32);
   use("moments", r.fsdp.moment_dtype);
   return strf("# DTYPE SUMMARY (elements) - FSDP\n%s: %lld (100.00%%)\n\n", name_of(master), ll(elements)) +
          parameters + uses;

@@ -133,15 +133,18 @@ class Bench {
   void exchange_and_sum(Channel* channel, int64_t count) {
     Stream& s = dev_.gather();
     const int rank = fetches_ ? world_.rank : 0;
-    const T *own = received_, *others = received_ + count;
+    const auto sum = [&](const T* own, const T* others) {
+      ops::sum_parts(s, shard_, own, rank, others, count, world_.size, /*accumulate=*/false);
+    };
     if (fetches_) {
-      channel->all_to_all(buffer_, received_, count, dtype_of<T>, peers_,
-                          [&] { ops::meet_peers(s, peers_, row_of_reductions); });
-      own = buffer_ + rank * count, others = received_;
+      const T* const own = buffer_ + rank * count;
+      channel->all_to_all(
+          own, count, dtype_of<T>, peers_, [&] { ops::meet_peers(s, peers_, row_of_reductions); }, received_, count,
+          [&](int64_t, int64_t) { sum(own, received_); });
     } else {
       channel->all_to_all(buffer_, received_, count, dtype_of<T>);
+      sum(received_, received_ + count);
     }
-    ops::sum_parts(s, shard_, own, rank, others, count, world_.size, /*accumulate=*/false);
   }
 
   json hardware() const {
