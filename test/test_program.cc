@@ -416,30 +416,23 @@ TEST_CASE("copy engines gather and reduce where they can and pay, and as asked f
   CHECK(!reads("--reduce-tail same", 2, pay));
   CHECK(reads("--reduce-tail peer", 8, pay));
   CHECK(reads("--gather copy-engine --reduce copy-engine --reduce-tail peer", 4, !pay));
-  // Blocks of few tokens are computed before a ring has reduced their gradients: engines carry those then.
+  // Ranks that fetch reduce by engines.
   auto exchanges = [](const std::string& options, int ranks, bool pay) {
     Run r = on_gpus(options, ranks);
     choose_collectives(&r, ranks, Transport::nccl, /*one_host=*/true, pay);
     CHECK(!(r.fsdp.reduce_by_copy_engine && r.fsdp.has_small_ring()));
     return r.fsdp.reduce_by_copy_engine;
   };
-  const std::string few = "--preset class --attn dense --grad-accum 2 ", more = "--preset m7c --grad-accum 2 ";
-  CHECK(exchanges(few, 2, pay));
-  CHECK(exchanges("--preset class --attn nsa --grad-accum 2", 2, pay));
-  CHECK(exchanges(more + "--seq 1024 --attn dense", 2, pay));
-  CHECK(!exchanges(more + "--attn dense", 2, pay));
-  CHECK(!exchanges(more + "--attn nsa", 2, pay));
-  CHECK(!exchanges("--preset class --attn dense --grad-accum 1", 2, pay));
-  CHECK(!exchanges(few + "--accum-sync last", 2, pay));
-  CHECK(!exchanges("--preset tiny --grad-accum 2", 2, pay));
-  CHECK(!exchanges("--preset rope --grad-accum 2", 2, pay));
-  CHECK(!exchanges(few + "--param-dtype fp32", 2, pay));
-  CHECK(!exchanges(few, 4, pay));
-  CHECK(!exchanges(few, 2, !pay));
-  CHECK(!exchanges(few + "--reduce nccl", 2, pay));
-  CHECK(exchanges(few + "--reduce copy-engine", 4, pay));
-  CHECK(!exchanges(few + "--reduce-ctas 8", 2, pay));
-  CHECK(!exchanges(few + "--gather nccl", 2, pay));
+  for (const char* options : {"--preset class", "--preset tiny", "--preset rope --grad-accum 4", "--param-dtype fp32",
+                              "--grad-accum 2 --accum-sync last"})
+    CHECK(exchanges(options, 2, pay));
+  CHECK(!exchanges("", 4, pay));
+  CHECK(!exchanges("--shard hybrid:2", 4, pay));
+  CHECK(!exchanges("", 2, !pay));
+  CHECK(exchanges("--reduce copy-engine", 4, pay));
+  for (const char* options :
+       {"--reduce nccl", "--reduce-ctas 8", "--reduce-ctas 0", "--gather nccl", "--optimizer-in-backward 1 --clip 0"})
+    CHECK(!exchanges(options, 2, pay));
   says(error_of<UsageError>([&] { reads("--reduce-tail peer --gather nccl", 4, pay); }),
        {"--reduce-tail peer", "copy engines"});
   says(error_of<UsageError>([&] { reads("--reduce-tail peer", 9, pay); }), {"--reduce-tail peer", "there are 9"});

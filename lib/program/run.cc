@@ -197,48 +197,20 @@ int gather_slots(const Options& o, int otherwise) {
   return slots;
 }
 
-// Of the gradients that a micro-batch reduces: how many have at most so many bytes, and all of these; how many have
-// more.
-struct Reductions {
-  int small = 0, large = 0;
-  int64_t small_bytes = 0;
-};
-Reductions reductions_of(const Run& r, int shards, int64_t most) {
-  std::vector<Unit> units = parameter_table(r.model);
-  lay_out(&units, shards);
-  Reductions of;
-  for (const Unit& u : units) {
-    const int64_t bytes = u.with_gradient.padded * size_of(r.reduce_dtype);
-    if (bytes == 0 || u.replicated) continue;
-    if (bytes <= most) of.small++, of.small_bytes += bytes;
-    else of.large++;
-  }
-  return of;
-}
-
 // Small gradients are reduced in no time, and a few thread blocks are enough to hide that. On an H100 or H200 4 of 132
 // SMs leave 128, which is a whole wave of many a product's tiles. Larger ones, a vocabulary's among them, would be
 // waited for: beside small ones they get 16, alone what NCCL likes.
 void choose_ctas(const Run& r, int shards, FsdpOptions* f) {
   constexpr int few = 4, some = 16;
-  const Reductions of = reductions_of(r, shards, FsdpOptions::small_gradient);
-  if (of.large == 0) f->reduce_ctas = few;
-  else if (of.small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few, f->reduce_ctas = some;
-}
-
-// Whether the backward pass would wait for rings of few thread blocks: a block of few tokens is computed before its
-// gradient has been reduced. Rates measured on pairs of H200: of a ring beside products, of what follows it on its
-// stream, and of small models' backward pass (results/gpu-tests-2026-11-27.log).
-bool rings_are_late(const Run& r, int shards) {
-  constexpr double ring = 85e9, computes = 340e12, behind_ring = 28e-6;  // bytes/s, FLOP/s, s
-  // Bytes of a gradient: copy engines take longer to start than smaller ones need; larger ones were not measured.
-  constexpr int64_t least = int64_t(8) << 20, most = int64_t(20) << 20;
-  const Reductions of = reductions_of(r, shards, most);
-  if (of.small == 0 || of.small_bytes < of.small * least || r.dtype != Dtype::bf16) return false;
-  const ModelConfig& m = r.model;
-  const double of_blocks = flops_per_token(m) - 6.0 * double(m.vocab * m.dim);
-  return double(of.small_bytes) / ring + of.small * behind_ring >
-         of_blocks * 2 / 3 * double(r.batch * m.seq) / computes;
+  std::vector<Unit> units = parameter_table(r.model);
+  lay_out(&units, shards);
+  int small = 0, large = 0;
+  for (const Unit& u : units) {
+    const int64_t bytes = u.with_gradient.padded * size_of(r.reduce_dtype);
+    if (bytes > 0 && !u.replicated) (bytes <= FsdpOptions::small_gradient ? small : large)++;
+  }
+  if (large == 0) f->reduce_ctas = few;
+  else if (small > 0 && !f->reduce_by_copy_engine) f->small_reduce_ctas = few, f->reduce_ctas = some;
 }
 
 // The knobs of sharding. gathered: the dtype in which parameters are gathered.
@@ -505,10 +477,10 @@ void choose_collectives(Run* r, int ranks, Transport transport, bool one_host, b
   const bool measured = shards <= measured_peers;
   r->fsdp.fetch = readable && measured;
   r->fsdp.read_tail = readable && (r->o.reduce_tail.empty() ? measured : r->o.reduce_tail == "peer");
-  // An owner keeps its sum in fp32. What is reduced once a step rings leave in bf16, which takes less memory.
+  // Ranks that fetch reduce as fast by copy engines as by rings, or faster (results/gpu-tests-2026-11-27.log). Not
+  // measured: AdamW in the backward pass, and replicas.
   const bool open = r->o.reduce.empty() && r->o.reduce_ctas == -1;
-  const bool once = r->grad_accum == 1 || r->fsdp.reduce_last;
-  if (open && !once && readable && measured && ranks == shards && rings_are_late(*r, shards)) {
+  if (open && r->fsdp.fetch && ranks == shards && !r->fsdp.update_in_backward) {
     r->fsdp.reduce_by_copy_engine = true;
     r->fsdp.reduce_ctas = r->fsdp.small_reduce_ctas = 0;  // of what is left, the scalars
   }
