@@ -483,7 +483,7 @@ void accumulate_gradient(To* shard, const G* grad, int64_t n, bool accumulate, P
 template <class To, class E>
 void sum_parts(To* to, const E* mine, int rank, const E* others, int64_t n, int ranks, bool accumulate,
                PowerSum sum = {}) {
-  auto part = [&](int r) { return r == rank ? mine : others + (r - (r > rank)) * n; };
+  auto part = [&](int r) { return r == rank ? mine : others + among_others(r, rank) * n; };
   for (int64_t i = 0; i < n; ++i) {
     acc_t<E> total = acc_t<E>(part(0)[i]);
     for (int r = 1; r < ranks; ++r) total += acc_t<E>(part(r)[i]);

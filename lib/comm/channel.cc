@@ -448,7 +448,7 @@ void Channel::all_to_all(const void* mine, int64_t count, Dtype t, const Peers& 
     for (;; first += most) {
       const int64_t piece = here() * element;
       fetch(peers, static_cast<const char*>(mine) + first * element, piece,
-            [&](int r) { return static_cast<char*>(others) + (r - (r > peers.rank)) * piece; });
+            [&](int r) { return static_cast<char*>(others) + among_others(r, peers.rank) * piece; });
       if (first + most >= count) return meet();
       use(first, most);
     }

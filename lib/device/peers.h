@@ -28,4 +28,6 @@ struct Peers {
   }
   HD uint32_t* own() const { return signals + peer_rows * ranks; }
 };
+// Which of the others, in their order, rank r is to this one.
+HD constexpr int among_others(int r, int rank) { return r - (r > rank); }
 constexpr int64_t peer_signals(int ranks) { return peer_rows * (int64_t(ranks) + 1); }

@@ -494,7 +494,7 @@ struct SumParts {
   int64_t n;
   int rank, ranks;
   bool accumulate;
-  __device__ const E* part(int r) const { return r == rank ? mine : others + (r - (r > rank)) * n; }
+  __device__ const E* part(int r) const { return r == rank ? mine : others + among_others(r, rank) * n; }
   template <int N>
   __device__ void get(float (&sum)[N], int64_t i) const {
     float x[N];
