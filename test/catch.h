@@ -39,3 +39,11 @@ void skip_test(const char* why);
 // The same, of a test case that needs a GPU.
 #define NEEDS_GPU() \
   if (!have_gpu()) SKIP_TEST("no GPU")
+// Of one that needs a GPU for each rank, which all are of one host; and of one that needs several such ranks.
+#define NEEDS_GPUS_OF_ONE_HOST()                                          \
+  NEEDS_GPU();                                                            \
+  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) \
+  SKIP_TEST("fewer GPUs than ranks, or several hosts")
+#define NEEDS_PEERS()       \
+  NEEDS_GPUS_OF_ONE_HOST(); \
+  if (test_world().size == 1) SKIP_TEST("one rank has no peers")

@@ -985,9 +985,7 @@ TEST_CASE("GPU: who moves the gathers changes no bit", "[fsdp][gpu][hosts]") {
 }
 
 TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
-  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  NEEDS_PEERS();
   Setup s;
   s.model = small_on_gpu(Arch::rope), s.model.replicate_below = 1000, s.lr = 1e-3, s.steps = 6, s.micro_batches = 2;
   s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
@@ -1006,9 +1004,7 @@ TEST_CASE("GPU: reductions by copy engines train alike, in a graph too", "[fsdp]
 }
 
 TEST_CASE("GPU: a rank fetches what its peers have updated, however late they are", "[fsdp][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
-  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  NEEDS_PEERS();
   Setup s;
   s.model = small_on_gpu(Arch::rope), s.lr = 1e-2, s.steps = 8, s.micro_batches = 2;
   s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
@@ -1026,9 +1022,7 @@ TEST_CASE("GPU: a rank fetches what its peers have updated, however late they ar
 }
 
 TEST_CASE("GPU: a slot for large units changes no bit", "[fsdp][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
-  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  NEEDS_PEERS();
   Setup s;  // with biases; embedding and head are twice as large as a block and more
   s.model = small_on_gpu(Arch::simple), s.model.vocab = 4096, s.lr = 1e-3, s.steps = 6, s.micro_batches = 2;
   s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
@@ -1048,9 +1042,7 @@ TEST_CASE("GPU: a slot for large units changes no bit", "[fsdp][gpu][hosts]") {
 
 // Two ranks' sums know no order, and more ranks' are summed in theirs.
 TEST_CASE("GPU: owners sum large gradients in pieces", "[fsdp][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || test_world().size == 1) SKIP_TEST("fewer GPUs than ranks, or one rank");
-  if (!on_one_host(test_world(), test_world().size)) SKIP_TEST("several hosts");
+  NEEDS_PEERS();
   Setup s;  // as above
   s.model = small_on_gpu(Arch::simple), s.model.vocab = 4096, s.lr = 1e-3, s.steps = 6;
   s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;

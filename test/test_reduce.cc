@@ -281,8 +281,7 @@ TEST_CASE("a step's scalars are of all ranks", "[reduce]") {
 }
 
 TEST_CASE("GPU: ranks sum a step's scalars in each other's memory", "[reduce][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  NEEDS_GPUS_OF_ONE_HOST();
   Setup s;
   s.backend = Backend::gpu;
   s.fsdp.gather_by_copy_engine = true;
@@ -329,8 +328,7 @@ TEST_CASE("what owners sum lies in planned memory, and goes by all_to_all", "[re
 }
 
 TEST_CASE("GPU: copy engines carry, and owners sum in fp32 and in rank order", "[reduce][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  NEEDS_GPUS_OF_ONE_HOST();
   Setup s;
   s.backend = Backend::gpu;
   s.fsdp.reduce_by_copy_engine = true;
@@ -347,8 +345,7 @@ TEST_CASE("GPU: copy engines carry, and owners sum in fp32 and in rank order", "
 
 // The first two units are a step's last. Each owner sums them in rank order whoever carries the rest.
 TEST_CASE("GPU: owners read a step's last gradients in their peers' memory", "[reduce][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
+  NEEDS_GPUS_OF_ONE_HOST();
   Setup s;
   s.backend = Backend::gpu;
   s.fsdp.gather_by_copy_engine = s.fsdp.read_tail = true;
@@ -375,9 +372,7 @@ TEST_CASE("GPU: owners read a step's last gradients in their peers' memory", "[r
 
 // A rank's shard may begin and end within a row, and what its peers have not used is not read: it is no number here.
 TEST_CASE("GPU: owners read the rows that their peers have used", "[reduce][gpu][hosts]") {
-  NEEDS_GPU();
-  if (!one_gpu_a_rank() || !on_one_host(test_world(), test_world().size)) SKIP_TEST("fewer GPUs than ranks, or hosts");
-  if (test_world().size == 1) SKIP_TEST("one rank reads nothing");
+  NEEDS_PEERS();
   Setup s;
   s.backend = Backend::gpu;
   s.fsdp.gather_by_copy_engine = s.fsdp.read_tail = true;
