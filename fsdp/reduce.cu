@@ -161,13 +161,13 @@ void Fsdp<T, G>::exchange(int u, E* gradient, const GradientShard& to, ops::Powe
     exchange_channel_->all_to_all(gradient, parts, shard, dtype_of<E>);
     return sum(0, shard, parts, 0, parts + shard);
   }
-  // One peer's part has room in the shard, if nothing is there and its numbers are as wide: the sum takes its place. A
-  // large unit's parts have memory while they are summed, when activations have gone. But those that a micro-batch ends
-  // with come in pieces: it would leave the next one memory to give back that was not there before it.
+  // One peer's part has room in the shard of a step's only reduction, if its numbers are as wide: the sum takes its
+  // place. A large unit's parts have memory while they are summed, when activations have gone. But those that a
+  // micro-batch ends with come in pieces: it would leave the next one memory to give back that was not there before it.
   GradientSlot& s = gradient_slot_of(u);
   E* others = nullptr;
   if constexpr (std::is_same_v<E, bf16>) others = to.bf16_alone;
-  if constexpr (std::is_same_v<E, float>) others = to.accumulate ? nullptr : to.fp32;
+  if constexpr (std::is_same_v<E, float>) others = to.accumulate || !last_micro_batch_ ? nullptr : to.fp32;
   const bool in_place = ranks == 2 && others, whole = s.large && (last_micro_batch_ || u != last_large_);
   const int64_t most = in_place || whole ? shard : small_gradient_ / ranks;
   if (!in_place) others = room_for_parts<E>(whole ? &s.parts : &received_, most * (ranks - 1));

@@ -1040,26 +1040,31 @@ TEST_CASE("GPU: a slot for large units changes no bit", "[fsdp][gpu][hosts]") {
   CHECK(same(train<bf16, bf16>(s, test_world()), plain));
 }
 
-// Two ranks' sums know no order, and more ranks' are summed in theirs.
+// The same sums in one piece and in several; of one micro-batch in the shard itself.
 TEST_CASE("GPU: owners sum large gradients in pieces", "[fsdp][gpu][hosts]") {
   NEEDS_PEERS();
   Setup s;  // as above
   s.model = small_on_gpu(Arch::simple), s.model.vocab = 4096, s.lr = 1e-3, s.steps = 6;
-  s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+  s.backend = Backend::gpu;
   s.fsdp.gather_by_copy_engine = s.fsdp.fetch = s.fsdp.reduce_by_copy_engine = true;
-  for (int micro_batches : {1, 5}) {
-    s.micro_batches = micro_batches;
-    s.fsdp.gradient_slots = 5;
-    const Outcome whole = train<bf16, bf16>(s, test_world());
-    s.fsdp.gradient_slots = 2;
-    for (bool late : {false, true}) {
-      s.graph = late, s.poison = !late, s.delay_ms = !late ? 0 : test_world().rank % 2 ? 20 : 5;
-      const Outcome pieces = train<bf16, bf16>(s, test_world());
-      CHECK(pieces.losses == whole.losses);
-      CHECK(furthest(pieces.norms, whole.norms) < 1e-9);
+  for (Dtype reduce : {Dtype::bf16, Dtype::f32})
+    for (int micro_batches : {1, 5}) {
+      INFO(micro_batches << " micro-batches, reduced in " << name_of(reduce));
+      s.fsdp.reduce_dtype = reduce, s.micro_batches = micro_batches;
+      const auto run = [&] {
+        return reduce == Dtype::bf16 ? train<bf16, bf16>(s, test_world()) : train<bf16, float>(s, test_world());
+      };
+      s.fsdp.gradient_slots = 5;
+      const Outcome whole = run();
+      s.fsdp.gradient_slots = 2;
+      for (bool late : {false, true}) {
+        s.graph = late, s.poison = !late, s.delay_ms = !late ? 0 : test_world().rank % 2 ? 20 : 5;
+        const Outcome pieces = run();
+        CHECK(pieces.losses == whole.losses);
+        CHECK(furthest(pieces.norms, whole.norms) < 1e-9);
+      }
+      s.graph = s.poison = false, s.delay_ms = 0;
     }
-    s.graph = s.poison = false, s.delay_ms = 0;
-  }
 }
 
 TEST_CASE("GPU: memory is flat over a thousand steps", "[fsdp][gpu]") {

@@ -54,6 +54,12 @@ good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
 good "how much is frozen" " parameters (32.8 k frozen)" --plan --preset tiny --freeze embedding
 
+# All micro-batches but the first and the last follow one plan of memory.
+for with in "" "--autocast bf16" "--param-dtype fp32" "--accum-sync last" "--optimizer-in-backward 1 --clip 0" "--tie-embeddings"; do
+  # shellcheck disable=SC2086
+  good "five micro-batches of ranks that fetch $with" "largest buffer" --plan --gpu h200 --world 2 --preset class --grad-accum 5 --reduce copy-engine $with
+done
+
 good "schedule" "one rank: nothing moves" --show-schedule --world 1 --preset tiny
 # Every knob of sharding reaches the step: how often something is in the schedule and the plan with it, and without it.
 # Without numbers of lines and MiB of what moves, and with one blank between words.
