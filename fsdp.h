@@ -207,7 +207,7 @@ class Fsdp {
     bool all_ready = false;  // on all ranks, as far as the gather stream has waited for it
     void *m = nullptr, *v = nullptr;
     Buffer<float> gradient;            // my shard of it; lives from the unit's first reduction to the optimizer
-    Buffer<bf16> bf16_gradient;        // instead of it, where it is one reduction's in bf16, and so loses nothing
+    Buffer<bf16> bf16_gradient;        // instead of it, where a step has one reduction, in bf16
     Buffer<float> unsharded_gradient;  // summed over micro-batches, where only the last one reduces
     int reductions = 0;                // so far in this micro-batch
     std::vector<std::pair<int64_t, int64_t>> trained;  // ranges of my shard that AdamW changes
