@@ -139,10 +139,10 @@ const std::vector<Spec> options_parts::specs = flat({
   {"replicate-below", "BYTES", &Options::replicate_below, at_least(0), "keep parameters smaller than this, as gathered, replicated on every rank"},
   {"optimizer-in-backward", "0|1", &Options::optimizer_in_backward, from(0, 1), "1: run AdamW on a unit as soon as its gradient is reduced; needs --clip 0"},
   {"meta-init", "0|1", &Options::meta_init, from(0, 1), "1: initialize the shards only; 0: initialize the full model on every rank, then shard (to see what that costs)"},
-  {"gather", "HOW", &Options::gather, one_of({"nccl", "copy-engine", "mpi"}), "what moves gathered parameters: NCCL's kernels; copy engines, which take hardly any SMs; MPI through host memory",
+  {"gather", "HOW", &Options::gather, one_of({"nccl", "copy-engine", "mpi"}), "what moves gathered parameters: NCCL's kernels; copy engines, which use almost no SMs; MPI through host memory",
     "copy-engine if each shard group is Hopper or newer GPUs of one host, else nccl; mpi unless each rank has a GPU"},
   {"reduce", "HOW", &Options::reduce, one_of({"nccl", "copy-engine"}), "what moves gradients: NCCL's reduce-scatter; an all-to-all by copy engines (by MPI on CPUs) and a sum "
-    "in fp32 and in rank order by the shard's owner", "copy-engine if copy engines gather among 2 ranks, but for --reduce-ctas or --optimizer-in-backward 1; else nccl; reduce-scatter over MPI unless each rank has a GPU"},
+    "in fp32 and in rank order by the shard's owner", "copy-engine if copy engines gather among 2 ranks, unless --reduce-ctas or --optimizer-in-backward 1 is given; else nccl; reduce-scatter over MPI unless each rank has a GPU"},
   {"reduce-tail", "HOW", &Options::reduce_tail, one_of({"peer", "same"}), "what moves a step's last two gradients, beside which nothing runs: kernels on all SMs that read the peers' memory and sum in fp32 and in rank order; the same as the rest",
     "peer if copy engines gather among 2 ranks, else same"},
   {"reduce-ctas", "N", &Options::reduce_ctas, from(0, 64), "thread blocks that NCCL may take for a reduction, at most: fewer leave more SMs to the kernels beside it; 0: NCCL's choice", "4 for gradients of at most 16 MiB, and 16 for larger ones of the same model; else 0"},
