@@ -37,14 +37,16 @@ static void check(const AttentionShape& a) {
   }
 }
 
-// Does one kernel make all gradients, or a pair of them? Blocks of the one wait for each other while they begin, which
-// long sequences and many sequences outweigh. Measured on an H100, alone and in steps, with groups of 4 and 6 heads:
-// results/gpu-tests-2026-11-25.log; so was the one under compressed keys, slower at every length.
+// Does one kernel make all gradients, or a pair of them? The one's blocks wait for each other while they begin, the
+// longer the more tiles of keys there are, and walk the longer the more heads share a key: it wants groups, and enough
+// blocks for a large GPU. Measured on an H200: results/gpu-tests-2026-11-27.log. Under compressed keys an older one was
+// slower at every length (results/gpu-tests-2026-11-25.log).
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || a.D != a.v_dim() || kernels == BackwardKernels::pair) return false;
   if (kernels == BackwardKernels::one) return true;
-  if (a.D == 64) return a.T >= 2048 && a.B * a.HKV >= 32;
-  return a.D == 128 && a.T >= (a.H <= 4 * a.HKV ? 8192 : 32768);
+  const int64_t units = a.B * a.HKV;
+  if (a.H < 4 * a.HKV || units * ((a.T + 127) / 128) < 256) return false;
+  return a.D == 128 || (a.D == 64 && units >= 8);
 }
 
 #if FSDP_CUDA
@@ -118,7 +120,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       const DqOrder order(a);
       float* sums = more;
       auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-      prepare(stream, workspace, d_o, o, lse, a, gate, counts, order.counts() + 1);
+      prepare(stream, workspace, d_o, o, lse, a, gate, less_in_one(a.D), counts, order.counts());
       const auto run = a.D == 128 ? sm90::backward_in_one<128, Causal> : sm90::backward_in_one<64, Causal>;
       run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
       return {"sm90", "five products"};
@@ -176,6 +178,7 @@ static Cost cost(const AttentionShape& a, bool backward) {
   // Products contract over keys' head dim or over values': of five in the backward three and two.
   c.flops = 2 * double(a.B * a.H * (backward ? both * 2 + a.D : both)) * tiles * 128 * 128;
   c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545), c.dtype = dtype_of<T>;
+  if (backward && c.dtype == Dtype::bf16 && in_one(a, BackwardKernels::suits)) c.share = a.D > 64 ? 0.55 : 0.53;
   if (c.dtype == Dtype::f32) c.dtype = Dtype::bf16, c.flops *= 6, c.share *= 0.75;
   c.tasks = double(a.B * a.H * ((a.T + 127) / 128));
   return c;
@@ -226,7 +229,7 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
     int64_t more = attention::part_numbers(a, attention::kv_parts(a));  // another GPU than Hopper has the pair
     if (in_one(a, kernels)) {
       const attention::DqOrder order((attention::Problem(a)));
-      more = std::max(more, order.sums(a.D) + order.counts() + 1);
+      more = std::max(more, order.sums(a.D) + order.counts());
     }
     numbers += more;
   }

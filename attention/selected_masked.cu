@@ -26,6 +26,7 @@ static bool in_one(const NsaShape& a, int64_t segment) {
   return segment == masked_in_one ||
          (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
 }
+float masked_less(const NsaShape& a, int64_t segment) { return in_one(a, segment) ? less_in_one(a.D) : 0; }
 // One kernel's counts are cleared with the words: it makes them again.
 int64_t masked_words(const NsaShape& a) { return in_one(a, 0) ? 0 : word_bytes(a); }
 // Words; in the backward behind them statistics, and the sums of dQ with their counts or of parts of dK and dV.
@@ -34,8 +35,7 @@ int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt 
   const AttentionShape shape = dense_shape(a);
   const Problem p(shape);
   const DqOrder order(p);
-  const int64_t numbers =
-      in_one(a, segment) ? order.sums(a.D) + order.counts() + 1 : part_numbers(shape, kv_parts(shape));
+  const int64_t numbers = in_one(a, segment) ? order.sums(a.D) + order.counts() : part_numbers(shape, kv_parts(shape));
   return word_bytes(a) + (numbers + (stats == StatsAt::workspace ? attention_stats(a.B, a.T, a.H) : 0)) * 4;
 }
 
@@ -103,10 +103,9 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
   float* const sums = begun.stats ? made : made + attention_stats(a.B, a.T, a.H);
   auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
   const Addends addends = {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}};
-  const Chosen mask = begun.words
-                          ? Chosen(shape, p, reinterpret_cast<const uint64_t*>(begun.words), addends)
-                          : choose(stream, scratch, indices, a, p, addends, counts, one ? order.counts() + 1 : 0);
-  if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate);
+  const Chosen mask = begun.words ? Chosen(shape, p, reinterpret_cast<const uint64_t*>(begun.words), addends)
+                                  : choose(stream, scratch, indices, a, p, addends, counts, one ? order.counts() : 0);
+  if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate, masked_less(a, segment));
   const float *lse2 = begun.stats ? begun.stats : made, *delta = lse2 + a.B * a.H * p.Tp;
   if (one) {
     const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;

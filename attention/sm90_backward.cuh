@@ -1,23 +1,30 @@
 // Causal attention's backward on Hopper in one kernel: five products, where the pair (sm90_backward_pair.cuh) does
 // seven.
 //
-// A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, 64 at a time
+// A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, 128 at a time
 // (dq_order.h); a consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO,
-// dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, all as in the pair. dS^T goes to shared memory too, for
-// dQ = dS K contracts over both warpgroups' keys: each makes 64 of dQ's 128 columns, or, with 64 columns, all of every
-// second step's.
+// dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, all as in the pair, but with products 128 wide: one of 64
+// with both operands in shared memory reads it as fast as it can be read. dS^T goes to shared memory too, for
+// dQ = dS K contracts over both warpgroups' keys: each makes that of 64 queries.
 //
-// dQ's summands are added in memory, in fp32 and in the order of keys. Three warps of the first warpgroup keep
-// consumers from ever waiting for memory: one loads tiles; one watches the counts of the tiles that come next and lets
-// the consumers add when it is their turn; one waits until what they added has arrived, and counts it. The sums lie in
-// the order in which threads hold them, so that a warp adds 512 bytes in a row. The block whose summand is the last of
-// a tile scales the sum and writes it as bf16, when its walk is over.
+// Registers: dK and dV of 128 columns leave room for one more result, which is S, dP and dQ in turn. P waits for dP in
+// fp16, times 2^15, which is exact to 2^-12 down to 2e-9: the statistics come with that factor (less_in_one), and what
+// is made of P leaves without it. With 64 columns there is room for two results: P stays as it is, and a step's dQ is
+// made in the next step, when the other warpgroup's dS has long been there.
+//
+// The second warpgroup begins its exponentials when the first is through with its own: so each has the tensor cores
+// while the other computes. Both at once was 6 to 8 % slower (results/gpu-tests-2026-11-27.log).
+//
+// dQ's summands are added in memory, in fp32 and in the order of keys. A warpgroup leaves its summand in shared memory;
+// a warp of the first warpgroup hands it to the copy engine (TMA) when it is its turn, and counts it when it has
+// arrived. The sums lie in the order in which threads hold them. The block whose summand is the last of a tile scales
+// the sum and writes it as bf16, when its walk is over.
 //
 // The mask may let queries choose blocks of keys (selected_masked.cuh): then words of bits come with the tiles, and dQ
 // is added to what is there already.
-//
-// In flight at one time, a step n: dV, dK of n, S of n+1, dQ of n; while dQ runs, exponentials of n+1 do.
 #pragma once
+
+#include <cuda_fp16.h>
 
 #include "attention/dq_order.h"
 #include "attention/sm90.cuh"
@@ -26,12 +33,17 @@ namespace attention::sm90 {
 
 template <int D>
 struct Backward {
-  static constexpr int BM = DqOrder::queries, BN = DqOrder::keys, stages = D == 128 ? 3 : 4, ahead = 4;
-  static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + stages * BM * D * 2;
-  static constexpr int ds = d_o + stages * BM * D * 2;  // two tiles of BN keys x BM queries
-  static constexpr int stats = ds + 2 * BN * BM * 2, words = stats + stages * BM * 8, bars = words + stages * 16;
-  static constexpr int word = bars + 16 * (stages + ahead + 1) + 8 * ahead, bytes = word + 16 + 1024;
-  static constexpr int adders = D == 128 ? 8 : 4;  // warps that add a step's dQ
+  static constexpr bool narrow = D == 64;
+  static constexpr float unscale = 1.f / (1 << int(less_in_one(D)));
+  static constexpr int BM = DqOrder::rows, BN = DqOrder::rows, q_stages = 2, do_stages = narrow ? 2 : 1;
+  static constexpr int tile = BM * D * 2, dq_bytes = 64 * D * 4;
+  static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + q_stages * tile;
+  static constexpr int ds = d_o + do_stages * tile;  // a tile of BN keys x BM queries
+  // A warpgroup's dQ on its way to memory. With 128 columns the second's takes dS's place.
+  static constexpr int dq0 = ds + BN * BM * 2, dq1 = narrow ? dq0 + dq_bytes : ds;
+  static constexpr int lse = dq0 + (narrow ? 2 : 1) * dq_bytes, delta = lse + q_stages * BM * 4;
+  static constexpr int words = delta + do_stages * BM * 4, bars = words + q_stages * 32;
+  static constexpr int word = bars + 16 * (q_stages + do_stages + 1) + 8 * 5, bytes = word + 16;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -40,18 +52,40 @@ __device__ inline unsigned load_acquire(const unsigned* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
-// Four numbers of a sum in memory: the first summand, or another.
-__device__ inline void put(float* p, float x, float y, float z, float w) {
-  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
-__device__ inline void add(float* p, float x, float y, float z, float w) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
+// From shared memory: a sum's first summand, or another.
+__device__ inline void bulk_put(float* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
+__device__ inline void bulk_add(float* to, uint32_t from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void store_shared4(uint32_t at, const float* x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+// threadIdx.x once more, so that what follows from it takes no register through a loop.
+__device__ inline int thread_index() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
+__device__ inline uint32_t pack_half(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline float2 unpack_half(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 #endif
 
-// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2, delta (B,H,Tp); sums: order.counts() tiles of 64 x D;
-// counts: as many, and behind them the number of blocks drawn, all 0.
+// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2, with less_in_one off it, and delta (B,H,Tp); sums:
+// order.slots() tiles of 128 x D; counts: two for each, and behind them the number of blocks begun, all 0.
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -62,17 +96,20 @@ __global__ void __launch_bounds__(384, 1)
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
-  constexpr int BM = L::BM, BN = L::BN, tile = BM * D * 2, ds_bytes = BN * BM * 2;
+  constexpr bool narrow = L::narrow;
+  constexpr int BM = L::BM, BN = L::BN, tile = L::tile;
   uint32_t base = shared_base();
-  Ring<L::stages> ring(base + L::bars);
-  Ring<L::ahead> turns(ring.full + ring.bytes);
-  Ring<1> kv_ring(turns.full + turns.bytes);
-  const uint32_t counted = kv_ring.full + kv_ring.bytes;  // a barrier a turn: its slot may be used again
+  Ring<L::q_stages> q_ring(base + L::bars);
+  Ring<L::do_stages> do_ring(q_ring.full + q_ring.bytes);
+  Ring<1> kv_ring(do_ring.full + do_ring.bytes);
+  // Of each warpgroup: its dQ lies in shared memory; it has been read there. Of both: all is in memory.
+  const uint32_t staged = kv_ring.full + kv_ring.bytes, drained = staged + 16, added = drained + 16;
   if (threadIdx.x == 0) {
-    ring.init(consumers), turns.init(L::adders), kv_ring.init(consumers);
-    for (int n = 0; n < L::ahead; ++n) barrier_init(counted + 8 * n, 1);
+    q_ring.init(consumers), do_ring.init(consumers), kv_ring.init(consumers);
+    for (int w = 0; w < 2; ++w) barrier_init(staged + 8 * w, 4), barrier_init(drained + 8 * w, 1);
+    barrier_init(added, 2);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    store_shared(base + L::word, int(atomicAdd(counts + order.counts(), 1u)));  // blocks start in any order
+    store_shared(base + L::word, int(atomicAdd(counts + 2 * order.slots(), 1u)));  // blocks start in any order
   }
   __syncthreads();
 
@@ -84,6 +121,9 @@ __global__ void __launch_bounds__(384, 1)
   auto next = [&] {
     if (++g == a.group) g = 0, --i;
   };
+  // Of warpgroup w's half of the tile of dQ of head g and queries i: its count, and its sum.
+  auto count_at = [&](int w, int g, int i) { return counts + 2 * order.slot(unit, g, i) + w; };
+  auto sum_at = [&](int w, int g, int i) { return sums + (2 * order.slot(unit, g, i) + w) * (64 * D); };
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
@@ -94,188 +134,256 @@ __global__ void __launch_bounds__(384, 1)
       load_tile<BN, D>(base + L::k, k_map, bar, k0, head, b);
       load_tile<BN, D>(base + L::v, v_map, bar, k0, head, b);
       for (int n = 0; n < steps; ++n, next()) {
-        int slot = ring.slot(n), h = head * a.group + g;
-        int64_t stats = int64_t(b * a.H + h) * a.Tp + i * BM;
-        bar = ring.acquire(n, 2 * tile + 2 * BM * 4 + (Mask::chooses ? 16 : 0));
+        const int h = head * a.group + g;
+        const int64_t stats = int64_t(b * a.H + h) * a.Tp + i * BM;
+        int slot = q_ring.slot(n);
+        bar = q_ring.acquire(n, tile + BM * 4 + (Mask::chooses ? 32 : 0));
         load_tile<BM, D>(base + L::q + slot * tile, q_map, bar, i * BM, h, b);
-        bulk_load(base + L::stats + slot * BM * 8, lse2 + stats, BM * 4, bar);
-        if constexpr (Mask::chooses) bulk_load(base + L::words + slot * 16, mask.words_at(b, head, i, jt * 2), 16, bar);
+        bulk_load(base + L::lse + slot * BM * 4, lse2 + stats, BM * 4, bar);
+        if constexpr (Mask::chooses)
+          for (int e = 0; e < 2; ++e)
+            bulk_load(base + L::words + slot * 32 + e * 16, mask.words_at(b, head, 2 * i + e, jt * 2), 16, bar);
+        slot = do_ring.slot(n);
+        bar = do_ring.acquire(n, tile + BM * 4);
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, i * BM, h, b);
-        bulk_load(base + L::stats + slot * BM * 8 + BM * 4, delta + stats, BM * 4, bar);
+        bulk_load(base + L::delta + slot * BM * 4, delta + stats, BM * 4, bar);
       }
-    } else if (warp == 1 && threadIdx.x % 32 == 0) {  // opens the turns
+    } else if ((warp == 1 || warp == 2) && threadIdx.x % 32 == 0) {  // adds a warpgroup's dQ, when it is its turn
+      const int w = warp - 1;
       for (int n = 0; n < steps; ++n, next()) {
-        const unsigned before = unsigned(unit / order.chunk * order.summands(i) + jt);
-        const unsigned* count = counts + order.tile_at(unit, g, i);
-        barrier_wait(counted + 8 * turns.slot(n), ((n / L::ahead) & 1) ^ 1);
+        const unsigned before = order.before(unit, i, jt);
+        unsigned* const count = count_at(w, g, i);
+        barrier_wait(staged + 8 * w, n & 1);
         while (load_acquire(count) != before) {}
-        barrier_arrive(turns.full + 8 * turns.slot(n));
-      }
-    } else if (warp == 2 && threadIdx.x % 32 == 0) {  // counts what has been added; the last is counted further down
-      for (int n = 0; n < steps; ++n, next()) {
-        turns.wait_free(n + L::ahead);  // released by all who add
-        if (n < finishes) {
+        proxy_fence();
+        const uint32_t from = base + (w ? L::dq1 : L::dq0);
+        if (jt == 0) bulk_put(sum_at(w, g, i), from, L::dq_bytes);
+        else bulk_add(sum_at(w, g, i), from, L::dq_bytes);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        store_wait();
+        barrier_arrive(drained + 8 * w);
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        proxy_fence();
+        if (n < finishes) {  // the last is counted further down
           __threadfence();
-          atomicAdd(counts + order.tile_at(unit, g, i), 1u);
+          atomicAdd(count, 1u);
         }
-        barrier_arrive(counted + 8 * turns.slot(n));
       }
+      barrier_arrive(added);
     }
   } else {
     more_registers<240>();
-    int wg = warpgroup - 1, lane = threadIdx.x % 32;
-    uint32_t k_rows = base + L::k + wg * 64 * 128, v_rows = base + L::v + wg * 64 * 128;
-    int j0 = k0 + wg * 64, j = j0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's keys: j and j + 8
+    const int wg = warpgroup - 1, j0 = k0 + wg * 64;
+    const uint32_t k_rows = base + L::k + wg * 64 * 128, v_rows = base + L::v + wg * 64 * 128;
 
-    float s[BM / 2], x[BM / 2], dk[D / 2], dv[D / 2];  // x: dP^T, then dQ
-    uint32_t p[BM / 4], ds[BM / 4];
+    // s: S^T, and P^T with 64 columns. x: dP^T, then dQ. With 128 columns they are one, and half of it P^T in bf16
+    // between S^T and dP^T. h: P^T in fp16, or with 64 columns in bf16; then dS^T in bf16.
+    float x[BM / 2], more[BM / 2], dk[D / 2], dv[D / 2];
+    float(&s)[BM / 2] = narrow ? more : x;
+    float(&dq)[D / 2] = reinterpret_cast<float(&)[D / 2]>(x);
+    uint32_t h[BM / 4];
 #pragma unroll
     for (int e = 0; e < D / 2; ++e) dk[e] = dv[e] = 0;
     pin(dk), pin(dv);
 
     auto start_scores = [&](int n) {
-      ring.wait(n);
+      q_ring.wait(n);
       wgmma_begin();
-      multiply_nt<D, BN, BM>(s, k_rows, base + L::q + ring.slot(n) * tile);
+      multiply_nt<D, BN, BM>(s, k_rows, base + L::q + q_ring.slot(n) * tile);
       wgmma_commit();
     };
     auto start_dp = [&](int n) {
       wgmma_begin();
-      multiply_nt<D, BN, BM>(x, v_rows, base + L::d_o + ring.slot(n) * tile);
+      multiply_nt<D, BN, BM>(x, v_rows, base + L::d_o + do_ring.slot(n) * tile);
       wgmma_commit();
     };
-    auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
-    auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores and packed
+    auto hide = [&](const auto& rule, int m, int from, int to) {  // scores of keys that queries do not see
+      const int lane = thread_index() % 32, j = j0 + thread_index() / 32 % 4 * 16 + lane / 4;  // keys j and j + 8
+#pragma unroll
+      for (int e = 0; e < BM / 2; ++e)
+        if (e >= from && e < to && !rule.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8))
+          s[e] = -INFINITY;
+    };
+    auto probabilities = [&](int n, int m) {  // of step n, query tile m
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) hide(mask, m, 0, BM / 2);
+      if constexpr (Mask::chooses) {
+        for (int e = 0; e < 2; ++e) {
+          const auto chosen = chosen_of<Mask, 1>(base + L::words + q_ring.slot(n) * 32 + e * 16 + wg * 8);
+          if (!chosen.whole()) hide(chosen, m, e * 32, e * 32 + 32);
+        }
+      }
+      const uint32_t at = base + L::lse + q_ring.slot(n) * BM * 4 + thread_index() % 4 * 8;
 #pragma unroll
       for (int e = 0; e < BM / 8; ++e) {
-        float2 l = load_shared2(stats(n) + e * 32);
+        const float2 l = load_shared2(at + e * 32);
+        uint32_t p[2];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) s[4 * e + c] = exp2_approx(fmaf(s[4 * e + c], a.scale_log2, -(c % 2 ? l.y : l.x)));
+        for (int c = 0; c < 2; ++c) {
+          float &y = s[4 * e + 2 * c], &z = s[4 * e + 2 * c + 1];
+          y = exp2_approx(fmaf(y, a.scale_log2, -l.x)), z = exp2_approx(fmaf(z, a.scale_log2, -l.y));
+          p[c] = pack_bf16(y, z);
+          h[2 * e + c] = narrow ? p[c] : pack_half(y, z);
+        }
+        if constexpr (!narrow)  // where wgmma wants an operand of 16 queries: 4 registers of their 8
+          s[e / 2 * 8 + e % 2 * 2] = __uint_as_float(p[0]), s[e / 2 * 8 + e % 2 * 2 + 1] = __uint_as_float(p[1]);
       }
-      auto hide = [&](const auto& rule) {
-#pragma unroll
-        for (int e = 0; e < BM / 2; ++e)
-          if (!rule.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8)) s[e] = 0;
-      };
-      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) hide(mask);
-      const auto chosen = chosen_of<Mask, 1>(base + L::words + ring.slot(n) * 16 + wg * 8);
-      if (!chosen.whole()) hide(chosen);
-      pack_rows(p, s);
     };
     auto accumulate_v = [&](int n) {
-      pin(p);
-      wgmma_begin();
-      multiply_nn<D, BM>(dv, p, base + L::d_o + ring.slot(n) * tile);
-      wgmma_commit();
-    };
-    auto ds_tile = [&](int n) { return base + L::ds + n % 2 * ds_bytes; };
-    auto make_ds = [&](int n) {  // packed, and this warpgroup's rows of the tile in shared memory
-#pragma unroll
-      for (int e = 0; e < BM / 8; ++e) {
-        float2 r = load_shared2(stats(n) + BM * 4 + e * 32);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) s[4 * e + c] *= x[4 * e + c] - (c % 2 ? r.y : r.x);
-      }
-      pack_rows(ds, s);
-      const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-      const uint32_t to = ds_tile(n) + (wg * 64 + row) * 128;
-#pragma unroll
-      for (int e = 0; e < BM / 8; e += 2)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         to + ((e + lane / 16) ^ (row % 8)) * 16),
-                     "r"(ds[2 * e]), "r"(ds[2 * e + 1]), "r"(ds[2 * e + 2]), "r"(ds[2 * e + 3])
-                     : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    };
-    auto accumulate_k = [&](int n) {
-      pin(ds);
-      wgmma_begin();
-      multiply_nn<D, BM>(dk, ds, base + L::q + ring.slot(n) * tile);
-      wgmma_commit();
-    };
-    auto start_dq = [&](int n) {
-      wgmma_begin();
-      const uint32_t keys = tile_word(base + L::k + (D == 128 ? wg : 0) * BN * 128), rows = tile_word(ds_tile(n));
-      wgmma_tn<true>(x, descriptor(rows, 0), descriptor(keys, 0));
-#pragma unroll
-      for (int e = 1; e < BN / 16; ++e)
-        wgmma_tn<false>(x, descriptor(rows, e * 16 * 128), descriptor(keys, e * 16 * 128));
-      wgmma_commit();
-    };
-    // Where this thread's numbers of the sum of a tile are: 8 times 4, 512 numbers apart.
-    auto sum_at = [&](int g, int i) {
-      return sums + order.tile_at(unit, g, i) * (BM * D) + (D == 128 ? wg : 0) * (BM * 64) + threadIdx.x % 128 * 4;
-    };
-    auto add_dq = [&](int n) {  // of step n, at g and i
-      float* to = sum_at(g, i);
-      turns.wait(n);
-      if (jt == 0) {
-#pragma unroll
-        for (int e = 0; e < BM / 2; e += 4) put(to + e * 128, x[e], x[e + 1], x[e + 2], x[e + 3]);
+      const uint32_t rows = tile_word(base + L::d_o + do_ring.slot(n) * tile, BM * 128);
+      if constexpr (narrow) {
+        pin(h);
       } else {
 #pragma unroll
-        for (int e = 0; e < BM / 2; e += 4) add(to + e * 128, x[e], x[e + 1], x[e + 2], x[e + 3]);
+        for (int e = 0; e < BM / 2; ++e)
+          if (e % 8 < 4) asm volatile("" : "+f"(s[e])::"memory");
       }
-      turns.release(n);
+      wgmma_begin();
+#pragma unroll
+      for (int e = 0; e < BM / 16; ++e) {
+        uint32_t p[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) p[c] = narrow ? h[4 * e + c] : __float_as_uint(s[8 * e + c]);
+        wgmma_nn<false>(dv, p, descriptor(rows, e * 16 * 128));
+      }
+      wgmma_commit();
     };
-    // Finds P of step n finished and nothing in flight, and leaves the same of the next step, if there is one.
-    auto step = [&](int n, auto makes_dq, auto is_last) {
-      start_dp(n);
-      accumulate_v(n);
-      wgmma_wait<1>();
-      pin(x);
-      make_ds(n);
-      accumulate_k(n);
-      if constexpr (!is_last) {
-        wgmma_wait<1>();  // dV's product, most likely over by now: its P makes room for scores
-        pin(dv);
-        start_scores(n + 1);
+    auto make_ds = [&](int n) {
+      const uint32_t at = base + L::delta + do_ring.slot(n) * BM * 4 + thread_index() % 4 * 8;
+#pragma unroll
+      for (int e = 0; e < BM / 8; ++e) {
+        const float2 r = load_shared2(at + e * 32);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int at_x = 4 * e + 2 * c;
+          const float2 p = narrow ? make_float2(s[at_x], s[at_x + 1]) : unpack_half(h[2 * e + c]);
+          h[2 * e + c] = pack_bf16(p.x * (x[at_x] - r.x), p.y * (x[at_x + 1] - r.y));
+        }
       }
-      named_barrier(3, 256);  // dS is there; and two steps ago's has been read by both
-      if constexpr (makes_dq) start_dq(n);
-      if constexpr (!is_last) {
-        wgmma_wait<makes_dq ? 1 : 0>();  // all but dQ
-        pin(s), pin(dk);
-        ring.release(n);
-        probabilities(n + 1, g + 1 == a.group ? i - 1 : i);
+    };
+    auto accumulate_k = [&](int n) {
+      pin(h);
+      wgmma_begin();
+      multiply_nn<D, BM>(dk, h, base + L::q + q_ring.slot(n) * tile);
+      wgmma_commit();
+    };
+    auto store_ds = [&] {  // this warpgroup's rows of the tile
+      const int lane = thread_index() % 32, row = thread_index() / 32 % 4 * 16 + lane % 16;
+      const uint32_t to = base + L::ds + (wg * 64 + row) * 128 + ((lane / 16) ^ (row % 8)) * 16;
+#pragma unroll
+      for (int e = 0; e < BM / 8; e += 2) {
+        const uint32_t at = (to ^ e % 8 * 16) + e / 8 * BN * 128;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(h[2 * e]),
+                     "r"(h[2 * e + 1]), "r"(h[2 * e + 2]), "r"(h[2 * e + 3])
+                     : "memory");
       }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    };
+    auto start_dq = [&] {
+      wgmma_begin();
+      const uint32_t rows = tile_word(base + L::ds + wg * BN * 128), keys = tile_word(base + L::k, BN * 128);
+      wgmma_tn<true>(dq, descriptor(rows, 0), descriptor(keys, 0));
+#pragma unroll
+      for (int e = 1; e < BN / 16; ++e)
+        wgmma_tn<false>(dq, descriptor(rows, e * 16 * 128), descriptor(keys, e * 16 * 128));
+      wgmma_commit();
+    };
+    auto stage_dq = [&](int n) {  // a thread's numbers are D / 8 times 4, 512 apart
+      if (n > 0) barrier_wait(drained + 8 * wg, (n - 1) & 1);
+      const uint32_t to = base + (wg ? L::dq1 : L::dq0) + thread_index() % 128 * 16;
+#pragma unroll
+      for (int e = 0; e < D / 2; e += 4) store_shared4(to + e * 512, dq + e);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (thread_index() % 32 == 0) barrier_arrive(staged + 8 * wg);
+    };
+    // Barriers, by what the other warpgroup has done.
+    constexpr int ds_stored = 3, ds_read = 5, exponentials = 7, both = 8;
+    auto await_other = [&](int what) { named_barrier(what + wg, 256); };
+    auto tell_other = [&](int what) { named_arrive(what + 1 - wg, 256); };
+    auto take_scores = [&](int n) {
+      start_scores(n);
       wgmma_wait<0>();
-      if constexpr (is_last) pin(dk), pin(dv);
-      if constexpr (makes_dq) {
-        pin(x);
-        add_dq(n);
-      }
-      next();
+      pin(s);
+      if (wg == 1) named_barrier(exponentials, 256);
+      probabilities(n, i);
+      if (wg == 0) named_arrive(exponentials, 256);
+      do_ring.wait(n);
     };
-    auto take_step = [&](int n, auto is_last) {
-      if (D == 128 || n % 2 == wg) step(n, std::true_type(), is_last);
-      else if constexpr (D != 128) step(n, std::false_type(), is_last);
+    auto finish_k = [&](int n) {
+      wgmma_wait<0>();
+      pin(dk);
+      q_ring.release(n);
+    };
+    auto finish_dq = [&] {
+      wgmma_wait<0>();
+      pin(dq);
     };
 
     kv_ring.wait(0);
-    start_scores(0);
-    wgmma_wait<0>();
-    pin(s);
-    probabilities(0, i);
+    if constexpr (narrow) {
+      auto queries = [&](int n, auto is_last) {
+        await_other(ds_stored);
+        start_dq();
+        finish_dq();
+        if constexpr (!is_last) tell_other(ds_read);
+        stage_dq(n);
+      };
 #pragma unroll 1
-    for (int n = 0; n + 1 < steps; ++n) take_step(n, std::false_type());
-    take_step(steps - 1, std::true_type());
-    __threadfence();        // what this block added, before it reads the sums
-    named_barrier(3, 256);  // and both warpgroups have read K for the last time: it and V make room for the results
-    store_rows<D, BN>(dk, a.scale, a.scale, k_rows, 1 + wg, dk_map, j0, head, b);
-    store_rows<D, BN>(dv, 1, 1, v_rows, 1 + wg, dv_map, j0, head, b);
+      for (int n = 0; n < steps; ++n, next()) {
+        take_scores(n);
+        accumulate_v(n);
+        if (n > 0) queries(n - 1, std::false_type());
+        start_dp(n);
+        wgmma_wait<0>();
+        pin(dv), pin(x);
+        make_ds(n);
+        accumulate_k(n);
+        if (n > 0) await_other(ds_read);  // the step's before
+        store_ds();
+        do_ring.release(n);
+        tell_other(ds_stored);
+        finish_k(n);
+      }
+      queries(steps - 1, std::true_type());
+    } else {
+#pragma unroll 1
+      for (int n = 0; n < steps; ++n, next()) {
+        take_scores(n);
+        accumulate_v(n);
+        wgmma_wait<0>();  // P's registers are dP's
+        pin(dv);
+        start_dp(n);
+        wgmma_wait<0>();
+        pin(x);
+        make_ds(n);
+        accumulate_k(n);
+        if (n > 0) barrier_wait(drained + 8, (n - 1) & 1);  // the second's dQ, which took dS's place
+        store_ds();
+        do_ring.release(n);
+        if (wg == 1) tell_other(ds_stored);
+        finish_k(n);
+        await_other(ds_stored);
+        start_dq();
+        if (wg == 0) tell_other(ds_stored);  // now: the second's product comes behind the first's
+        finish_dq();
+        if (wg == 0) tell_other(ds_read);
+        else await_other(ds_read);  // there is room for dQ
+        stage_dq(n);
+      }
+    }
+    barrier_wait(added, 0);
+    named_barrier(both, 256);  // K has been read for the last time: it and V make room for the results
+    store_rows<D, BN>(dk, a.scale * L::unscale, a.scale * L::unscale, k_rows, 1 + wg, dk_map, j0, head, b);
+    store_rows<D, BN>(dv, L::unscale, L::unscale, v_rows, 1 + wg, dv_map, j0, head, b);
     // dQ of the tiles whose sums are complete, two at a time by way of the ring's tiles, which are free.
-    constexpr int stride = D == 128 ? 1 : 2;  // a warpgroup has a half of each tile, or every second tile
-    const uint32_t q_rows = base + L::q + wg * 2 * 64 * 128;
-    for (int t = finishes + (D == 128 ? 0 : wg); t < steps; t += 2 * stride) {
-      float y[2][32];
+    for (int t = finishes; t < steps; t += 2) {
+      float y[2][D / 2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (t + c * stride >= steps) break;
-        const int step = t + c * stride;
-        const float* from = sum_at(step % a.group, order.tile(step));
+        if (t + c >= steps) break;
+        const float* from = sum_at(wg, (t + c) % a.group, order.tile(t + c)) + threadIdx.x % 128 * 4;
 #pragma unroll
-        for (int e = 0; e < 32; e += 4) {
+        for (int e = 0; e < D / 2; e += 4) {
           const float4 z = __ldcg(reinterpret_cast<const float4*>(from + e * 128));
           y[c][e] = z.x, y[c][e + 1] = z.y, y[c][e + 2] = z.z, y[c][e + 3] = z.w;
         }
@@ -284,19 +392,18 @@ __global__ void __launch_bounds__(384, 1)
       named_barrier(1 + wg, 128);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (t + c * stride >= steps) break;
-        const int row = order.tile(t + c * stride) * BM, h = head * a.group + (t + c * stride) % a.group;
-        const int col = D == 128 ? wg * 64 : 0;
+        if (t + c >= steps) break;
+        const int row = order.tile(t + c) * BM + wg * 64, h = head * a.group + (t + c) % a.group;
 #pragma unroll
-        for (int e = 0; e < 32; ++e) y[c][e] *= a.scale;
-        if constexpr (Mask::chooses) add_all(y[c], mask.addends, a, b, row, h * D + col);
-        store_rows<64, 64>(y[c], 1, 1, q_rows + c * 64 * 128, 1 + wg, dq_map, row, h, b, col);
+        for (int e = 0; e < D / 2; ++e) y[c][e] *= a.scale * L::unscale;
+        if constexpr (Mask::chooses) add_all(y[c], mask.addends, a, b, row, h * D);
+        store_rows<D, BM>(y[c], 1, 1, base + L::q + c * tile + wg * 64 * 128, 1 + wg, dq_map, row, h, b);
       }
     }
-    named_barrier(3, 256);  // all sums have been read: their slots are free
+    named_barrier(1 + wg, 128);  // the sums have been read: their slots are free
     __threadfence();
-    for (int t = finishes + int(threadIdx.x) - 128; t < steps; t += 256)
-      atomicAdd(counts + order.tile_at(unit, t % a.group, order.tile(t)), 1u);
+    for (int t = finishes + int(threadIdx.x % 128); t < steps; t += 128)
+      atomicAdd(count_at(wg, t % a.group, order.tile(t)), 1u);
     if (threadIdx.x % 128 == 0) store_wait();
   }
 #else
@@ -304,7 +411,7 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// sums: order.counts() tiles of 64 x D numbers; counts: order.counts() + 1, zeros.
+// lse2: with less_in_one off it. sums: order.sums(D) numbers; counts: order.counts(), zeros.
 template <int D, class Mask>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,
