@@ -45,7 +45,8 @@ static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || a.D != a.v_dim() || kernels == BackwardKernels::pair) return false;
   if (kernels == BackwardKernels::one) return true;
   const int64_t units = a.B * a.HKV;
-  if (a.H < 4 * a.HKV || units * ((a.T + 127) / 128) < 256) return false;
+  if (units * ((a.T + 127) / 128) < 256) return false;
+  if (a.H == a.HKV) return a.D == 128 && a.T >= 8192;
   return a.D == 128 || (a.D == 64 && units >= 8);
 }
 

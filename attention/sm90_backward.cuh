@@ -26,6 +26,8 @@
 
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "attention/dq_order.h"
 #include "attention/sm90.cuh"
 
@@ -197,21 +199,25 @@ __global__ void __launch_bounds__(384, 1)
       multiply_nt<D, BN, BM>(x, v_rows, base + L::d_o + do_ring.slot(n) * tile);
       wgmma_commit();
     };
-    auto hide = [&](const auto& rule, int m, int from, int to) {  // scores of keys that queries do not see
-      const int lane = thread_index() % 32, j = j0 + thread_index() / 32 % 4 * 16 + lane / 4;  // keys j and j + 8
+    auto hide_scores = [&](int n, int m) {            // of step n, query tile m: of keys that queries do not see
+      auto hide = [&](const auto& rule, auto half) {  // of 64 queries
+        const int lane = thread_index() % 32, j = j0 + thread_index() / 32 % 4 * 16 + lane / 4;  // keys j and j + 8
 #pragma unroll
-      for (int e = 0; e < BM / 2; ++e)
-        if (e >= from && e < to && !rule.visible(m * BM + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8))
-          s[e] = -INFINITY;
-    };
-    auto probabilities = [&](int n, int m) {  // of step n, query tile m
-      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) hide(mask, m, 0, BM / 2);
+        for (int e = 0; e < BM / 4; ++e)
+          if (!rule.visible(m * BM + half * 64 + e / 4 * 8 + lane % 4 * 2 + e % 2, j + e / 2 % 2 * 8))
+            s[half * (BM / 4) + e] = -INFINITY;
+      };
+      constexpr std::integral_constant<int, 0> first = {};
+      constexpr std::integral_constant<int, 1> second = {};
+      if (!mask.whole(m * BM, (m + 1) * BM, j0, j0 + 64)) hide(mask, first), hide(mask, second);
       if constexpr (Mask::chooses) {
-        for (int e = 0; e < 2; ++e) {
-          const auto chosen = chosen_of<Mask, 1>(base + L::words + q_ring.slot(n) * 32 + e * 16 + wg * 8);
-          if (!chosen.whole()) hide(chosen, m, e * 32, e * 32 + 32);
-        }
+        const uint32_t words = base + L::words + q_ring.slot(n) * 32 + wg * 8;
+        const auto of_first = chosen_of<Mask, 1>(words), of_second = chosen_of<Mask, 1>(words + 16);
+        if (!of_first.whole()) hide(of_first, first);
+        if (!of_second.whole()) hide(of_second, second);
       }
+    };
+    auto probabilities = [&](int n) {
       const uint32_t at = base + L::lse + q_ring.slot(n) * BM * 4 + thread_index() % 4 * 8;
 #pragma unroll
       for (int e = 0; e < BM / 8; ++e) {
@@ -304,8 +310,9 @@ __global__ void __launch_bounds__(384, 1)
       start_scores(n);
       wgmma_wait<0>();
       pin(s);
+      hide_scores(n, i);
       if (wg == 1) named_barrier(exponentials, 256);
-      probabilities(n, i);
+      probabilities(n);
       if (wg == 0) named_arrive(exponentials, 256);
       do_ring.wait(n);
     };
