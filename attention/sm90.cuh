@@ -171,7 +171,7 @@ __device__ inline void store_rows_fp32(const float (&d)[D / 2], float f, float* 
 __device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ inline uint32_t shared_base() {  // swizzled tiles must start at multiples of 1024
-  extern __shared__ uint8_t smem[];
+  extern __shared__ __align__(1024) uint8_t smem[];
   return (uint32_t(__cvta_generic_to_shared(smem)) + 1023) & ~1023u;
 }
 __device__ inline int load_shared(uint32_t at) {

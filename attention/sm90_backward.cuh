@@ -16,9 +16,9 @@
 // while the other computes. Both at once was 6 to 8 % slower (results/gpu-tests-2026-11-27.log).
 //
 // dQ's summands are added in memory, in fp32 and in the order of keys. A warpgroup leaves its summand in shared memory;
-// a warp of the first warpgroup hands it to the copy engine (TMA) when it is its turn, and counts it when it has
-// arrived. The sums lie in the order in which threads hold them. The block whose summand is the last of a tile scales
-// the sum and writes it as bf16, when its walk is over.
+// a warp of the first warpgroup hands it to TMA when it is its turn, and counts it when it has arrived. The sums lie in
+// the order in which threads hold them. The block whose summand is the last of a tile scales the sum and writes it as
+// bf16, when its walk is over.
 //
 // The mask may let queries choose blocks of keys (selected_masked.cuh): then words of bits come with the tiles, and dQ
 // is added to what is there already.
@@ -45,7 +45,9 @@ struct Backward {
   static constexpr int dq0 = ds + BN * BM * 2, dq1 = narrow ? dq0 + dq_bytes : ds;
   static constexpr int lse = dq0 + (narrow ? 2 : 1) * dq_bytes, delta = lse + q_stages * BM * 4;
   static constexpr int words = delta + do_stages * BM * 4, bars = words + q_stages * 32;
-  static constexpr int word = bars + 16 * (q_stages + do_stages + 1) + 8 * 5, bytes = word + 16;
+  static constexpr int word = bars + 16 * (q_stages + do_stages + 1) + 8 * 5;
+  static constexpr int bytes = word + 16;  // nothing for alignment: with 128 columns a block has no more to give
+  static_assert(bytes <= 227 * 1024);
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(384, 1)
       __syncwarp();
       if (thread_index() % 32 == 0) barrier_arrive(staged + 8 * wg);
     };
-    // Barriers, by what the other warpgroup has done.
+    // Barriers, by what the other warpgroup has done: two each of the first two, one for each warpgroup.
     constexpr int ds_stored = 3, ds_read = 5, exponentials = 7, both = 8;
     auto await_other = [&](int what) { named_barrier(what + wg, 256); };
     auto tell_other = [&](int what) { named_arrive(what + 1 - wg, 256); };
