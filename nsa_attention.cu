@@ -306,12 +306,12 @@ NsaBegun<T> nsa_begin_backward(Device& dev, Buffer<T>* o, T* dx, const T* d_o, c
   NsaBegun<T> begun;
   begun.has = true;
   std::vector<BackwardStart<T>> starts;
-  const auto begin = [&](int i, Buffer<T>* of, Buffer<acc_t<T>>* lse, float less = 0) {
+  const auto begin = [&](int i, Buffer<T>* of, Buffer<acc_t<T>>* lse) {
     begun.stats[i] = dev.mem.take<acc_t<T>>(attention_stats(a.B, a.T, a.H), "statistics of queries");
-    starts.push_back({of->get(), lse->get(), {x + a.gate(i), dx + a.gate(i), a.ld}, begun.stats[i].get(), less});
+    starts.push_back({of->get(), lse->get(), {x + a.gate(i), dx + a.gate(i), a.ld}, begun.stats[i].get()});
   };
   if (a.compressed() > 0) begin(0, &saved->o_compressed, &saved->lse_compressed);
-  begin(1, &saved->o_selected, &saved->lse_selected, nsa_selected_less(dev, a, dtype_of<T>));
+  begin(1, &saved->o_selected, &saved->lse_selected);
   begin(2, &saved->o_window, &saved->lse_window);
   dev.mark("statistics of queries, backward");
   attention_begin_backward<T>(dev.compute(), starts, d_o, window_shape(a), o ? saved->o_selected.get() : nullptr);

@@ -121,7 +121,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       const DqOrder order(a);
       float* sums = more;
       auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-      prepare(stream, workspace, d_o, o, lse, a, gate, less_in_one(a.D), counts, order.counts());
+      prepare(stream, workspace, d_o, o, lse, a, gate, counts, order.counts());
       const auto run = a.D == 128 ? sm90::backward_in_one<128, Causal> : sm90::backward_in_one<64, Causal>;
       run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
       return {"sm90", "five products"};

@@ -91,10 +91,7 @@ struct BackwardStart {
   const acc_t<T>* lse = nullptr;
   Gate<T> gate = {};          // its gradient is written
   acc_t<T>* stats = nullptr;  // attention_stats() numbers
-  float less = 0;             // to come off lse besides, in units of log2: less_in_one, or nothing
 };
-// The backward in one kernel keeps probabilities of heads of 128 in fp16, times 2^15, so that small ones are exact too.
-constexpr float less_in_one(int64_t D) { return D == 128 ? 15 : 0; }
 constexpr int most_starts = 3;
 int64_t attention_stats(int64_t B, int64_t T, int64_t H);
 // d_o, the o's and gated_sum, which becomes the sum of the gated o's (null: not wanted; one of the o's may make room

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(256)
     log2_gate = log2f(of);
   }
   float* const to = mine.stats + int64_t(b * a.H + h) * a.Tp + my_t;
-  to[0] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate - mine.less;
+  to[0] = l == -INFINITY ? INFINITY : l * 1.4426950408889634f - log2_gate;
   to[int64_t(a.B) * a.H * a.Tp] = my_delta;
 }
 
@@ -96,11 +96,11 @@ void prepare(cudaStream_t stream, const Starts<E>& starts, const E* d_o, const P
   launch(stream, prepare_kernel<E, n>, {unsigned(int64_t(a.B) * (a.Tp / 64) * a.H), 256}, starts, d_o, a, counts,
          n_counts);
 }
-// Of one attention: lse2, with `less` off it, and behind it delta.
+// Of one attention: lse2, and behind it delta.
 template <class E>
 void prepare(cudaStream_t stream, float* stats, const E* d_o, const E* o, const float* lse, const Problem& a,
-             Gate<E> gate, float less = 0, unsigned* counts = nullptr, int n_counts = 0) {
-  prepare<1>(stream, Starts<E>{{{o, lse, gate, stats, less}}, nullptr}, d_o, a, counts, n_counts);
+             Gate<E> gate, unsigned* counts = nullptr, int n_counts = 0) {
+  prepare<1>(stream, Starts<E>{{{o, lse, gate, stats}}, nullptr}, d_o, a, counts, n_counts);
 }
 
 }  // namespace attention

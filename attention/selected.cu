@@ -316,9 +316,6 @@ bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype) {
 int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype) {
   return nsa_selected_in_tiles(dev, a, dtype) ? attention::selected::masked_words(a) : 0;
 }
-float nsa_selected_less(const Device& dev, const NsaShape& a, Dtype dtype) {
-  return nsa_selected_in_tiles(dev, a, dtype) ? attention::selected::masked_less(a, 0) : 0;
-}
 
 template <class T>
 int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, StatsAt stats) {

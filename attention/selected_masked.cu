@@ -26,7 +26,6 @@ static bool in_one(const NsaShape& a, int64_t segment) {
   return segment == masked_in_one ||
          (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
 }
-float masked_less(const NsaShape& a, int64_t segment) { return in_one(a, segment) ? less_in_one(a.D) : 0; }
 // One kernel's counts are cleared with the words: it makes them again.
 int64_t masked_words(const NsaShape& a) { return in_one(a, 0) ? 0 : word_bytes(a); }
 // Words; in the backward behind them statistics, and the sums of dQ with their counts or of parts of dK and dV.
@@ -105,7 +104,7 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
   const Addends addends = {{dq, dq_compressed}, {p.ld_dq, a.H * a.D}};
   const Chosen mask = begun.words ? Chosen(shape, p, reinterpret_cast<const uint64_t*>(begun.words), addends)
                                   : choose(stream, scratch, indices, a, p, addends, counts, one ? order.counts() : 0);
-  if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate, masked_less(a, segment));
+  if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate);
   const float *lse2 = begun.stats ? begun.stats : made, *delta = lse2 + a.B * a.H * p.Tp;
   if (one) {
     const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;

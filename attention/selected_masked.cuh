@@ -42,7 +42,6 @@ inline bool is_masked(const NsaShape& a, bool backward, int64_t segment) {
   return a.T <= 2048 || (!backward && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
 int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats);
-float masked_less(const NsaShape& a, int64_t segment);  // to come off lse2 in the backward's statistics
 int64_t masked_words(const NsaShape& a);  // bytes that the backward would rather not make again
 
 #if FSDP_CUDA

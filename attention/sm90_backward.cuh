@@ -8,9 +8,9 @@
 // dQ = dS K contracts over both warpgroups' keys: each makes that of 64 queries.
 //
 // Registers: dK and dV of 128 columns leave room for one more result, which is S, dP and dQ in turn. P waits for dP in
-// fp16, times 2^15, which is exact to 2^-12 down to 2e-9: the statistics come with that factor (less_in_one), and what
-// is made of P leaves without it. With 64 columns there is room for two results: P stays as it is, and a step's dQ is
-// made in the next step, when the other warpgroup's dS has long been there.
+// fp16, times 2^15, which is exact to 2^-12 down to 2e-9; what is made of it leaves without that factor. With 64
+// columns there is room for two results: P stays as it is, and a step's dQ is made in the next step, when the other
+// warpgroup's dS has long been there.
 //
 // The second warpgroup begins its exponentials when the first is through with its own: so each has the tensor cores
 // while the other computes. Both at once was 6 to 8 % slower (results/gpu-tests-2026-11-27.log).
@@ -24,8 +24,6 @@
 // is added to what is there already.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
 #include "attention/dq_order.h"
@@ -36,7 +34,8 @@ namespace attention::sm90 {
 template <int D>
 struct Backward {
   static constexpr bool narrow = D == 64;
-  static constexpr float unscale = 1.f / (1 << int(less_in_one(D)));
+  static constexpr int p_shift = narrow ? 0 : 15;  // P comes times 2^p_shift
+  static constexpr float unscale = 1.f / (1 << p_shift);
   static constexpr int BM = DqOrder::rows, BN = DqOrder::rows, q_stages = 2, do_stages = narrow ? 2 : 1;
   static constexpr int tile = BM * D * 2, dq_bytes = 64 * D * 4;
   static constexpr int k = 0, v = k + BN * D * 2, q = v + BN * D * 2, d_o = q + q_stages * tile;
@@ -80,16 +79,10 @@ __device__ inline int thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
   return t;
 }
-__device__ inline uint32_t pack_half(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-__device__ inline float2 unpack_half(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 #endif
 
-// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2, with less_in_one off it, and delta (B,H,Tp); sums:
-// order.slots() tiles of 128 x D; counts: two for each, and behind them the number of blocks begun, all 0.
+// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2 and delta (B,H,Tp); sums: order.slots() tiles of
+// 128 x D; counts: two for each, and behind them the number of blocks begun, all 0.
 template <int D, class Mask>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -228,7 +221,8 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float &y = s[4 * e + 2 * c], &z = s[4 * e + 2 * c + 1];
-          y = exp2_approx(fmaf(y, a.scale_log2, -l.x)), z = exp2_approx(fmaf(z, a.scale_log2, -l.y));
+          y = exp2_approx(fmaf(y, a.scale_log2, L::p_shift - l.x));
+          z = exp2_approx(fmaf(z, a.scale_log2, L::p_shift - l.y));
           p[c] = pack_bf16(y, z);
           h[2 * e + c] = narrow ? p[c] : pack_half(y, z);
         }
@@ -420,7 +414,7 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// lse2: with less_in_one off it. sums: order.sums(D) numbers; counts: order.counts(), zeros.
+// sums: order.sums(D) numbers; counts: order.counts(), zeros.
 template <int D, class Mask>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,

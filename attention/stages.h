@@ -34,7 +34,6 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 // words of bits, nsa_selected_words bytes, that are all the forward has in its scratch. 0: it makes its own.
 bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype);
 int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype);
-float nsa_selected_less(const Device& dev, const NsaShape& a, Dtype dtype);  // BackwardStart's, of such statistics
 template <class A>
 struct Begun {
   std::function<void()> before_dq;
