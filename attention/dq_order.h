@@ -21,7 +21,7 @@ struct DqOrder {
   int tiles, group, units, chunk;   // tiles of a sequence
 
   explicit DqOrder(const Problem& a)
-      : tiles(ceil_div(a.T, rows)), group(a.group), units(a.B * a.HKV), chunk(chunk_of(a.D)) {}
+      : tiles(ceil_div(a.T, rows)), group(a.group), units(a.B * a.HKV), chunk(even_chunk()) {}
 
   int blocks() const { return units * tiles; }
   HD int slots() const { return chunk * group * tiles; }                 // tiles of sums
@@ -36,10 +36,10 @@ struct DqOrder {
     n -= first * tiles;
     *unit = first + n % here, *j = n / here;
   }
-  // Units of a chunk: enough blocks that they seldom wait for a slot (measured: results/gpu-tests-2026-11-25.log), and
+  // Units of a chunk: enough blocks that they seldom wait for a slot (measured: results/gpu-tests-2026-11-27.log), and
   // of that many units or up to twice as many what leaves the last chunk least short.
-  int chunk_of(int D) const {
-    const int least = ceil_div(D == 64 ? 128 : 256, tiles);
+  int even_chunk() const {
+    const int least = ceil_div(256, tiles);
     const auto missing = [&](int n) { return (n - units % n) % n; };  // units that a last chunk of n lacks
     int best = least;
     for (int n = least + 1; n < 2 * least; ++n)
