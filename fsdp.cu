@@ -212,7 +212,7 @@ void Fsdp<T, G>::keep_gradient_slots() {
 
 template <class T, class G>
 void Fsdp<T, G>::open_exchange(Transport transport, Links links) {
-  const int64_t most = largest(units_, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; });
+  const int64_t most = largest_sharded_gradient(units_);
   exchange_channel_.emplace(dev_, dev_.reduce(), shard_world_, transport, "exchange",
                             dev_.backend == Backend::gpu ? most * size_of(options_.reduce_dtype) : 0, links,
                             CopyEngines::all_to_all);

@@ -156,8 +156,7 @@ void Fsdp<T, G>::exchange(int u, E* gradient, const GradientShard& to, ops::Powe
     ops::sum_parts(stream, to.fp32 + first, own + first, own_rank, others, n, ranks, to.accumulate, norm);
   };
   if (!fetches()) {
-    E* const parts = room_for_parts<E>(
-        &received_, largest(units_, [](const Unit& x) { return x.replicated ? 0 : x.with_gradient.padded; }));
+    E* const parts = room_for_parts<E>(&received_, largest_sharded_gradient(units_));
     exchange_channel_->all_to_all(gradient, parts, shard, dtype_of<E>);
     return sum(0, shard, parts, 0, parts + shard);
   }

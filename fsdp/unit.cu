@@ -96,6 +96,10 @@ int64_t largest_gather(const std::vector<Unit>& units) {
   return largest(units, [](const Unit& u) { return std::max(u.with_gradient.padded, u.without_gradient.padded); });
 }
 
+int64_t largest_sharded_gradient(const std::vector<Unit>& units) {
+  return largest(units, [](const Unit& u) { return u.replicated ? 0 : u.with_gradient.padded; });
+}
+
 bool any_in_fp8(const std::vector<Unit>& units) {
   return std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.in_fp8 > 0; });
 }

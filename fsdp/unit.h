@@ -77,7 +77,7 @@ Fp8Layout fp8_layout(const Unit& u, int shards, int64_t element_bytes);
 void lay_out(std::vector<Unit>* units, int shards);
 
 // Of several units: the most that f finds of one, such as the elements of its gradient; of the elements that one
-// collective gathers; whether any gathers in fp8; those that are not sharded.
+// collective gathers; of a gradient that is sharded; whether any gathers in fp8; those that are not sharded.
 template <class F>
 int64_t largest(const std::vector<Unit>& units, F f) {
   int64_t most = 0;
@@ -85,5 +85,6 @@ int64_t largest(const std::vector<Unit>& units, F f) {
   return most;
 }
 int64_t largest_gather(const std::vector<Unit>& units);
+int64_t largest_sharded_gradient(const std::vector<Unit>& units);
 bool any_in_fp8(const std::vector<Unit>& units);
 std::vector<Unit> replicated(const std::vector<Unit>& units);
