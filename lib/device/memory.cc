@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <numeric>
+#include <set>
 
 #include "lib/device/device.h"
 #include "lib/device/nvml.h"
@@ -32,19 +33,23 @@ class Occupied {
     while (leaves_ < moments) leaves_ *= 2;
     through_.resize(2 * leaves_), within_.resize(2 * leaves_);
   }
+  void clear() {  // and keeps what memory it has
+    for (Ranges& r : through_) r.clear();
+    for (Ranges& r : within_) r.clear();
+  }
   // The lowest offset from which on `bytes` are free in all of the moments [from, to).
   int64_t lowest_gap(size_t from, size_t to, int64_t bytes) {
     seen_.clear();
     auto see = [&](const Ranges& r) {
-      if (!r.empty()) seen_.push_back(&r);
+      if (!r.empty()) seen_.push_back({r.begin(), r.end()});
     };
     visit(
         from, to, [&](size_t node) { see(through_[node]); }, [&](size_t node) { see(within_[node]); });
     int64_t at = 0;
     for (size_t i = 0, without_change = 0; without_change < seen_.size(); i = (i + 1) % seen_.size()) {
-      const Ranges& r = *seen_[i];
-      auto next = std::upper_bound(r.begin(), r.end(), at, [](int64_t x, const Range& y) { return x < y.to; });
-      for (without_change++; next != r.end() && next->from - at < bytes; ++next) at = next->to, without_change = 0;
+      auto& [next, end] = seen_[i];  // where it was left: `at` only grows
+      next = std::upper_bound(next, end, at, [](int64_t x, const Range& y) { return x < y.to; });
+      for (without_change++; next != end && next->from - at < bytes; ++next) at = next->to, without_change = 0;
     }
     return at;
   }
@@ -83,28 +88,40 @@ class Occupied {
 
   size_t leaves_ = 1;
   std::vector<Ranges> through_, within_;  // of a node: what lives through all its moments; what lives at some of them
-  std::vector<const Ranges*> seen_;
+  std::vector<std::pair<Ranges::const_iterator, Ranges::const_iterator>> seen_;
 };
 
-// Places buffers one after another, each into the lowest gap between those that live at one time with it: at the birth
-// of one of them, hence the moments are births.
-int64_t pack_in_order(const std::vector<Life>& lives, const std::vector<int>& order, int64_t align,
-                      std::vector<int64_t>* offsets) {
+// A buffer's bytes, and the moments that it lives through. Two that live at one time do so at the birth of one of them,
+// hence the moments are births.
+struct Stay {
+  size_t from, to;
+  int64_t bytes;
+};
+std::vector<Stay> stays_of(const std::vector<Life>& lives, int64_t align) {
   std::vector<int64_t> births;
   for (const Life& l : lives) births.push_back(l.born);
   std::sort(births.begin(), births.end());
   auto moment = [&](int64_t t) { return size_t(std::lower_bound(births.begin(), births.end(), t) - births.begin()); };
-  Occupied occupied(births.size());
-  offsets->assign(lives.size(), 0);
+  std::vector<Stay> stays;
+  for (const Life& l : lives) {
+    const size_t from = moment(l.born);
+    stays.push_back({from, std::max(moment(l.dead), from + 1), round_up(l.bytes, align)});
+  }
+  return stays;
+}
+
+// Places buffers one after another, each into the lowest gap between those that live at one time with it.
+int64_t pack_in_order(const std::vector<Stay>& stays, const std::vector<int>& order, Occupied* occupied,
+                      std::vector<int64_t>* offsets) {
+  occupied->clear();
+  offsets->assign(stays.size(), 0);
   int64_t total = 0;
   for (int i : order) {
-    const Life& l = lives[size_t(i)];
-    const int64_t bytes = round_up(l.bytes, align);
-    const size_t from = moment(l.born), to = std::max(moment(l.dead), from + 1);
-    const int64_t at = occupied.lowest_gap(from, to, bytes);
+    const auto& [from, to, bytes] = stays[size_t(i)];
+    const int64_t at = occupied->lowest_gap(from, to, bytes);
     (*offsets)[size_t(i)] = at;
     total = std::max(total, at + bytes);
-    occupied.add(from, to, at, at + bytes);
+    occupied->add(from, to, at, at + bytes);
   }
   return total;
 }
@@ -145,8 +162,10 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
   std::vector<int64_t> at;
   int64_t best = -1;
   const int64_t bound = most_live(lives, align);
+  const std::vector<Stay> stays = stays_of(lives, align);
+  Occupied occupied(stays.size());
   const auto place = [&] {
-    const int64_t total = pack_in_order(lives, order, align, &at);
+    const int64_t total = pack_in_order(stays, order, &occupied, &at);
     if (best < 0 || total < best) best = total, *offsets = at;
     return total;
   };
@@ -161,10 +180,12 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
   for (size_t k = 0; k < orders.size() && best > bound; k++) {
     order = orders[k].second;
     place();
+    std::set<std::vector<int>> tried = {order};
     for (int64_t i = 0; i < tries && best > bound; i++) {
       auto end = [&](int i) { return span(i) > 0 ? at[size_t(i)] + size(i) : -1; };
       const auto top = std::max_element(order.begin(), order.end(), [&](int a, int b) { return end(a) < end(b); });
       std::rotate(order.begin(), top, top + 1);
+      if (!tried.insert(order).second) break;  // from here on in a circle
       place();
     }
   }
