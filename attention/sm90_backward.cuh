@@ -221,8 +221,8 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float &y = s[4 * e + 2 * c], &z = s[4 * e + 2 * c + 1];
-          y = exp2_approx(fmaf(y, a.scale_log2, L::p_shift - l.x));
-          z = exp2_approx(fmaf(z, a.scale_log2, L::p_shift - l.y));
+          y = exp2_approx(fmaf(y, a.scale_log2, narrow ? -l.x : L::p_shift - l.x));  // 0 - x would be an instruction
+          z = exp2_approx(fmaf(z, a.scale_log2, narrow ? -l.y : L::p_shift - l.y));
           p[c] = pack_bf16(y, z);
           h[2 * e + c] = narrow ? p[c] : pack_half(y, z);
         }
