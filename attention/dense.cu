@@ -39,8 +39,8 @@ static void check(const AttentionShape& a) {
 
 // Does one kernel make all gradients, or a pair of them? The one's blocks wait for each other while they begin, the
 // longer the more tiles of keys there are, and walk the longer the more heads share a key: it wants groups, and enough
-// blocks for a large GPU. Under a window and under compressed keys, where adding up dq takes longer than two products,
-// it is slower at every length. Measured on an H200: results/gpu-tests-2026-11-27.log.
+// blocks for a large GPU. Under a window and under compressed keys, where summing dq in order takes longer than two
+// products, it is slower at every length. Measured on an H200: results/gpu-tests-2026-11-27.log.
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || a.D != a.v_dim() || kernels == BackwardKernels::pair) return false;
   if (kernels == BackwardKernels::one) return true;
