@@ -126,6 +126,18 @@ chmod +x "$dir/bin/python3"
 PATH="$dir/bin:$PATH" bench --sweep depth --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
 [ "$(grep -c '"step_ms":7.5.*"row":"[18]".*"who":"PyTorch"' "$dir/peer.jsonl")$(grep -c '"error":"exit status 1".*"row":"4".*"who":"PyTorch"' "$dir/peer.jsonl")" = 21 ]
 verdict "PyTorch goes on behind a row in which its process ends" "$([ $? = 0 ] || echo "not two rows of PyTorch's and an error")"
+# A sweep without --peer makes our rows anew and leaves PyTorch's, which no longer count beside ours of other options.
+PATH="$dir/bin:$PATH" bench --sweep seq --peer "${tiny_steps[@]}" --out "$dir/seq.jsonl" -- --batch 1
+peers() { grep '"step_ms":7.5[,}].*"who":"PyTorch"' "$dir/seq.jsonl"; }
+mine() { grep '"who":"fsdp.cu"' "$dir/seq.jsonl"; }
+peers=$(peers) mine=$(mine) wrong=""
+[ -n "$peers" ] || wrong="no row of PyTorch's to begin with"
+bench --sweep seq "${tiny_steps[@]}" --out "$dir/seq.jsonl" -- --batch 1
+[ "$(peers)" = "$peers" ] || wrong="$wrong; PyTorch's rows are not what they were"
+[ "$(mine | wc -l)$(grep -cxF "$mine" "$dir/seq.jsonl")" = 30 ] || wrong="$wrong; ours are not three new ones"
+bench --sweep seq "${tiny_steps[@]}" --out "$dir/seq.jsonl" -- --batch 2
+[ "$(mine | wc -l)$(peers | wc -l)" = 30 ] || wrong="$wrong; PyTorch's stay beside ours of another batch"
+verdict "a sweep without --peer keeps PyTorch's rows" "$wrong"
 printf '#!/bin/bash\necho "ModuleNotFoundError: No module named torch"\nexit 1\n' >"$dir/bin/python3"
 PATH="$dir/bin:$PATH" bench --sweep depth --continue --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
 [ "$(grep -c '"step_ms":7.5[,}].*"who":"PyTorch"' "$dir/peer.jsonl")$(grep -c '"error":"ModuleNotFoundError' "$dir/peer.jsonl")" = 21 ]
