@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <iterator>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -107,26 +107,19 @@ ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks) {
                "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
                run.path.c_str(), run.sweep->name);
   if (!file.rows.empty()) file.rows = read_rows({run.path});
-  // Where PyTorch does not run its rows stay, and ours beside them until put() has seen whether they still belong.
-  const auto stands_with_peer = [&](const json& j) {
-    const auto is_peer = [&](const json& other) {
-      return other.value("who", "") == theirs && other.value("row", "") == j.value("row", "") &&
-             other.contains("result");
-    };
-    return run.peers == Peers::off && (j.value("who", "") == theirs || j.value("round", 1) == 1) &&
-           std::any_of(file.rows.begin(), file.rows.end(), is_peer);
-  };
+  // Where PyTorch does not run, its rows stay, and ours beside them until put() has seen whether they still belong.
+  std::set<std::string> with_peer;
+  for (const json& j : file.rows)
+    if (run.peers == Peers::off && j.value("who", "") == theirs && j.contains("result"))
+      with_peer.insert(j.value("row", ""));
   const auto goes = [&](const json& j) {
-    const auto stays = [&](const Task& t) {
-      return t.row.name == j.value("row", "") && (!t.refused.empty() || stands_with_peer(j));
-    };
+    const std::string row = j.value("row", "");
+    const bool beside = with_peer.count(row) && (j.value("who", "") == theirs || j.value("round", 1) == 1);
+    const auto stays = [&](const Task& t) { return t.row.name == row && (!t.refused.empty() || beside); };
     return !j.contains("result") || std::none_of(tasks.begin(), tasks.end(), stays);
   };
-  if (run.begin == Begin::anew && run.only.empty()) {
-    std::vector<json> left;
-    std::remove_copy_if(file.rows.begin(), file.rows.end(), std::back_inserter(left), goes);
-    file.rows = std::move(left);
-  }
+  if (run.begin == Begin::anew && run.only.empty())
+    file.rows.erase(std::remove_if(file.rows.begin(), file.rows.end(), goes), file.rows.end());
   file.write();  // what cannot be written is said before the first row takes its time
   return file;
 }

@@ -31,7 +31,7 @@ struct SweepRun {
   Words extra;              // options of ./train for every row; they win
   std::set<int64_t> only;   // numbers of rows, from 1; none: all. The other rows of the file stay as they are
   Begin begin = Begin::anew;
-  Peers peers = Peers::off;     // off: the file's rows of PyTorch stay
+  Peers peers = Peers::off;     // off: the file keeps its PyTorch rows
   int64_t rounds = 1;           // how often each row runs, one after another
   int64_t steps = 0;            // of each row, less its warm-up; 0: the row's, 30, or 24 where one takes a second
   int64_t first = 0, last = 0;  // that count, from 1 behind the warm-up; 0: the row's, 5 to 24, or from 5 for a second
