@@ -30,6 +30,7 @@ struct Problem {
   int64_t ld;
   float scale, scale_log2;
   int segment, segments, tile, tiles, unit, max_units, max_splits;
+  Divisor by_group, by_slots;
   const int32_t* indices;  // (B,HKV,T,n)
   int* counts;             // (pairs, segments, tiles, pieces)
   int* starts;             // (pairs, segments, pieces)
@@ -61,6 +62,8 @@ struct Problem {
         unit(int(p.unit)),
         max_units(int(p.max_units)),
         max_splits(int(p.max_splits)),
+        by_group(group),
+        by_slots(slots),
         indices(indices_),
         counts(reinterpret_cast<int*>(scratch + p.counts)),
         starts(reinterpret_cast<int*>(scratch + p.starts)),

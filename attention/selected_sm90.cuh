@@ -24,6 +24,9 @@ using namespace attention::sm90;
 __device__ inline uint32_t piece_at(uint32_t tile, int row, int c) {  // address of 8 elements, columns 8c to 8c + 7
   return tile + c / 8 * 64 * 128 + row * 128 + ((c % 8) ^ (row % 8)) * 16;
 }
+__device__ inline void copy16(uint32_t to, const bf16* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ inline void copies_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A piece's keys or values; what follows its last is zero.
@@ -45,61 +48,97 @@ __device__ inline void store_matrices(uint32_t panel, int warp, int c, const uin
 }
 
 // `pieces` threads share the rows of a tile from their own on, `stride` apart, and gather each piece by piece; the
-// first of them know one row each.
+// first of them know one row each. A row past the list's last is the last again, and nothing comes of it.
 template <int D>
 struct Rows {
   static constexpr int pieces = D % 128 ? 8 : 16, stride = block_threads / pieces, own = M / stride;
   const int* entries;
-  int rows, group;
+  int rows;
   __device__ static bool knows() { return int(threadIdx.x) % pieces < own; }
   __device__ static int row() { return int(threadIdx.x) % pieces * stride + int(threadIdx.x) / pieces; }
-  __device__ int entry(int n) const {  // of that row of tile n; -1: none
-    const int r = n * M + row();
-    return knows() && r < rows ? entries[r / group] : -1;
+  __device__ int of_list(int n) const { return n * M + row(); }  // that row of tile n
+  // Its query's entry. A load that a tile's time hides, for whoever computes with it waits for it.
+  __device__ int entry(int n, const Problem& a) const {
+    return knows() ? entries[a.by_group(min(of_list(n), rows - 1))] : 0;
   }
-  __device__ int head(int n) const { return (n * M + row()) % group; }
-  // Rows of W. at: in units of 8 elements from `from`, or -1: zeros.
+  struct Row {
+    int query, head, slot;  // in the segment; in the group; -1: none
+  };
+  __device__ Row row_of(int n, int entry, const Problem& a) const {
+    const int r = min(of_list(n), rows - 1), head = r - a.by_group(r) * a.group;
+    return {a.by_slots(entry), head, knows() && of_list(n) < rows ? entry * a.group + head : -1};
+  }
+  // Rows of W. at: in units of 8 elements from `from`.
   template <int W>
   __device__ static void gather(uint32_t tile, const bf16* from, int at) {
     const int lane = threadIdx.x % 32, c = threadIdx.x % pieces;
+    from += c * 8;
 #pragma unroll
     for (int i = 0; i < own; ++i) {
       const int x = __shfl_sync(~0u, at, lane / pieces * pieces + i), r = i * stride + threadIdx.x / pieces;
+      const bf16* first = from + int64_t(x) * 8;
 #pragma unroll
-      for (int turn = 0; turn < W / 8; turn += pieces)
-        copy16(piece_at(tile, r, turn + c), from + (x < 0 ? 0 : int64_t(x) * 8) + (turn + c) * 8, x >= 0);
+      for (int turn = 0; turn < W / 8; turn += pieces) copy16(piece_at(tile, r, turn + c), first + turn * 8);
     }
   }
 };
 
-// Writes W columns of a warp's 16 rows as bf16 to the rows of D that `to` names (this lane's: lane/4 and 8 on; -1:
-// none), by way of 1 KiB of its own, 32 columns at a time: a lane writes 16 bytes.
-template <int D, int W>
-__device__ inline void store_slots(bf16* slots, const float (&d)[W / 2], const int (&to)[2], uint32_t room) {
-  const int lane = threadIdx.x % 32, in = lane % 16, out = lane / 4;
-#pragma unroll
-  for (int c = 0; c < W / 32; ++c) {
-    const float* x = d + 16 * c;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       room + in * 64 + ((2 * i + lane / 16) ^ (in / 2 & 3)) * 16),
-                   "r"(pack_bf16(x[8 * i], x[8 * i + 1])), "r"(pack_bf16(x[8 * i + 2], x[8 * i + 3])),
-                   "r"(pack_bf16(x[8 * i + 4], x[8 * i + 5])), "r"(pack_bf16(x[8 * i + 6], x[8 * i + 7]))
-                   : "memory");
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      uint4 y;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-                   : "r"(room + (out + 8 * r) * 64 + ((lane % 4) ^ (out / 2 & 3)) * 16)
-                   : "memory");
-      if (to[r] >= 0) __stcs(reinterpret_cast<uint4*>(slots + int64_t(to[r]) * D + c * 32 + lane % 4 * 8), y);
-    }
-    __syncwarp();
-  }
+__device__ inline uint4 load_shared4(uint32_t at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
 }
+// Written once and read by the next kernel. Without a branch, which would hold back the loads behind it.
+__device__ inline void store_if(bool wanted, bf16* to, const uint4& x) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.s32 p, %5, 0;\n"
+      "@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(int(wanted))
+      : "memory");
+}
+
+// The slots of rows of D that a warp's 16 rows go to: this lane writes 16 bytes of rows lane/8, 4, 8 and 12 on.
+template <int D>
+struct Slots {
+  bf16* at[4];
+  bool there[4];
+  __device__ Slots(bf16* rows, uint32_t to) {  // to: where shared memory has the tile's slots
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16 + lane / 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int slot = load_shared(to + (first + 4 * i) * 4);
+      there[i] = slot >= 0, at[i] = rows + int64_t(slot) * D + lane % 8 * 8;
+    }
+  }
+  // W columns from `col` on as bf16, by way of 1 KiB of the warp's own: 8 rows of 64 columns at a time, whole lines.
+  template <int W>
+  __device__ void store(const float (&d)[W / 2], uint32_t room, int col = 0) const {
+    const int lane = threadIdx.x % 32, in = lane % 8, out = lane / 8;
+#pragma unroll
+    for (int x = 0; x < W / 32; ++x) {
+      const int c = x / 2, half = x % 2;
+      const float* y = d + 32 * c + 2 * half;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         room + in * 128 + ((4 * i + out) ^ in) * 16),
+                     "r"(pack_bf16(y[16 * i], y[16 * i + 1])), "r"(pack_bf16(y[16 * i + 4], y[16 * i + 5])),
+                     "r"(pack_bf16(y[16 * i + 8], y[16 * i + 9])), "r"(pack_bf16(y[16 * i + 12], y[16 * i + 13]))
+                     : "memory");
+      __syncwarp();
+      uint4 line[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) line[r] = load_shared4(room + (out + 4 * r) * 128 + (in ^ (out + 4 * r)) * 16);
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) store_if(there[2 * half + r], at[2 * half + r] + col + c * 64, line[r]);
+    }
+  }
+};
 
 #endif  // sm_90a
 
@@ -126,7 +165,7 @@ __global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
   const int b = pair / a.HKV, head = pair % a.HKV, key = a.first_key(unit.piece), keys = a.key_count(unit.piece);
   const int s0 = a.first_query(segment), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, q_tile = base + L::q;
-  const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group, a.group};
+  const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group};
   const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld;
   q += (int64_t(b) * a.T + s0) * a.ld + head * a.group * D;
   slot_rows += int64_t(pair - pair0) * a.segment * a.slots * a.group * DV;
@@ -134,19 +173,18 @@ __global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
 
   auto info = [&](int n, int field) { return base + L::info + ((n % 2 * 2 + field) * M) * 4; };
   auto gather = [&](int n, int entry) {
-    const int g = rows.head(n), x = entry / a.slots, r = rows.row();
-    rows.template gather<D>(q_tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
+    const auto x = rows.row_of(n, entry, a);
+    rows.template gather<D>(q_tile, q, int((x.query * a.ld + x.head * D) / 8));
     copies_commit();
     if (rows.knows()) {
-      store_shared(info(n, 0) + r * 4, entry < 0 ? -1 : entry * a.group + g);
-      store_shared(info(n, 1) + r * 4, entry < 0 ? keys : min(keys, s0 + x + 1 - key));
+      store_shared(info(n, 0) + rows.row() * 4, x.slot);
+      store_shared(info(n, 1) + rows.row() * 4, x.slot < 0 ? keys : min(keys, s0 + x.query + 1 - key));
     }
   };
-  int entry = rows.entry(0);
   load_piece<D>(k_tile, k + kv_at + head * D, a.ld, keys);
   load_piece<DV>(v_tile, v + kv_at + head * DV, a.ld, keys);
-  gather(0, entry);
-  entry = rows.entry(1);
+  gather(0, rows.entry(0, a));
+  int next = rows.entry(1, a);
 
   const int tiles = ceil_div(rows.rows, M);
 #pragma unroll 1
@@ -165,8 +203,8 @@ __global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
     pin(s);
     __syncthreads();  // everybody has left it
     if (n + 1 < tiles) {
-      gather(n + 1, entry);
-      entry = rows.entry(n + 2);
+      gather(n + 1, next);
+      next = rows.entry(n + 2, a);
     }
     if (!whole) {
 #pragma unroll
@@ -203,7 +241,7 @@ __global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
     wgmma_commit();
     wgmma_wait<0>();
     pin(o), pin(p);
-    store_slots<DV, DV>(slot_rows, o, to, base + L::room + warp * 1024);
+    Slots<DV>(slot_rows, info(n, 0)).template store<DV>(o, base + L::room + warp * 1024);
   }
 #else
   __trap();  // code for another architecture, which has sm80's kernels
@@ -239,7 +277,7 @@ __global__ void __launch_bounds__(block_threads, 2)
   const int b = pair / a.HKV, head = pair % a.HKV, key = a.first_key(unit.piece), keys = a.key_count(unit.piece);
   const int s0 = a.first_query(segment), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t base = shared_base(), k_tile = base + L::k, v_tile = base + L::v, ds_tile = base + L::ds;
-  const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group, a.group};
+  const Rows<D> rows{a.entries + int64_t(list) * a.segment * a.slots + unit.first, unit.count * a.group};
   const int64_t kv_at = (int64_t(b) * a.T + key) * a.ld, row0 = int64_t(b) * a.T + s0;
   q += row0 * a.ld + head * a.group * D;
   d_o += (row0 * a.H + head * a.group) * DV;
@@ -248,16 +286,15 @@ __global__ void __launch_bounds__(block_threads, 2)
 
   auto info = [&](int n, int field) { return base + L::info + ((n % 2 * 4 + field) * M) * 4; };
   auto gather = [&](int n, int entry) {  // returns the row's statistics, for store_stats
-    const int g = rows.head(n), x = entry / a.slots, r = rows.row();
-    const float2 stat = entry < 0 ? float2{INFINITY, 0} : stats[int64_t(x) * a.H + g];
+    const auto x = rows.row_of(n, entry, a);
+    const float2 stat = x.slot < 0 ? float2{INFINITY, 0} : stats[int64_t(x.query) * a.H + x.head];
     const int slot = n % L::stages;
-    rows.template gather<D>(base + L::q + slot * L::q_tile, q, entry < 0 ? -1 : int((x * a.ld + g * D) / 8));
-    rows.template gather<DV>(base + L::d_o + slot * L::do_tile, d_o,
-                             entry < 0 ? -1 : int((int64_t(x) * a.H + g) * DV / 8));
+    rows.template gather<D>(base + L::q + slot * L::q_tile, q, int((x.query * a.ld + x.head * D) / 8));
+    rows.template gather<DV>(base + L::d_o + slot * L::do_tile, d_o, int((int64_t(x.query) * a.H + x.head) * DV / 8));
     copies_commit();
     if (rows.knows()) {
-      store_shared(info(n, 0) + r * 4, entry < 0 ? -1 : entry * a.group + g);
-      store_shared(info(n, 1) + r * 4, entry < 0 ? keys : min(keys, s0 + x + 1 - key));
+      store_shared(info(n, 0) + rows.row() * 4, x.slot);
+      store_shared(info(n, 1) + rows.row() * 4, x.slot < 0 ? keys : min(keys, s0 + x.query + 1 - key));
     }
     return stat;
   };
@@ -266,11 +303,10 @@ __global__ void __launch_bounds__(block_threads, 2)
     store_shared(info(n, 2) + rows.row() * 4, __float_as_int(stat.x));
     store_shared(info(n, 3) + rows.row() * 4, __float_as_int(stat.y));
   };
-  int entry = rows.entry(0);
   load_piece<D>(k_tile, k + kv_at + head * D, a.ld, keys);
   load_piece<DV>(v_tile, v + kv_at + head * DV, a.ld, keys);
-  float2 stat = gather(0, entry);
-  entry = rows.entry(1);
+  float2 stat = gather(0, rows.entry(0, a));
+  int next = rows.entry(1, a);
   store_stats(0, stat);
 
   float dk[D / 2], dv[DV / 2];
@@ -289,8 +325,8 @@ __global__ void __launch_bounds__(block_threads, 2)
     __syncthreads();  // the tile has come, and everybody has left the one before
     const auto gather_next = [&] {
       if (n + 1 == tiles) return;
-      stat = gather(n + 1, entry);
-      entry = rows.entry(n + 2);
+      stat = gather(n + 1, next);
+      next = rows.entry(n + 2, a);
     };
     float s[M / 2], dp[M / 2];
     uint32_t p[M / 4], ds[M / 4];
@@ -349,16 +385,15 @@ __global__ void __launch_bounds__(block_threads, 2)
     wgmma_begin();
     multiply_nn<D, M>(dk, ds, q_tile);
     wgmma_commit();
-    const int r0 = warp * 16 + lane / 4;
     const uint32_t room = base + L::room + warp * 1024;
     if constexpr (D > 128) {
       wgmma_wait<0>();
       pin(dk), pin(ds);
       copies_visible();
       __syncthreads();  // dS is there, and everybody has left Q and dO
-      const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
       gather_next();
       if (n + 1 < tiles) store_stats(n + 1, stat);
+      const Slots<D> slots(slot_rows, info(n, 0));
 #pragma unroll
       for (int c = 0; c < D / 64; ++c) {  // dQ, 64 columns at a time
         float dq[32];
@@ -367,7 +402,7 @@ __global__ void __launch_bounds__(block_threads, 2)
         wgmma_commit();
         wgmma_wait<0>();
         pin(dq);
-        store_slots<D, 64>(slot_rows + c * 64, dq, to, room);
+        slots.template store<64>(dq, room, c * 64);
       }
     } else {
       wgmma_wait<1>();
@@ -378,11 +413,10 @@ __global__ void __launch_bounds__(block_threads, 2)
       wgmma_begin();
       multiply_tn<D>(dq, ds_tile, k_tile);
       wgmma_commit();
-      const int to[2] = {load_shared(info(n, 0) + r0 * 4), load_shared(info(n, 0) + r0 * 4 + 32)};
       if (n + 1 < tiles) store_stats(n + 1, stat);
       wgmma_wait<0>();
       pin(dq), pin(dk), pin(ds);
-      store_slots<D, D>(slot_rows, dq, to, room);
+      Slots<D>(slot_rows, info(n, 0)).template store<D>(dq, room);
     }
   }
   add_to_sums<D, DV>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);

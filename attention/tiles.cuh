@@ -11,6 +11,19 @@ namespace attention {
 
 inline HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// n / d for 0 <= n < 2^31 and 1 <= d, by a product, where d is known to the host alone: with 2^(l-1) < d <= 2^l and m =
+// 2^(31+l) / d, rounded up, it is n m / 2^(31+l), rounded down (Granlund and Montgomery, Division by Invariant Integers
+// using Multiplication, theorem 4.2).
+struct Divisor {
+  uint32_t m;
+  int l = 0;
+  explicit Divisor(int d) {
+    while (int64_t(1) << l < d) ++l;
+    m = uint32_t(((uint64_t(1) << (31 + l)) + d - 1) / d);
+  }
+  HD int operator()(int n) const { return int(uint32_t(uint64_t(2u * uint32_t(n)) * m >> 32) >> l); }
+};
+
 // The masks: which keys a query sees, in rows and keys rather than in tiles, so that they serve every tile shape.
 // A kernel walks the tiles that overlap [first_key, last_key) of its queries (or [first_query, last_query) of its
 // keys; either may be empty), and tests single elements only in tiles that are not whole(). They are called

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <thread>
 
@@ -413,6 +414,20 @@ TEST_CASE("words of bits say what was selected", "[selected]") {
   words.assign(words.size(), ~uint64_t(0));
   CHECK(Chosen::Tile<2>{{words[0], words[1]}}.whole());
   CHECK(!Chosen::Tile<2>{{words[0], words[1] - 1}}.whole());
+}
+
+TEST_CASE("Divisor divides what an int holds", "[selected]") {
+  const int most = std::numeric_limits<int>::max();
+  std::vector<int> by = {4095, 4096, 4097, 65535, 65536, 65537, (1 << 30) - 1, 1 << 30, (1 << 30) + 1, most - 1, most};
+  for (int d = 1; d <= 1200; ++d) by.push_back(d);
+  int64_t wrong = 0;
+  for (const int d : by) {
+    const attention::Divisor divide(d);
+    for (const int64_t times : {int64_t(0), int64_t(1), int64_t(2), int64_t(77), int64_t(most / d)})
+      for (const int64_t n : {times * d - 1, times * d, times * d + 1, times * d + d / 2, int64_t(most)})
+        if (n >= 0 && n <= most) wrong += divide(int(n)) != int(n) / d;
+  }
+  CHECK(wrong == 0);
 }
 
 TEST_CASE("GPU: selected attention, a few small shapes", "[selected][gpu][small]") {
