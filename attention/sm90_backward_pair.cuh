@@ -104,12 +104,20 @@ __global__ void __launch_bounds__(384, 1)
       wgmma_commit();
     };
     auto stats = [&](int n) { return base + L::stats + ring.slot(n) * BM * 8 + lane % 4 * 8; };
+    // lse2 of this thread's queries of step n. Half of it is fetched before the wait for scores, which hides its
+    // latency; there is no room for all of it then, nor does delta gain by it.
+    float2 lse[BM / 8];
+    auto fetch_lse = [&](int n, int first) {
+#pragma unroll
+      for (int i = first; i < first + BM / 16; ++i) lse[i] = load_shared2(stats(n) + i * 32);
+    };
     auto probabilities = [&](int n, int m) {  // of step n, query tile m, in place of the scores
+      fetch_lse(n, BM / 16);
 #pragma unroll
       for (int i = 0; i < BM / 8; ++i) {
-        float2 l = load_shared2(stats(n) + i * 32);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? l.y : l.x)));
+        for (int e = 0; e < 4; ++e)
+          s[4 * i + e] = exp2_approx(fmaf(s[4 * i + e], a.scale_log2, -(e % 2 ? lse[i].y : lse[i].x)));
       }
       auto hide = [&](const auto& rule) {
 #pragma unroll
@@ -148,6 +156,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
       for (int n = 0; n < steps; ++n) {
         start_scores(n);
+        fetch_lse(n, 0);
         wgmma_wait<0>();
         pin(s);
         probabilities(n, m);
@@ -168,6 +177,7 @@ __global__ void __launch_bounds__(384, 1)
     } else if (steps > 0) {
       start_scores(0);
       start_dp(0);
+      fetch_lse(0, 0);
       wgmma_wait<1>();
       pin(s);
       probabilities(0, m);
@@ -184,6 +194,7 @@ __global__ void __launch_bounds__(384, 1)
         pin(dv);
         start_scores(n + 1);
         start_dp(n + 1);
+        fetch_lse(n + 1, 0);
         wgmma_wait<1>();  // all but dP
         pin(s), pin(dk);
         ring.release(n);
