@@ -144,8 +144,8 @@ struct Slots {
 
 // Partial outputs. A block owns a unit, a thread parts of two rows of the current tile. Q is read once for each slot,
 // from L2 mostly, and a tile's is fetched as soon as the one before has made its scores; slots are written once,
-// normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 blocks: 4.6 ms for 1.1 TFLOP, 8.6 GB of
-// Q and as much of slots: L2 71 % busy, DRAM 49 %.
+// normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 blocks: 4.7 ms in a step, for 1.1 TFLOP,
+// 8.6 GB of Q and as much of slots; L1's data pipe and L2 65 % busy, DRAM 46 %.
 template <int D, int DV>
 struct Forward {
   static constexpr int k = 0, v = k + N * D * 2, q = v + N * DV * 2, room = q + M * D * 2;
@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
 // which it sums in registers over all rows: S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T,
 // dS^T = P^T (dP^T - delta), dK += dS^T Q. dS^T goes through shared memory to become the other side of dQ = dS K. Q, dO
 // and statistics are read once for each slot, from L2 mostly, a tile ahead; slots are written once, rounded, without
-// the scale. H200, T 65536, 32/8 heads, D 128, 16 blocks: 8.2 ms, 337 TFLOP/s (tensor pipes 39 % busy, L1 70 %, L2
-// 67 %): registers allow two blocks, which is too few to keep any of these full.
+// the scale. H200, T 65536, 32/8 heads, D 128, 16 blocks: 8.0 ms in a step, 345 TFLOP/s (tensor pipes 50 % busy, L1's
+// data pipe 75 %, L2 70 %): registers allow two blocks, which is too few to keep any of these full.
 template <int D, int DV>
 struct Backward {
   static constexpr int stages =
