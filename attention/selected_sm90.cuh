@@ -57,7 +57,7 @@ struct Rows {
   __device__ static bool knows() { return int(threadIdx.x) % pieces < own; }
   __device__ static int row() { return int(threadIdx.x) % pieces * stride + int(threadIdx.x) / pieces; }
   __device__ int of_list(int n) const { return n * M + row(); }  // that row of tile n
-  // Its query's entry. A load that a tile's time hides, for whoever computes with it waits for it.
+  // Its query's entry. Loaded a tile ahead: the first to compute with it waits for the load.
   __device__ int entry(int n, const Problem& a) const {
     return knows() ? entries[a.by_group(min(of_list(n), rows - 1))] : 0;
   }
@@ -101,7 +101,7 @@ __device__ inline void store_if(bool wanted, bf16* to, const uint4& x) {
       : "memory");
 }
 
-// The slots of rows of D that a warp's 16 rows go to: this lane writes 16 bytes of rows lane/8, 4, 8 and 12 on.
+// The slots of rows of D that a warp's 16 rows go to: this lane writes 16 bytes of rows lane/8 + 0, 4, 8 and 12.
 template <int D>
 struct Slots {
   bf16* at[4];
