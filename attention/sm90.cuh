@@ -225,23 +225,23 @@ __device__ inline void add_all(float (&d)[N], const Addends& addends, const Prob
   }
 }
 
-// The work queue of persistent blocks: items of so many queries of one head, those with most keys first; heads fastest,
-// so that a group's blocks share K and V in L2. A block begins with the item of its own number and draws the next from
-// a counter while it works; the block that draws the last number resets the counter. So a block that starts late,
-// because another stream's kernel occupies its SM, leaves no fixed share of the work behind. Behind the queries' there
-// may be other items. The producer passes an item to the consumers through one word of shared memory.
+// The work queue of persistent blocks: items of so many queries of one head. A block begins with the item of its own
+// number and draws the next from a counter while it works; the block that draws the last number resets the counter. So
+// a block that starts late, because another stream's kernel occupies its SM, leaves no fixed share of the work behind.
+// Behind the queries' there may be other items. The producer passes an item to the consumers through one word of shared
+// memory.
 struct Items {
   Ring<1> ring;
   uint32_t word;
-  int rows, tiles, of_queries, count, list;
+  QueryOrder order;
+  int of_queries, count, list;
   static constexpr int bytes = Ring<1>::bytes + 16;
 
-  __device__ Items(uint32_t at, const Problem& a, int list_, int rows_ = 128, int others = 0)
+  __device__ Items(uint32_t at, const Problem& a, int list_, int rows = 128, int others = 0)
       : ring(at),
         word(at + Ring<1>::bytes),
-        rows(rows_),
-        tiles(ceil_div(a.T, rows)),
-        of_queries(a.B * tiles * a.H),
+        order(a, rows),
+        of_queries(order.count(a)),
         count(of_queries + others),
         list(list_) {}
   __device__ int draw() const {
@@ -263,11 +263,6 @@ struct Items {
     *item = __shfl_sync(~0u, *item, 0);
     ring.release(round);
     return *item < count;
-  }
-  __device__ void locate(int item, const Problem& a, int* b, int* q0, int* h) const {
-    *h = item % a.H;
-    *q0 = (tiles - 1 - item / a.H % tiles) * rows;
-    *b = item / a.H / tiles;
   }
 };
 

@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(384, 1)
       int n = 0;  // tiles of K and V so far
       for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
-        items.locate(item, a, &b, &q0, &h);
+        items.order.locate(item, a, &b, &q0, &h);
         const bool of_queries = item < items.of_queries;
         item = items.draw();  // early, so that it is there when it is wanted
         if (!of_queries) continue;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(384, 1)
         continue;
       }
       int b, q0, h;
-      items.locate(item, a, &b, &q0, &h);
+      items.order.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
       int t0 = q0 + rows, t = t0 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this thread's rows: t and t + 8
       const int64_t stats = int64_t(b * a.H + h) * a.Tp + t;

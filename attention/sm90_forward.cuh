@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Forward<D, DV, share>::threads, 1)
       int n = 0;  // tiles of K and V so far
       for (int round = 0, item = blockIdx.x; items.publish(round, item); ++round) {
         int b, q0, h;
-        items.locate(item, a, &b, &q0, &h);
+        items.order.locate(item, a, &b, &q0, &h);
         item = items.draw();  // early, so that it is there when it is wanted
         int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
         if (last == first) ++last;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(Forward<D, DV, share>::threads, 1)
     int n0 = 0;  // tiles of K and V before this item
     for (int round = 0, item; items.receive(round, &item); ++round) {
       int b, q0, h;
-      items.locate(item, a, &b, &q0, &h);
+      items.order.locate(item, a, &b, &q0, &h);
       int first = mask.first_key(q0) / BN, last = ceil_div(mask.last_key(q0 + BM), BN);
       if (last == first) ++last;
       int t0 = L::by_keys ? q0 : q0 + wg * 64;

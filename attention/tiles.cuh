@@ -90,12 +90,23 @@ auto with_mask(const AttentionShape& a, F f) {
   return a.sees == Sees::causal ? f(Causal(a)) : a.sees == Sees::window ? f(Window(a)) : f(Compressed(a));
 }
 
+// Query heads of which blocks work at a time. Blocks drift apart, and causal ones would read again and again what L2,
+// of 50 MB on a large GPU, does not keep: so the heads of one KV head, or of as many, a divisor of them all, as have
+// their K and V there. A window's blocks share a short stretch of all heads.
+inline int heads_of_set(const AttentionShape& a) {
+  constexpr int64_t kept = 32 << 20;
+  const int64_t bytes = (a.keys ? a.keys : a.T) * (a.D + a.v_dim()) * 2;  // of a KV head in bf16
+  int64_t sets = 1;
+  while (a.sees == Sees::causal && sets < a.HKV && (a.HKV % sets != 0 || a.HKV / sets * bytes > kept)) ++sets;
+  return int(a.H / sets);
+}
+
 // AttentionShape in the kernels' types. A row is one (b,t); the statistics lie in rows of Tp, T rounded up to whole
 // tiles, so that a tile's worth of them can be copied without a test for the sequence's end.
 struct Problem {
   int B, T, keys, H, HKV, D, DV, group;
   int64_t ld_q, ld_kv, ld_v, ld_o, ld_dq, ld_dkv, ld_dv;
-  int Tp;
+  int Tp, heads_of_set;
   float scale, scale_log2;  // the second has log2(e) in it: softmax is computed with exp2
 
   explicit Problem(const AttentionShape& a)
@@ -115,8 +126,24 @@ struct Problem {
         ld_dkv(a.ld_dkv),
         ld_dv(a.ld_dv ? a.ld_dv : a.ld_dkv),
         Tp(int((a.T + 127) / 128 * 128)),
+        heads_of_set(attention::heads_of_set(a)),
         scale(float(a.scale)),
         scale_log2(float(a.scale * 1.4426950408889634)) {}
+};
+
+// In which order blocks take tiles of so many queries of one head: heads fastest, so that blocks which work at one time
+// share K and V in L2, then queries, those with most keys first; a set of heads after another (heads_of_set).
+struct QueryOrder {
+  int rows, tiles;
+  HD QueryOrder(const Problem& a, int rows_) : rows(rows_), tiles(ceil_div(a.T, rows)) {}
+  HD int count(const Problem& a) const { return a.B * a.H * tiles; }
+  HD void locate(int n, const Problem& a, int* b, int* q0, int* h) const {
+    const int heads = a.heads_of_set, sets = a.H / heads, set = n / (heads * tiles);
+    n -= set * heads * tiles;
+    *h = set % sets * heads + n % heads;
+    *q0 = (tiles - 1 - n / heads) * rows;
+    *b = set / sets;
+  }
 };
 
 // The loop over queries for dK and dV of keys [k0, k1): head after head of the group, in each the tiles of BM queries

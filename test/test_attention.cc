@@ -508,6 +508,38 @@ TEST_CASE("attention repeats its bits", "[attention]") {
   }
 }
 
+TEST_CASE("attention's tiles of queries are taken once each, by heads whose keys fit into L2 together", "[attention]") {
+  const auto long_one = [](int64_t B, int64_t T, int64_t H, int64_t HKV) { return shape(B, T, H, HKV, 128); };
+  for (const AttentionShape& a :
+       {long_one(2, 300, 6, 3), long_one(1, 8192, 32, 8), long_one(3, 8193, 32, 8), long_one(1, 20000, 12, 6),
+        long_one(2, 70000, 6, 3), windowed(long_one(1, 70000, 6, 3), 512)}) {
+    const attention::Problem p(a);
+    for (const int rows : {64, 128}) {
+      CAPTURE(a.B, a.T, a.H, a.HKV, a.window, rows);
+      const attention::QueryOrder order(p, rows);
+      const bool fits = a.HKV * a.T * 512 <= 32 << 20 || a.sees != Sees::causal;
+      CHECK((p.heads_of_set == a.H) == fits);
+      CHECK((p.heads_of_set % p.group == 0 && a.H % p.heads_of_set == 0));
+      CHECK((fits || p.heads_of_set == p.group || p.heads_of_set / p.group * a.T * 512 <= 32 << 20));
+      std::set<std::array<int, 3>> taken;
+      bool right = true;
+      int before = 0;  // queries of a set's last item
+      for (int n = 0; n < order.count(p); ++n) {
+        int b, q0, h;
+        order.locate(n, p, &b, &q0, &h);
+        right = right && b >= 0 && b < a.B && h >= 0 && h < a.H && q0 >= 0 && q0 < a.T && q0 % rows == 0;
+        right = right && taken.insert({b, q0, h}).second;
+        const bool begins = n % (order.tiles * p.heads_of_set) == 0;  // a set, with its longest
+        right = right && (begins ? q0 + rows >= a.T : q0 <= before);
+        right = right && h / p.heads_of_set == n / (order.tiles * p.heads_of_set) % (p.H / p.heads_of_set);
+        before = q0;
+      }
+      CHECK(right);
+      CHECK(int64_t(taken.size()) == a.B * a.H * ((a.T + rows - 1) / rows));
+    }
+  }
+}
+
 // What the one-kernel backward's blocks tell each other, without the kernel: which summands a tile of dQ gets.
 TEST_CASE("dQ's summands come in one order, each from a block drawn before the next", "[attention]") {
   const auto base = [](int64_t B, int64_t T, int64_t group) { return shape(B, T, 2 * group, 2, 64); };
@@ -764,6 +796,30 @@ TEST_CASE("GPU: attention over longer sequences", "[attention][gpu]") {
 #if FSDP_CUDA
   check_kernels(
       {shape(1, 1000, 6, 1, 64), shape(2, 1000, 4, 2, 128), shape(1, 2049, 2, 1, 64), shape(1, 2049, 4, 1, 128)});
+#endif
+}
+
+TEST_CASE("GPU: heads whose keys do not fit into L2 together come out as each alone", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const AttentionShape a = shape(1, 33000, 2, 2, 128);
+  REQUIRE(attention::Problem(a).heads_of_set == 1);
+  for (int arch : archs()) {
+    Tensors<bf16> together(a), alone(a);
+    run_gpu(together, arch, BackwardKernels::pair);
+    GpuCall<bf16> call(gpu_stream(), alone, BackwardKernels::pair);
+    call.a.H = call.a.HKV = 1;
+    for (int head = 0; head < 2; ++head) {
+      call.run(arch);
+      for (bf16** p : {&call.q, &call.k, &call.v, &call.d_o, &call.o, &call.dq, &call.dk, &call.dv}) *p += a.D;
+      call.lse += a.T, call.amax += a.T;
+    }
+    call.gpu.down();
+    CHECK(same_bits(together.o.v, alone.o.v));
+    CHECK(same_bits(together.lse.v, alone.lse.v));
+    CHECK(same_bits(together.amax.v, alone.amax.v));
+    CHECK(same_bits(together.dq.v, alone.dq.v));
+  }
 #endif
 }
 
