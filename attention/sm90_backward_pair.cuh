@@ -336,16 +336,17 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_commit();
       };
       auto probabilities = [&](int n, int j) {  // of step n, key tile j, in place of the scores
-        auto hide = [&](const auto& rule) {
+        constexpr int blocks = Mask::chooses ? BN / 64 : 1;
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN))
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
-            if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
-        };
-        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) hide(mask);
+            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
         const auto chosen = chosen_of<Mask, 2>(base + L::words + k_ring.slot(n) * L::word_bytes + rows / 64 * 16);
-        if (!chosen.whole()) hide(chosen);
 #pragma unroll
-        for (int i = 0; i < BN / 2; ++i) s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -l[i / 2 % 2]));
+        for (int i = 0; i < BN / 2; ++i) {  // a row has chosen all of a block's keys or none
+          const int r = i / 2 % 2, c = i / (BN / 2 / blocks);
+          s[i] = exp2_approx(fmaf(s[i], a.scale_log2, chosen.visible(t + 8 * r, c * 64) ? -l[r] : -INFINITY));
+        }
       };
       auto pack_ds = [&] {
 #pragma unroll

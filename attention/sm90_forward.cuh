@@ -114,18 +114,25 @@ __global__ void __launch_bounds__(Forward<D, DV, share>::threads, 1)
       };
       // Scores of key tile j to probabilities relative to the rows' maxima so far.
       auto softmax = [&](int j, const auto& chosen) {
-        auto hide = [&](const auto& rule) {
+        constexpr int blocks = Mask::chooses ? BN / 64 : 1;
+        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN))
 #pragma unroll
           for (int i = 0; i < BN / 2; ++i)
-            if (!rule.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
-        };
-        if (!mask.whole(t0, t0 + 64, j * BN, (j + 1) * BN)) hide(mask);
-        if (!chosen.whole()) hide(chosen);
+            if (!mask.visible(t + i / 2 % 2 * 8, j * BN + i / 4 * 8 + lane % 4 * 2 + i % 2)) s[i] = -INFINITY;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+          // A row of this thread's has chosen a block or has not: all of a block's keys have one answer.
+          bool seen[blocks];
           float top = row[r];
 #pragma unroll
-          for (int i = 0; i < BN / 8; ++i) top = fmaxf(top, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+          for (int c = 0; c < blocks; ++c) {
+            seen[c] = chosen.visible(t + 8 * r, c * (BN / blocks));
+            float with_block = top;
+#pragma unroll
+            for (int i = c * (BN / 8 / blocks); i < (c + 1) * (BN / 8 / blocks); ++i)
+              with_block = fmaxf(with_block, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+            if (seen[c]) top = with_block;
+          }
           top = row_max(top);
           float shift = top == -INFINITY ? 0.f : top * a.scale_log2;  // a row that sees nothing yet
           factor[r] = exp2_approx(row[r] * a.scale_log2 - shift);
@@ -135,8 +142,9 @@ __global__ void __launch_bounds__(Forward<D, DV, share>::threads, 1)
           for (int i = 0; i < BN / 8; ++i) {
             float& x = s[4 * i + 2 * r];
             float& y = s[4 * i + 2 * r + 1];
-            x = exp2_approx(fmaf(x, a.scale_log2, -shift));
-            y = exp2_approx(fmaf(y, a.scale_log2, -shift));
+            const float from = seen[i / (BN / 8 / blocks)] ? -shift : -INFINITY;
+            x = exp2_approx(fmaf(x, a.scale_log2, from));
+            y = exp2_approx(fmaf(y, a.scale_log2, from));
             part += x + y;
           }
           sum[r] = sum[r] * factor[r] + part;
