@@ -42,15 +42,11 @@ struct Place {
   __device__ int column(int n, int c) const { return 8 * n + fp32::column(2 * t + c % 2); }  // of a score's [n][c]
 };
 
-// 16 bytes from global to shared memory, or zeros.
-__device__ inline void copy(uint32_t to, const float* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-// The same of a walk's statistics; their rows end with a whole tile.
+// A walk's statistics; their rows end with a whole tile.
 template <int step>
 __device__ inline void load(float (&to)[step], const float* from, Place at) {
   const int i = at.thread * 4;
-  if (i < step) copy(uint32_t(__cvta_generic_to_shared(to + i)), from + i, true);
+  if (i < step) copy16(uint32_t(__cvta_generic_to_shared(to + i)), from + i);
 }
 __device__ inline void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -64,7 +60,7 @@ __device__ inline void load(Tile<R, D>& to, const float* from, int64_t ld, int v
   const uint32_t y = uint32_t(__cvta_generic_to_shared(&to[r][c]));
 #pragma unroll
   for (int n = 0; n < R / rows; ++n) {
-    copy(y + n * rows * sizeof(to[0]), x, n * rows < left);
+    copy16(y + n * rows * sizeof(to[0]), x, n * rows < left);
     if ((n + 1) * rows < left) x += rows * ld;
   }
 }

@@ -12,9 +12,6 @@ namespace attention::selected::sm80 {
 using namespace attention::sm80;
 constexpr int block_threads = 128;
 
-__device__ inline void copy16(uint32_t to, const bf16* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
 // A piece's keys or values; what follows its last is zero.
 template <int D>
 __device__ inline void load_piece(uint32_t to, const bf16* from, int64_t ld, int valid) {

@@ -13,7 +13,6 @@ namespace attention::selected::sm90 {
 
 using selected::sm80::copies_commit;
 using selected::sm80::copies_wait;
-using selected::sm80::copy16;
 
 constexpr int block_threads = 128, M = 64, N = piece_keys;  // rows of a tile; keys
 
@@ -23,9 +22,6 @@ using namespace attention::sm90;
 
 __device__ inline uint32_t piece_at(uint32_t tile, int row, int c) {  // address of 8 elements, columns 8c to 8c + 7
   return tile + c / 8 * 64 * 128 + row * 128 + ((c % 8) ^ (row % 8)) * 16;
-}
-__device__ inline void copy16(uint32_t to, const bf16* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void copies_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -31,9 +31,7 @@ __device__ inline void load_tile(uint32_t to, const bf16* from, int64_t ld, int 
   for (int i = threadIdx.x; i < R * D / 8; i += threads) {
     int r = i / (D / 8), c = i % (D / 8);
     const bf16* p = r < valid ? from + r * ld + c * 8 : from;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(piece<D>(to, r, c)), "l"(p),
-                 "r"(r < valid ? 16 : 0)
-                 : "memory");
+    copy16(piece<D>(to, r, c), p, r < valid);
   }
 }
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

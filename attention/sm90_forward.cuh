@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Forward<D, DV, share>::threads, 1)
           float top = row[r];
 #pragma unroll
           for (int c = 0; c < blocks; ++c) {
-            seen[c] = chosen.visible(t + 8 * r, c * (BN / blocks));
+            seen[c] = chosen.visible(t + 8 * r, c * 64);
             float with_block = top;
 #pragma unroll
             for (int i = c * (BN / 8 / blocks); i < (c + 1) * (BN / 8 / blocks); ++i)

@@ -168,10 +168,7 @@ __device__ inline void choose_all(int32_t* indices, const float* scores, int b, 
   const int lane = threadIdx.x % 32, end = min(a.queries, a.T - q0);
   indices += ((int64_t(b) * a.HKV + head) * a.T + q0) * a.n;
   const auto copy = [&](float* to, const float* from, int count) {
-    for (int i = 4 * lane; i < count; i += 128)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to + i))),
-                   "l"(from + i)
-                   : "memory");
+    for (int i = 4 * lane; i < count; i += 128) copy16(uint32_t(__cvta_generic_to_shared(to + i)), from + i);
   };
   const auto fetch = [&](int r, float* to) {
     const int last = r < end ? min(a.last_candidate(q0 + r), room - 1) : 0;

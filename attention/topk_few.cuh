@@ -77,9 +77,7 @@ __global__ void __launch_bounds__(Few<D, heads>::threads)
       const int t = column / 8 / heads * 8 + column % 8, h = column / 8 % heads;
       const bool valid = column < 8 * L::groups && q0 + t < a.T;
       const uint32_t to = base + L::q + piece / 8 * L::columns * 128 + column * 128 + ((piece ^ column) % 8) * 16;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                   "l"(valid ? first + t * a.ld + h * D + piece * 8 : q), "r"(valid ? 16 : 0)
-                   : "memory");
+      copy16(to, valid ? first + t * a.ld + h * D + piece * 8 : q, valid);
     }
     float shift[2 * L::groups], s[L::columns / 2];
     load_shifts(shift, lse, b, head * heads, q0, a);

@@ -100,9 +100,7 @@ __device__ inline void load_queries(const bf16* q, int thread, int b, int first_
   for (int i = 0; i < 16; ++i) {
     const bool valid = q0 + t < a.T && t < a.queries;
     const bf16* from = valid ? first + t * a.ld + h * D : q;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(8 * i + c, piece)), "l"(from),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+    copy16(address(8 * i + c, piece), from, valid);
     if (++h == a.heads) h = 0, t += 8;
   }
 }
