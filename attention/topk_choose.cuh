@@ -5,44 +5,39 @@
 
 namespace attention::topk {
 
-// Scores of blocks j0 + lane + 32 i, i < N, from a query's row, as numbers that compare as they do (scores are not
-// negative) and are not 0; before block 1 and past `last`, 0.
+// Scores from a query's row as numbers that compare as they do (scores are not negative) and are not 0; before block 1
+// and past `last`, 0. four: of blocks j to j + 3; j is a multiple of 4, and so are the addresses of OfBlocks.
 __device__ inline unsigned comparable(float score, int j, int last) {
   return j >= 1 && j <= last ? __float_as_uint(score) + 1 : 0;
 }
 struct OfBlocks {
   const float *row, *carried;
   __device__ OfBlocks(const float* row, int blocks) : row(row), carried(row + blocks) {}
-  template <int N>
-  __device__ void load(unsigned (&x)[N], int j0, int last) const {
-    const int j = j0 + int(threadIdx.x % 32);
-    const float *p = row + j, *c = carried + j / 4 - 1;
-    float score[N], carry[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const bool in = j + 32 * i >= 1 && j + 32 * i <= last;
-      score[i] = in ? p[32 * i] : 0.f;
-      carry[i] = in && j % 4 == 0 ? c[8 * i] : 0.f;
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = comparable(score[i] + carry[i], j + 32 * i, last);
+  __device__ unsigned one(int j, int last) const {
+    const bool in = j >= 1 && j <= last;
+    return comparable(in ? row[j] + (j % 4 == 0 ? carried[j / 4 - 1] : 0.f) : 0.f, j, last);
+  }
+  __device__ void four(unsigned (&x)[4], int j, int last) const {
+    const float4 score = *reinterpret_cast<const float4*>(row + j);
+    x[0] = comparable(score.x + (j ? carried[j / 4 - 1] : 0.f), j, last);
+    x[1] = comparable(score.y, j + 1, last), x[2] = comparable(score.z, j + 2, last);
+    x[3] = comparable(score.w, j + 3, last);
   }
 };
 struct OfKeys {
   const float* row;
   int key_strides, block_strides;
-  template <int N>
-  __device__ void load(unsigned (&x)[N], int j0, int last) const {
+  __device__ void four(unsigned (&x)[4], int j0, int last) const {
 #pragma unroll 1
-    for (int n = 0; n < N; ++n) {
-      const int j = j0 + int(threadIdx.x % 32) + 32 * n, begin = j * block_strides, end = begin + block_strides;
+    for (int e = 0; e < 4; ++e) {
+      const int j = j0 + e, begin = j * block_strides, end = begin + block_strides;
       float sum = 0;
       if (j >= 1 && j <= last)
         for (int i = begin - key_strides + 1; i < end; ++i)
           sum = fmaf(float(min(i + key_strides, end) - max(i, begin)), row[i], sum);
 #pragma unroll
-      for (int i = 0; i < N; ++i)
-        if (i == n) x[i] = comparable(sum, j, last);
+      for (int i = 0; i < 4; ++i)
+        if (i == e) x[i] = comparable(sum, j, last);
     }
   }
 };
@@ -60,18 +55,20 @@ __device__ inline unsigned reached(int wanted, int enough, unsigned lo, unsigned
   return lo;
 }
 
-constexpr int list_bytes = 2 * 32 * 4;  // of shared memory for a warp
+constexpr int list_bytes = 32 * 8;  // of shared memory for a warp
 // Room for the scores of so many blocks of two queries, and what is carried to them; for each warp.
 constexpr int room = 1024, room_bytes = 2 * (room + room / 4) * 4;
+static_assert(room / 128 * 4 <= 32, "a lane has a bit for each of its numbers there");
 
 // A warp writes the list of query t: the blocks that are always selected, and the best `wanted` of the rest, 1 to
-// `last`. Every lane finds the best of its blocks; what about `wanted` of those 32 reach is a bound that about 17 of
-// all blocks reach (for wanted = 13 and scores in any order that does not repeat every 32 blocks). Those are gathered,
-// one in a lane, and each counts those before it. If they are more than 32, because many are equal or many are wanted,
-// the exact bound is searched among all. near: the first `in_room` numbers of the row and what is carried to them, in
-// shared memory, where the numbers become comparable ones; the rest come from `score`.
+// `last`. A lane has 4 neighbours of every 128, and finds the best of their lower halves and of their upper ones; what
+// about `wanted` of those 64 reach is a bound that about 16 of all blocks reach (for wanted = 13 and scores in any
+// order that does not repeat every 128 blocks). Those are gathered, one in a lane, and each counts those before it. If
+// they are more than 32, because many are equal or many are wanted, the exact bound is searched among all. near: the
+// first `in_room` numbers of the row and what is carried to them, in shared memory, where the numbers become comparable
+// ones; the rest come from `score`.
 template <int in_room, class Score>
-__device__ inline void choose(int32_t* list, int t, float* near, const Score& score, unsigned* gathered,
+__device__ inline void choose(int32_t* list, int t, float* near, const Score& score, uint64_t* gathered,
                               const TopK& a) {
   const int lane = threadIdx.x % 32, n = a.n, cur = t / a.select_block, wanted = n - 3, last = cur - 2;
   const unsigned before = (1u << lane) - 1;
@@ -82,80 +79,117 @@ __device__ inline void choose(int32_t* list, int t, float* near, const Score& sc
   if (lane < 3) list[lane == 0 ? 0 : n - lane] = lane == 0 ? 0 : cur + 1 - lane;
   if (wanted == 0) return;
 
-  unsigned* const numbers = reinterpret_cast<unsigned*>(near);
-  unsigned best = 0;
+  gathered[lane] = 0;
+  unsigned best[2] = {0, 0};
+  const auto better = [&](const unsigned(&x)[4]) {
+    best[0] = max(best[0], max(x[0], x[1])), best[1] = max(best[1], max(x[2], x[3]));
+  };
+  uint4* const numbers = reinterpret_cast<uint4*>(near) + lane;
 #pragma unroll 1
-  for (int j0 = 0; j0 < in_room && j0 <= last; j0 += 256) {
-    unsigned x[8];
-    OfBlocks(near, in_room).load(x, j0, last);
+  for (int j0 = 0; j0 < in_room && j0 <= last; j0 += 256)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) numbers[j0 + 32 * i + lane] = x[i], best = max(best, x[i]);
-  }
-  // f(j, j's score) in all lanes, 32 blocks at a time in their order.
+    for (int i = 0; i < 256; i += 128) {
+      unsigned x[4];
+      OfBlocks(near, in_room).four(x, j0 + i + 4 * lane, last);
+      numbers[(j0 + i) / 4] = {x[0], x[1], x[2], x[3]};
+      better(x);
+    }
+  // f(j, scores of j to j + 3) in all lanes, 128 blocks at a time in their order.
   const auto far = [&](auto&& f) {
 #pragma unroll 1
-    for (int j0 = in_room; j0 <= last; j0 += 256) {
-      unsigned x[8];
-      score.load(x, j0, last);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) f(j0 + 32 * i + lane, x[i]);
+    for (int j0 = in_room; j0 <= last; j0 += 128) {
+      const int j = j0 + 4 * lane;
+      unsigned x[4] = {0, 0, 0, 0};
+      if (j <= last) score.four(x, j, last);
+      f(j, x);
     }
   };
   const auto each = [&](auto&& f) {
 #pragma unroll 1
-    for (int j0 = 0; j0 < in_room && j0 <= last; j0 += 256) {
-      unsigned x[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = numbers[j0 + 32 * i + lane];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) f(j0 + 32 * i + lane, x[i]);
+    for (int j0 = 0; j0 < in_room && j0 <= last; j0 += 128) {
+      const uint4 y = numbers[j0 / 4];
+      const unsigned x[4] = {y.x, y.y, y.z, y.w};
+      f(j0 + 4 * lane, x);
     }
     far(f);
   };
-  far([&](int, unsigned x) { best = max(best, x); });
-  const unsigned top = __reduce_max_sync(~0u, best);
+  far([&](int, const unsigned(&x)[4]) { better(x); });
+  const unsigned top = __reduce_max_sync(~0u, max(best[0], best[1]));
   unsigned bound = 0;
-  if (wanted <= 28) {
-    if (last <= 32) bound = 1;  // all of them are gathered
-    else
-      bound = reached(wanted, wanted + 2, __reduce_min_sync(~0u, best), top,
-                      [&](unsigned x) { return __popc(__ballot_sync(~0u, best >= x)); });
+  if (last <= 32 && wanted <= 28) bound = 1;          // all of them are gathered
+  else if (wanted <= 28 && wanted <= last / 2 + 1) {  // there are so many that have a block
+    const unsigned least = __reduce_min_sync(~0u, min(best[0] - 1, best[1] - 1)) + 1;  // of them
+    bound = reached(wanted, wanted + 2, least, top, [&](unsigned x) {
+      return __popc(__ballot_sync(~0u, best[0] >= x)) + __popc(__ballot_sync(~0u, best[1] >= x));
+    });
+  }
+  if (bound > 0) {
+    unsigned mine = 0;  // bit 4i + e: number e of 128 i + 4 lane
+#pragma unroll 2
+    for (int j0 = (min(last + 1, in_room) + 127) / 128 * 128 - 128; j0 >= 0; j0 -= 128) {
+      const uint4 x = numbers[j0 / 4];
+      mine = mine << 4 | (x.x >= bound) | (x.y >= bound) << 1 | (x.z >= bound) << 2 | (x.w >= bound) << 3;
+    }
+    __syncwarp();  // all have been set to 0
     int found = 0;
-    each([&](int j, unsigned x) {
-      const unsigned lanes = __ballot_sync(~0u, x >= bound);
+    const auto gather = [&](bool take, unsigned lanes, int j, unsigned x) {
       const int at = found + __popc(lanes & before);
-      if (x >= bound && at < 32) gathered[at] = x, gathered[32 + at] = unsigned(j);
+      if (take && at < 32) gathered[at] = uint64_t(x) << 32 | unsigned(~j);
       found += __popc(lanes);
+    };
+    for (unsigned lanes; (lanes = __ballot_sync(~0u, mine)) != 0; mine &= mine - 1) {
+      const int bit = __ffs(int(mine)) - 1, j = bit / 4 * 128 + 4 * lane + bit % 4;
+      gather(mine, lanes, j, mine ? reinterpret_cast<const unsigned*>(near)[j] : 0);
+    }
+    far([&](int j, const unsigned(&x)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) gather(x[e] >= bound, __ballot_sync(~0u, x[e] >= bound), j + e, x[e]);
     });
     if (found <= 32) {
       __syncwarp();
-      const unsigned x = lane < found ? gathered[lane] : 0, j = lane < found ? gathered[32 + lane] : 0;
-      int rank = 0;
+      const uint64_t own = gathered[lane];
+      int larger = 0, lower = 0;  // numbers that are larger, or equal and of a lower block; lower blocks
       for (int i0 = 0; i0 < found; i0 += 8)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const unsigned y = __shfl_sync(~0u, x, i0 + i);
-          rank += y > x || (y == x && i0 + i < lane);
+        for (int i = 0; i < 8; i += 2) {
+          const ulonglong2 y = *reinterpret_cast<const ulonglong2*>(gathered + i0 + i);
+          larger += (y.x > own) + (y.y > own);
+          lower += (unsigned(y.x) > unsigned(own)) + (unsigned(y.y) > unsigned(own));
         }
-      const bool taken = lane < found && rank < wanted;
-      const unsigned lanes = __ballot_sync(~0u, taken);
-      if (taken) list[1 + __popc(lanes & before)] = int32_t(j);
+      const bool taken = lane < found && larger < wanted;
+      unsigned* const flags = reinterpret_cast<unsigned*>(gathered);  // in the order of blocks
+      __syncwarp();
+      if (lane < found) flags[lower] = taken;
+      __syncwarp();
+      const unsigned blocks = __ballot_sync(~0u, lane < found && flags[lane]);
+      if (taken) list[1 + __popc(blocks & ((1u << lower) - 1))] = int32_t(~unsigned(own));
       return;
     }
   }
   const auto count = [&](unsigned bound) {
     int c = 0;
-    each([&](int, unsigned x) { c += x >= bound; });
+    each([&](int, const unsigned(&x)[4]) {
+      c += (x[0] >= bound) + (x[1] >= bound) + (x[2] >= bound) + (x[3] >= bound);
+    });
     return int(__reduce_add_sync(~0u, unsigned(c)));
   };
   bound = reached(wanted, wanted, bound, top, count);
   int equals = wanted - (bound == ~0u ? 0 : count(bound + 1)), taken = 0;  // of those at the bound, the first so many
-  each([&](int j, unsigned x) {
-    const unsigned among = __ballot_sync(~0u, x == bound);
-    const bool take = x > bound || (x == bound && __popc(among & before) < equals);
-    const unsigned lanes = __ballot_sync(~0u, take);
-    if (take) list[1 + taken + __popc(lanes & before)] = j;
-    taken += __popc(lanes), equals -= __popc(among);
+  each([&](int j, const unsigned(&x)[4]) {
+    // Of lower lanes: those at the bound, and those that are taken, which are above it or among its first.
+    int equal = 0, above = 0, all_equal = 0, all_above = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const unsigned at = __ballot_sync(~0u, x[e] == bound), over = __ballot_sync(~0u, x[e] > bound);
+      equal += __popc(at & before), all_equal += __popc(at);
+      above += __popc(over & before), all_above += __popc(over);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (x[e] > bound || (x[e] == bound && equal < equals)) list[1 + taken + above + min(equal, equals)] = j + e;
+      above += x[e] > bound, equal += x[e] == bound;
+    }
+    taken += all_above + min(all_equal, equals), equals -= min(all_equal, equals);
   });
 }
 
@@ -164,7 +198,7 @@ __device__ inline void choose(int32_t* list, int t, float* near, const Score& sc
 // and gathered: room_bytes and list_bytes of this warp.
 template <bool pooled>
 __device__ inline void choose_all(int32_t* indices, const float* scores, int b, int q0, int head, int warp, int warps,
-                                  float* near, unsigned* gathered, const TopK& a) {
+                                  float* near, uint64_t* gathered, const TopK& a) {
   const int lane = threadIdx.x % 32, end = min(a.queries, a.T - q0);
   indices += ((int64_t(b) * a.HKV + head) * a.T + q0) * a.n;
   const auto copy = [&](float* to, const float* from, int count) {

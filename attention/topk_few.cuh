@@ -28,17 +28,16 @@ __device__ inline void choose_few(int32_t* list, int t, float* row, const TopK& 
     return;
   }
   if (lane < 3) list[lane == 0 ? 0 : n - lane] = lane == 0 ? 0 : cur + 1 - lane;
-  unsigned x[1];
-  OfBlocks(row, 32).load(x, 0, cur - 2);
+  const unsigned x = OfBlocks(row, 32).one(lane, cur - 2);
   unsigned* const numbers = reinterpret_cast<unsigned*>(row);
-  numbers[lane] = x[0];
+  numbers[lane] = x;
   __syncwarp();
   int before = 0;  // numbers that are larger, or equal and of a lower block
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
     const uint4 y = *reinterpret_cast<const uint4*>(numbers + i);
-    before += (y.x > x[0] || (y.x == x[0] && i < lane)) + (y.y > x[0] || (y.y == x[0] && i + 1 < lane)) +
-              (y.z > x[0] || (y.z == x[0] && i + 2 < lane)) + (y.w > x[0] || (y.w == x[0] && i + 3 < lane));
+    before += (y.x > x || (y.x == x && i < lane)) + (y.y > x || (y.y == x && i + 1 < lane)) +
+              (y.z > x || (y.z == x && i + 2 < lane)) + (y.w > x || (y.w == x && i + 3 < lane));
   }
   const bool taken = before < wanted;
   const unsigned lanes = __ballot_sync(~0u, taken);
@@ -80,8 +79,9 @@ __global__ void __launch_bounds__(Few<D, heads>::threads)
       copy16(to, valid ? first + t * a.ld + h * D + piece * 8 : q, valid);
     }
     float shift[2 * L::groups], s[L::columns / 2];
-    load_shifts(shift, lse, b, head * heads, q0, a);
+    load_lse<heads>(shift, lse, b, head * heads, q0, a);
     asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
+    make_shifts<true>(shift);
     __syncthreads();
     barrier_wait(base + L::bar, 0);
 #pragma unroll 1

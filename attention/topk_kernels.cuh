@@ -16,19 +16,29 @@ namespace attention::topk {
 // What mma.sync and wgmma have in common: a warp has 16 keys x 128 columns; lane 4g + c has keys g and g + 8, and
 // columns 2c and 2c + 1 of every 8. s[4i + 2r + e]: key g + 8r, column 8i + 2c + e.
 
-// Minus lse in units of log2 of this thread's columns, 2 of every 8; first_head: of the tile.
-template <int N>
-__device__ inline void load_shifts(float (&shift)[N], const float* lse, int b, int first_head, int q0, const TopK& a) {
-  int h = 0, t = q0 + threadIdx.x % 4 * 2;
+// heads: of a tile, in load_lse and what follows; 0: a.heads.
+//
+// This thread's columns are 2 of every 8. Their lse, infinity where there is no query; first_head: of the tile.
+template <int heads, int N>
+__device__ inline void load_lse(float (&to)[N], const float* lse, int b, int first_head, int q0, const TopK& a) {
+  const int end = min(a.T - q0, a.queries);
+  const float *first = lse + (int64_t(b) * a.H + first_head) * a.T + q0 + threadIdx.x % 4 * 2, *at = first;
+  int h = 0, t = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
-      shift[2 * i + e] = t + e < a.T && t < q0 + a.queries
-                             ? lse[(int64_t(b) * a.H + first_head + h) * a.T + t + e] * -1.4426950408889634f
-                             : -INFINITY;
-    if (++h == a.heads) h = 0, t += 8;
+    for (int e = 0; e < 2; ++e) to[2 * i + e] = t + e < end ? at[e] : INFINITY;
+    at += a.T;
+    if (++h == (heads ? heads : a.heads)) h = 0, t += 8, at = first += 8;
   }
+}
+// From lse what is added to scores, both in units of log2. Of scores that are pooled, keys that lie in one block with
+// all their tokens, which are all but every fourth, count twice.
+template <bool pooled, int N>
+__device__ inline void make_shifts(float (&shift)[N]) {
+  const float weight = pooled && threadIdx.x / 4 % 4 < 3 ? 1.f : 0.f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) shift[i] = fmaf(shift[i], -1.4426950408889634f, weight);
 }
 template <int S, int N>
 __device__ inline void exponentials(float (&s)[S], const float (&shift)[N], const TopK& a) {
@@ -37,14 +47,14 @@ __device__ inline void exponentials(float (&s)[S], const float (&shift)[N], cons
 }
 
 // Sums p over heads, and stores scores of the four blocks that begin in keys 16 m to 16 m + 15, or sums of those keys.
-// A block's: (2p0 + 2p1) + (2p2 + p3), each pair's by one exchange, both pairs' by another; + p[-1], which for the
-// first of the four is in another warp, so that every fourth block's is carried to the reader. groups: of 8 columns.
+// A block's: (p0 + p1) + (p2 + p3), each pair's by one exchange, both pairs' by another; + p[-1], which for the first
+// of the four is in another warp, so that every fourth block's is carried to the reader. p0 to p2 have been doubled by
+// make_shifts. groups: of 8 columns.
 template <bool pooled, int heads, int groups = 16, int N>
 __device__ inline void store_scores(const float (&p)[N], float* to, int m, bool add, const TopK& a) {
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const bool odd = g & 1, upper = g & 2;  // an odd g ends up with keys 8 to 15, an `upper` one with column 2c + 1
-  const float weight = g % 4 == 3 ? 1.f : 2.f;
-  const bool first = g == 0 || g == 2;                 // of the four blocks
+  const bool first = g == 0 || g == 2;    // of the four blocks
   const int from = (odd ? g < 4 ? 6 : 3 : 2) * 4 + c;  // who has the key before the block
   constexpr unsigned last_heads[] = {0, 0xffff, 0xaaaa, 0x4924, 0x8888, 0, 0x820, 0,     0x8080,
                                      0, 0,      0,      0x800,  0,      0, 0,     0x8000};
@@ -57,16 +67,15 @@ __device__ inline void store_scores(const float (&p)[N], float* to, int m, bool 
 #pragma unroll
   for (int i = 0; i < groups; ++i) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x) sum[x] += p[4 * i + x];
+    for (int x = 0; x < 4; ++x) sum[x] = heads && i % std::max(heads, 1) == 0 ? p[4 * i + x] : sum[x] + p[4 * i + x];
     if (!(last_head >> i & 1)) continue;
     if constexpr (pooled) {
       float pair[2], end[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float low = weight * sum[e], high = weight * sum[2 + e];
-        const float got = __shfl_xor_sync(~0u, odd ? low : high, 4);
-        pair[e] = (odd ? high : low) + got;
-        end[e] = odd ? sum[2 + e] : got;  // where g % 4 is 2 or 3: p3
+        const float own = odd ? sum[2 + e] : sum[e], got = __shfl_xor_sync(~0u, odd ? sum[e] : sum[2 + e], 4);
+        pair[e] = own + got;
+        end[e] = odd ? own : got;  // where g % 4 is 2 or 3: p3
       }
       float score = (upper ? pair[1] : pair[0]) + __shfl_xor_sync(~0u, upper ? pair[0] : pair[1], 8);
       const float end0 = __shfl_sync(~0u, end[0], from), end1 = __shfl_sync(~0u, end[1], from);
@@ -89,19 +98,20 @@ __device__ inline void store_scores(const float (&p)[N], float* to, int m, bool 
 
 // Column 8i + c of a tile is query c of 8 and head first_head + i % heads. address(column, piece): where 8 elements of
 // a column are copied to in shared memory. Columns without a query become zeros.
-template <int D, class Address>
+template <int D, int heads, int threads, class Address>
 __device__ inline void load_queries(const bf16* q, int thread, int b, int first_head, int q0, const TopK& a,
                                     const Address& address) {
-  if (thread >= D) return;  // 8 columns at a time
-  const int c = thread / (D / 8), piece = thread % (D / 8);
-  const bf16* first = q + (int64_t(b) * a.T + q0) * a.ld + first_head * D + piece * 8;
+  constexpr int across = threads / 8;  // of a column
+  const int c = thread / across, piece = thread % across, end = min(a.T - q0, a.queries);
+  const bf16 *first = q + (int64_t(b) * a.T + q0 + c) * a.ld + first_head * D + piece * 8, *from = first;
   int h = 0, t = c;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const bool valid = q0 + t < a.T && t < a.queries;
-    const bf16* from = valid ? first + t * a.ld + h * D : q;
-    copy16(address(8 * i + c, piece), from, valid);
-    if (++h == a.heads) h = 0, t += 8;
+#pragma unroll
+    for (int x = 0; x < D / 8; x += across)
+      if (piece + x < D / 8) copy16(address(8 * i + c, piece + x), t < end ? from + x * 8 : q, t < end);
+    from += D;
+    if (++h == (heads ? heads : a.heads)) h = 0, t += 8, from = first += 8 * a.ld;
   }
 }
 
@@ -170,13 +180,14 @@ __global__ void __launch_bounds__(256, 2)
       for (int part = 0; part < a.group && tiles > 0; part += a.heads) {
         const int first_head = head * a.group + part;
         float shift[32], s0[64], s1[64];
+        load_lse<heads>(shift, lse, b, first_head, q0, a);
         named_barrier(1, 128);  // columns and scores of before have been read
-        load_queries<D>(q, threadIdx.x % 128, b, first_head, q0, a, [&](int column, int piece) {
+        load_queries<D, heads, 128>(q, threadIdx.x % 128, b, first_head, q0, a, [&](int column, int piece) {
           return base + L::q + piece / 8 * TopK::columns * 128 + column * 128 + ((piece ^ column) % 8) * 16;
         });
-        load_shifts(shift, lse, b, first_head, q0, a);
         asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
         named_barrier(1, 128);
+        make_shifts<pooled>(shift);
 
         const auto start = [&](float(&s)[64], int n) {
           ring.wait(n);
@@ -211,7 +222,7 @@ __global__ void __launch_bounds__(256, 2)
       asm volatile("" : "+r"(own));  // what follows from it shall not stay in registers while products run
       choose_all<pooled>(indices, scores, b, q0, head, warp, L::warps,
                          reinterpret_cast<float*>(smem + own + L::q + warp * room_bytes),  // where the columns were
-                         reinterpret_cast<unsigned*>(smem + own + L::lists + warp * list_bytes), a);
+                         reinterpret_cast<uint64_t*>(smem + own + L::lists + warp * list_bytes), a);
     }
   }
 #else
@@ -302,10 +313,11 @@ __global__ void __launch_bounds__(sm80::threads, 1)
       const int first_head = head * a.group + part;
       float shift[32], s[64];
       __syncthreads();  // columns and scores of before have been read
-      load_queries<D>(q, threadIdx.x, b, first_head, q0, a,
-                      [&](int column, int c) { return piece<D>(q_tile, column, c); });
+      load_queries<D, 0, sm80::threads>(q, threadIdx.x, b, first_head, q0, a,
+                                        [&](int column, int c) { return piece<D>(q_tile, column, c); });
       load(0);
-      load_shifts(shift, lse, b, first_head, q0, a);
+      load_lse<0>(shift, lse, b, first_head, q0, a);
+      make_shifts<pooled>(shift);
 #pragma unroll 1
       for (int j = 0; j < tiles; ++j) {
         if (j + 1 < tiles) load(j + 1), copies_wait<1>();
@@ -319,7 +331,7 @@ __global__ void __launch_bounds__(sm80::threads, 1)
     }
     __syncthreads();
     choose_all<pooled>(indices, scores, b, q0, head, warp, 8, reinterpret_cast<float*>(smem + warp * room_bytes),
-                       reinterpret_cast<unsigned*>(smem + sm80_tiles<D> + warp * list_bytes), a);
+                       reinterpret_cast<uint64_t*>(smem + sm80_tiles<D> + warp * list_bytes), a);
   }
 }
 
@@ -349,7 +361,7 @@ static __global__ void __launch_bounds__(256)
     float_kernel(int32_t* indices, const float* q, const float* k, const float* lse, float* scratch, TopK a) {
   begin_kernel();
   __shared__ FloatTile qs, ks;
-  __shared__ unsigned gathered[8][list_bytes / 4];
+  __shared__ __align__(16) uint64_t gathered[8][list_bytes / 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* scores = scratch + blockIdx.x * a.scores();
   for (int item = blockIdx.x; item < a.items(); item += gridDim.x) {

@@ -211,7 +211,7 @@ void check_ties(const NsaShape& a, Run run) {
     CHECK(lowest(c));
   }
 }
-// Scores that rise, fall, repeat every 32 blocks, or stand out in few or many places.
+// Scores that rise, fall, repeat as lanes do, or stand out in few or many places.
 template <class T, class Run>
 void check_profiles(const NsaShape& a, Run run, int64_t sample) {
   INFO(text(a) << " " << name_of(dtype_of<T>));
@@ -228,6 +228,7 @@ void check_profiles(const NsaShape& a, Run run, int64_t sample) {
   check("rising", [&](double j, int64_t) { return 8 * j / blocks; });
   check("falling", [&](double j, int64_t) { return -8 * j / blocks; });
   check("every 32nd", [&](double j, int64_t) { return std::fmod(j, 32) == 5 ? 4 + j / blocks : j / blocks; });
+  check("every 128th", [&](double j, int64_t) { return std::fmod(j, 128) == 66 ? 4 + j / blocks : j / blocks; });
   check("every 3rd equal", [&](double j, int64_t) { return std::fmod(j, 3) == 1 ? 2.0 : 0.0; });
   check("ten stand out", [&](double j, int64_t) { return std::fmod(j, blocks / 10) < 1 ? 20.0 : -90.0; });
   check("noise", [&](double, int64_t i) { return 3 * double(float(Call<float>::number(9, i))); });
@@ -493,6 +494,11 @@ TEST_CASE("GPU: nsa_topk over a long sequence", "[topk][gpu]") {
         shape(1, 20000, 8, 2, 64), [&](Call<bf16>& c) { run_gpu(c, arch); }, 50);
     check_choice<bf16>(
         shape(2, 9000, 32, 8, 128), [&](Call<bf16>& c) { run_gpu(c, arch); }, 10);
+    // More blocks than have room in shared memory.
+    for (int64_t n : {4, 16, 40})
+      check_profiles<bf16>(
+          blocks(shape(1, 9000, 2, 1, 64), 4, 2, 8, n), [&](Call<bf16>& c) { run_gpu(c, arch); }, 30);
+    check_ties<bf16>(blocks(shape(1, 9000, 4, 1, 64), 4, 2, 8, 16), [&](Call<bf16>& c) { run_gpu(c, arch); });
   }
 #endif
 }
