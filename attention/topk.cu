@@ -30,14 +30,15 @@ Kernel nsa_topk(cudaStream_t stream, int arch, int32_t* indices, const T* q, con
   if constexpr (narrow) {
     const auto launch = [&](auto f) { return f(stream, indices, q, k, lse, scratch, a); };
     using namespace topk;
-    if (a.D == 192) return a.pooled ? launch(sm80_launch<192, true>) : launch(sm80_launch<192, false>);
-    if (arch == 90 && a.few())
-      return a.D == 128 ? few_launch<128>(stream, indices, q, k, lse, a)
-                        : few_launch<64>(stream, indices, q, k, lse, a);
-    if (arch == 90 && a.D == 128) return a.pooled ? launch(sm90_launch<128, true>) : launch(sm90_launch<128, false>);
-    if (arch == 90) return a.pooled ? launch(sm90_launch<64, true>) : launch(sm90_launch<64, false>);
-    if (a.D == 128) return a.pooled ? launch(sm80_launch<128, true>) : launch(sm80_launch<128, false>);
-    return a.pooled ? launch(sm80_launch<64, true>) : launch(sm80_launch<64, false>);
+    const auto launch_for = [&](auto d) -> Kernel {
+      constexpr int D = decltype(d)::value;
+      if (arch == 90 && a.few()) return few_launch<D>(stream, indices, q, k, lse, a);
+      if (arch == 90) return a.pooled ? launch(sm90_launch<D, true>) : launch(sm90_launch<D, false>);
+      return a.pooled ? launch(sm80_launch<D, true>) : launch(sm80_launch<D, false>);
+    };
+    if (a.D == 192) return launch_for(std::integral_constant<int, 192>());
+    if (a.D == 128) return launch_for(std::integral_constant<int, 128>());
+    return launch_for(std::integral_constant<int, 64>());
   } else {
     launch(stream, topk::float_kernel, {a.most(), 256}, indices, q, k, lse, scratch, a);
     return {"fp32"};

@@ -128,8 +128,8 @@ __device__ inline void load_queries(const bf16* q, int thread, int b, int first_
 
 template <int D>
 struct Sm90 {
-  static constexpr int warps = 4;  // that do all but fetch keys
-  static constexpr int keys = 64, stages = 4, tile = keys * D * 2;
+  static constexpr int warps = 4;                                                 // that do all but fetch keys
+  static constexpr int keys = 64, stages = D > 128 ? 2 : 4, tile = keys * D * 2;  // two blocks fit on an SM
   static constexpr int q = 0, k = std::max(TopK::columns * D * 2, warps*room_bytes), bars = k + stages * tile;
   static constexpr int items = bars + 16 * stages, lists = items + 32, bytes = lists + warps * list_bytes + 1024;
   static_assert(k % 1024 == 0, "wgmma's tiles begin at multiples of 1024");

@@ -375,6 +375,12 @@ void every_kernel(F check) {
   check(float(), [](Call<float>& c) { run_gpu(c, 0); });
 }
 
+// Head dims that T's kernels have.
+template <class T>
+std::vector<int64_t> widths() {
+  return std::is_same_v<T, bf16> ? std::vector<int64_t>{64, 128, 192} : std::vector<int64_t>{64, 128};
+}
+
 }  // namespace
 #endif
 
@@ -398,7 +404,7 @@ TEST_CASE("GPU: nsa_topk for every length", "[topk][gpu]") {
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
     using T = decltype(type);
-    for (int64_t D : {64, 128})
+    for (int64_t D : widths<T>())
       for (int64_t length : {1, 15, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 2049}) {
         const NsaShape a = shape(2, length, 8, 2, D);
         check_choice<T>(a, run, 40);
@@ -414,7 +420,7 @@ TEST_CASE("GPU: nsa_topk for every group", "[topk][gpu]") {
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
     using T = decltype(type);
-    for (int64_t D : {64, 128})
+    for (int64_t D : widths<T>())
       for (int64_t group : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32, 64, 128}) {
         const NsaShape a = blocks(shape(group < 17 ? 2 : 1, group < 32 ? 1100 : 300, 2 * group, 2, D), 8, 4, 16, 16);
         check_choice<T>(a, run, 400 / group);
@@ -430,7 +436,7 @@ TEST_CASE("GPU: nsa_topk among 32 blocks and fewer", "[topk][gpu]") {
 #if FSDP_CUDA
   every_kernel([](auto type, auto run) {
     using T = decltype(type);
-    for (int64_t D : {64, 128})
+    for (int64_t D : widths<T>())
       for (int64_t group : {1, 2, 3, 4, 5, 6, 8, 12, 16, 32}) {
         const NsaShape a = blocks(shape(group < 5 ? 2 : 1, 500, 2 * group, 2, D), 8, 4, 16, 12);
         check_choice<T>(a, run, 400 / group);
@@ -524,7 +530,7 @@ TEST_CASE("GPU: nsa_topk says which kernel it launched", "[topk][gpu]") {
 #if FSDP_CUDA
   for (int arch : archs()) {
     INFO("kernels of sm_" << arch);
-    for (int64_t D : {64, 128}) {
+    for (int64_t D : widths<bf16>()) {
       for (int64_t group : {1, 2, 3, 4, 6, 8, 12, 16})
         for (auto [T, which] : {std::pair<int64_t, const char*>{2048, "few blocks"}, {2049, "pooled"}})
           CHECK(kernel_for<bf16>(shape(1, T, group, 1, D), arch) ==
