@@ -69,8 +69,8 @@ static Cost cost(const NsaShape& a) {
   for (int64_t r = 1; r <= rows; r++) tiles += (compressed_keys(std::min(r * 128, a.T), a.block, a.stride) + 127) / 128;
   Cost c{Work::attention};
   c.flops = double(tiles * 128 * 128) * double(2 * a.H * a.D + 2700 * a.HKV) + 30e6 * double(rows * a.H);
-  if (attention::TopK(a, std::is_same_v<T, bf16>).few()) c.flops *= 0.3;
-  c.flops *= double(a.B), c.share = a.D == 192 ? 0.36 : 0.77, c.dtype = dtype_of<T>;
+  if (attention::TopK(a, std::is_same_v<T, bf16>).few()) c.flops *= 0.37;
+  c.flops *= double(a.B), c.share = 0.96, c.dtype = dtype_of<T>;
   return c;
 }
 

@@ -123,8 +123,8 @@ __device__ inline void load_queries(const bf16* q, int thread, int b, int first_
 // that are chosen for come to where the columns were. Read once: q, lse; for each tile, k (from L2); written once and
 // read by the same block: scores (from block 1024 on twice or more); written once: indices. Limits: tensor cores and
 // exponentials alike allow 790 TFLOP/s at D 128, 1.4 ms at T 65536 with 32 heads.
-// H200, D 128, 32/8 heads: 0.072 ms at T 4096, 0.180 at 8192, 0.438 at 16384, 1.205 at 32768, 3.71 at 65536 (296
-// TFLOP/s), 14.34 at 131072. 64/4 heads: 0.085 ms at 4096, 5.07 at 65536 (434 TFLOP/s), 19.66 at 131072.
+// H200, D 128, 32/8 heads: 0.066 ms at T 4096, 0.163 at 8192, 0.408 at 16384, 1.115 at 32768, 3.40 at 65536 (323
+// TFLOP/s), 13.23 at 131072. 64/4 heads: 0.061 ms at 4096, 4.44 at 65536 (495 TFLOP/s), 17.96 at 131072.
 
 template <int D>
 struct Sm90 {
@@ -279,7 +279,7 @@ Kernel sm90_launch(cudaStream_t stream, int32_t* indices, const bf16* q, const b
 // The same with mma.sync. A block is 8 warps; 128 keys stream past at a time, of which a warp owns 16 against all
 // columns, and a thread what it owns above; two stages. Scores that are chosen from come to where columns and keys
 // were. Blocks take every gridDim-th item.
-// H200, D 128, 32/8 heads: 0.098 ms at T 4096, 7.93 at 65536, 29.6 at 131072; shared memory, of which every warp reads
+// H200, D 128, 32/8 heads: 0.099 ms at T 4096, 7.44 at 65536, 27.7 at 131072; shared memory, of which every warp reads
 // all columns for its 16 keys, allows 2.6 at 65536.
 
 template <int D>
