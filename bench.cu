@@ -117,7 +117,7 @@ Settings parse(int argc, char** argv) {
   app.add_flag("--dry-run", s.dry_run, "print the command of every row; run nothing")->needs(sweep);
   app.add_flag("--continue", s.go_on, "keep the file's rows that the same commands made, and run the rest")->needs(sweep);
   app.add_option("--only", s.only, "numbers of the rows to run, from 1; the file's other rows stay")->type_name("N,...")->delimiter(',')->check(count)->needs(sweep);
-  app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py); without it the file keeps its PyTorch rows")->needs(sweep);
+  app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py; kernels: cuDNN, peers/attention.py); without it the file keeps its PyTorch rows")->needs(sweep);
   app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->type_name("N")->check(count);
   app.add_option("--rounds", s.rounds, "run every row N times, ours and PyTorch's in turn")->type_name("N")->check(CLI::Range(1, 100))->needs(sweep);
   app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as the window needs)")->type_name("N")->check(count)->needs(sweep);
@@ -205,7 +205,7 @@ void check_planned(const Settings& s) {
 // Refuses what a sweep does not use.
 void check_use(const Settings& s, const Sweep& sweep) {
   const bool planned = is_planned(sweep), trains = planned || sweep.kind == SweepKind::training,
-             collectives = sweep.kind == SweepKind::collectives;
+             collectives = sweep.kind == SweepKind::collectives, kernels = sweep.kind == SweepKind::kernels;
   const auto refuse = [&](bool given, const char* option) {
     REQUIRE_USER(!given, "--sweep %s does not use %s; leave it out", sweep.name, option);
   };
@@ -214,10 +214,10 @@ void check_use(const Settings& s, const Sweep& sweep) {
   refuse(!steps && s.steps, "--steps"), refuse(!steps && !s.window.empty(), "--window");
   refuse(!trains && !s.only.empty(), "--only"), refuse(!steps && s.rounds > 1, "--rounds");
   refuse(!steps && s.warm_seconds >= 0, "--warm"), refuse(!trains && s.dry_run, "--dry-run");
-  refuse(!trains && s.go_on, "--continue"), refuse(!steps && s.peer, "--peer");
+  refuse(!trains && s.go_on, "--continue"), refuse(!steps && !kernels && s.peer, "--peer");
   refuse(planned && s.ranks, "--ranks"), refuse(!trains && !collectives && s.ranks > 1, "--ranks");
   refuse(!steps && !collectives && s.timeout, "--timeout");
-  refuse((trains || sweep.kind == SweepKind::kernels) && !s.values.empty(), "--values");
+  refuse((trains || kernels) && !s.values.empty(), "--values");
 }
 
 void read_window(const Settings& s, SweepRun* run) {
@@ -332,6 +332,14 @@ std::string merged(const std::vector<json>& before, std::vector<json> now) {
   return text;
 }
 
+// PyTorch's rows of the file, where it has not run anew: of the same GPU they stay.
+void keep_peers(const std::vector<json>& before, std::vector<json>* now) {
+  const auto gpu = [](const json& row) { return row.value("/hardware/name"_json_pointer, ""); };
+  const std::string here = now->empty() ? "" : gpu(now->front());
+  for (const json& old : before)
+    if (old.value("who", "") == "PyTorch" && gpu(old) == here) now->push_back(old);
+}
+
 // Sweeps that are timed by themselves. What their file held stays until they have ended.
 int time_rows(const Settings& s, const SweepRun& run) {
   const Sweep& sweep = *run.sweep;
@@ -347,19 +355,26 @@ int time_rows(const Settings& s, const SweepRun& run) {
   std::remove(rows.path.c_str());
   std::printf("%s\n", run.path.c_str());
   int status;
+  bool peers_timed = true;
   if (sweep.kind == SweepKind::collectives) {
     status = sweep_collectives(s, run);
   } else if (sweep.kind == SweepKind::kernels) {
     status = time_attention_kernels(rows) ? 0 : 1;
+    if (status == 0 && s.peer) peers_timed = time_peers_kernels(rows, run.timeout_s);
   } else {
     const Values values = !s.values.empty() ? s.values : gpu_count() > 0 ? sweep.on_gpus : sweep.on_cpu;
     status = time_attention_layers(rows, values) ? 0 : 1;
   }
+  std::vector<json> now = read_json_lines(rows.path);
+  if (sweep.kind == SweepKind::kernels) {
+    if (!s.peer) keep_peers(before, &now);
+    now = by_attention(std::move(now));
+  }
   if (status == 0 || before.empty())
-    files::replace(run.path, merged(s.values.empty() ? std::vector<json>() : before, read_json_lines(rows.path)));
+    files::replace(run.path, merged(s.values.empty() ? std::vector<json>() : before, std::move(now)));
   else std::printf("nothing could be timed: %s stays as it was\n", run.path.c_str());
   std::remove(rows.path.c_str());
-  return status;
+  return peers_timed ? status : 1;
 }
 
 int run_one(const Settings& s, const Sweep& sweep, const json& hardware) {

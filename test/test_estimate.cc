@@ -490,7 +490,7 @@ TEST_CASE("estimated collectives and the measured ones of results/", "[estimate]
 TEST_CASE("estimated attention and the measured one of results/", "[estimate][measured]") {
   for (const char* name : {"kernels-1gpu", "attention-1gpu"})
     for (const json& j : lines(strf("results/%s.jsonl", name))) {
-      if (j.at("kernel") == "sm_80 (mma.sync)") continue;
+      if (j.at("kernel") == "sm_80 (mma.sync)" || j.value("who", "") == "PyTorch") continue;
       const json& at = j.at("attention");
       const int64_t B = at.at("B"), T = at.at("T"), H = at.at("H"), HKV = at.at("HKV"), D = at.at("D");
       const int64_t DV = at.value("DV", D);

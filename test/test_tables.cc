@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "lib/program/tables.h"
+#include "lib/program/timing.h"
 #include "test/errors.h"
 #include "test/result_rows.h"
 
@@ -220,6 +221,14 @@ TEST_CASE("rows that are not of training have the columns of their kind", "[tabl
       {"result", {{"ms", 0.842}, {"of_link", 0.7}, {"product_ms", 1.0}, {"product_beside_ms", 1.66}}}};
   CHECK(has(sweep_table({collective}), "| all_gather | NCCL |    2 | 336 | 0.842 |"));
   CHECK(has(sweep_table({collective}), "x 1.66 |"));
+}
+
+TEST_CASE("rows of one attention stand together, in the order of their first", "[tables]") {
+  const auto row = [](int64_t T, const char* kernel) { return json{{"attention", {{"T", T}}}, {"kernel", kernel}}; };
+  const std::vector<json> rows = {row(8192, "a"), row(8192, "b"), row(4096, "a"), row(4096, "theirs"),
+                                  row(8192, "theirs")};
+  CHECK(by_attention(rows) == std::vector<json>{rows[0], rows[1], rows[4], rows[2], rows[3]});
+  CHECK(by_attention({}).empty());
 }
 
 TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {

@@ -43,3 +43,10 @@ bool time_attention_layers(const RowFile& rows, const std::vector<int64_t>& leng
 // The attention kernels in bf16 on GPU 0: causal, and NSA's window and compressed branches, each kernel that the GPU
 // can run. Throws UsageError without a GPU that has kernels. Returns whether anything was timed.
 bool time_attention_kernels(const RowFile& rows);
+
+// PyTorch's attention by cuDNN (peers/attention.py) on those of the shapes in `rows` that are causal: a row for each,
+// "who": "PyTorch", on the hardware of ours. Returns whether all were timed, and says why if not.
+bool time_peers_kernels(const RowFile& rows, int64_t timeout_s);
+
+// Rows of one attention together, in the order in which the first of each came.
+std::vector<nlohmann::json> by_attention(std::vector<nlohmann::json> rows);

@@ -1,0 +1,51 @@
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <utility>
+
+#include <unistd.h>
+
+#include "lib/device/error.h"
+#include "lib/program/process.h"
+#include "lib/program/tables.h"
+#include "lib/program/timing.h"
+
+using nlohmann::json;
+
+bool time_peers_kernels(const RowFile& rows, int64_t timeout_s) {
+  json shapes = json::array(), hardware;
+  for (const json& row : read_json_lines(rows.path)) {
+    const json& a = row.at("attention");
+    const bool causal = !a.contains("window") && !a.contains("compressed");
+    if (causal && std::find(shapes.begin(), shapes.end(), a) == shapes.end()) shapes.push_back(a);
+    hardware = row.at("hardware");
+  }
+  const std::string files = strf("build/bench/kernels-%d-peers", int(getpid())), list = files + ".json",
+                    output = files + ".log";
+  std::ofstream(list) << shapes.dump() << "\n";
+  const std::string failed = run({"python3", "peers/attention.py", list}, output, timeout_s);
+  std::vector<json> theirs;
+  for (json row : read_json_lines(output)) {
+    if (!row.contains("attention")) continue;
+    row["who"] = "PyTorch", row["hardware"] = hardware;
+    rows.append(row);
+    theirs.push_back(row);
+  }
+  std::printf("\n%s", sweep_table(theirs).c_str());
+  if (!failed.empty())
+    std::printf("PyTorch has not timed all of its rows: %s; %s\n", failed.c_str(), error_line(output).c_str());
+  std::remove(list.c_str());
+  if (failed.empty()) std::remove(output.c_str());
+  return failed.empty();
+}
+
+std::vector<json> by_attention(std::vector<json> rows) {
+  std::vector<json> sorted;
+  for (json& row : rows) {
+    if (row.is_null()) continue;
+    const json attention = row.at("attention");
+    for (json& other : rows)
+      if (!other.is_null() && other.at("attention") == attention) sorted.push_back(std::exchange(other, nullptr));
+  }
+  return sorted;
+}
