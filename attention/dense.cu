@@ -178,7 +178,7 @@ static Cost cost(const AttentionShape& a, bool backward) {
   Cost c = moves<T>((backward ? 2 : 1) * a.B * a.T * (a.H + a.HKV) * both, backward ? 3 : 1, Work::attention);
   // Products contract over keys' head dim or over values': of five in the backward three and two.
   c.flops = 2 * double(a.B * a.H * (backward ? both * 2 + a.D : both)) * tiles * 128 * 128;
-  c.share = a.D > 64 ? (backward ? 0.51 : a.D > 128 ? 0.66 : 0.72) : (backward ? 0.475 : 0.545);
+  c.share = a.D > 64 ? (backward ? 0.51 : 0.72) : (backward ? 0.475 : 0.545);
   c.dtype = dtype_of<T>;
   if (backward && c.dtype == Dtype::bf16 && in_one(a, BackwardKernels::suits)) c.share = a.D > 64 ? 0.55 : 0.53;
   if (c.dtype == Dtype::f32) c.dtype = Dtype::bf16, c.flops *= 6, c.share *= 0.75;
