@@ -170,7 +170,8 @@ std::string command_of(const std::string& file, Table::Form form) {
   if (is_plan(file))
     return "`./bench --sweep " + sweep +
            (sweep == "scale" ? "`" : strf(" --gpu %s --ranks %d`", planned_chip, planned_ranks));
-  return "`./bench --sweep " + sweep + (form == Table::plain ? "" : " --peer") + "`";
+  const bool alone = form == Table::plain && sweep != "kernels";  // PyTorch has nothing to run beside it
+  return "`./bench --sweep " + sweep + (alone ? "" : " --peer") + "`";
 }
 std::string machine_of(const std::string& file) {
   const size_t dash = file.rfind('-');
