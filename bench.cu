@@ -332,14 +332,6 @@ std::string merged(const std::vector<json>& before, std::vector<json> now) {
   return text;
 }
 
-// PyTorch's rows of the file, where it has not run anew: of the same GPU they stay.
-void keep_peers(const std::vector<json>& before, std::vector<json>* now) {
-  const auto gpu = [](const json& row) { return row.value("/hardware/name"_json_pointer, ""); };
-  const std::string here = now->empty() ? "" : gpu(now->front());
-  for (const json& old : before)
-    if (old.value("who", "") == "PyTorch" && gpu(old) == here) now->push_back(old);
-}
-
 // Sweeps that are timed by themselves. What their file held stays until they have ended.
 int time_rows(const Settings& s, const SweepRun& run) {
   const Sweep& sweep = *run.sweep;
@@ -367,7 +359,7 @@ int time_rows(const Settings& s, const SweepRun& run) {
   }
   std::vector<json> now = read_json_lines(rows.path);
   if (sweep.kind == SweepKind::kernels) {
-    if (!s.peer) keep_peers(before, &now);
+    if (!s.peer || !peers_timed) keep_peers(before, &now);
     now = by_attention(std::move(now));
   }
   if (status == 0 || before.empty())

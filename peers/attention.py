@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """PyTorch's attention by cuDNN on the shapes of ./bench --sweep kernels --peer, which starts this.
 
 python3 peers/attention.py SHAPES.json: a list of {"B", "T", "H", "HKV", "D"} and "DV", where it is not D. Prints a line
@@ -9,6 +10,10 @@ graph, so that no time is the host's: medians of 20 replays after 3 that do not 
 import json
 import statistics
 import sys
+
+from libraries import require
+
+require("torch")
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -69,6 +74,10 @@ def measure(shape):
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit("error: attention.py takes one file of shapes, as ./bench --sweep kernels --peer writes it")
+    if not torch.cuda.is_available():
+        sys.exit("error: attention.py needs a GPU, which PyTorch does not see")
     with open(sys.argv[1]) as file:
         shapes = json.load(file)
     torch.manual_seed(1)

@@ -231,6 +231,23 @@ TEST_CASE("rows of one attention stand together, in the order of their first", "
   CHECK(by_attention({}).empty());
 }
 
+TEST_CASE("PyTorch's rows of attention stay until it has run anew on that GPU", "[tables]") {
+  const auto row = [](int64_t T, const char* who, const char* gpu, double ms) {
+    json j = {{"attention", {{"T", T}}}, {"hardware", {{"name", gpu}}}, {"result", {{"forward_ms", ms}}}};
+    if (*who) j["who"] = who;
+    return j;
+  };
+  const json ours = row(4096, "", "H200", 1), theirs = row(4096, "PyTorch", "H200", 2);
+  const auto kept = [](const std::vector<json>& before, std::vector<json> now) {
+    keep_peers(before, &now);
+    return now;
+  };
+  CHECK(kept({row(4096, "", "H200", 3), theirs}, {ours}) == std::vector<json>{ours, theirs});
+  CHECK(kept({row(4096, "PyTorch", "H100", 2)}, {ours}) == std::vector<json>{ours});
+  const json anew = row(4096, "PyTorch", "H200", 4), other = row(8192, "PyTorch", "H200", 5);
+  CHECK(kept({theirs, other}, {ours, anew}) == std::vector<json>{ours, anew, other});
+}
+
 TEST_CASE("files of rows are read in order or refused in a line", "[tables]") {
   const ScratchDirectory dir;
   const std::vector<json> rows = read_rows({rows_in(dir, "depth-2gpu.jsonl", depth_rows())});

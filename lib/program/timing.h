@@ -48,5 +48,8 @@ bool time_attention_kernels(const RowFile& rows);
 // "who": "PyTorch", on the hardware of ours. Returns whether all were timed, and says why if not.
 bool time_peers_kernels(const RowFile& rows, int64_t timeout_s);
 
+// To the rows timed now, PyTorch's of before: of the same GPU, where it has not timed that attention anew.
+void keep_peers(const std::vector<nlohmann::json>& before, std::vector<nlohmann::json>* now);
+
 // Rows of one attention together, in the order in which the first of each came.
 std::vector<nlohmann::json> by_attention(std::vector<nlohmann::json> rows);

@@ -85,7 +85,7 @@ needs() {
 }
 if needs "PyTorch's programs without PyTorch" sys; then
   wrong=""
-  for program in torch_fsdp hf_round_trip read_export nsa_per_token; do
+  for program in torch_fsdp attention hf_round_trip read_export nsa_per_token; do
     python3 -S "peers/$program.py" --help >"$dir/out" 2>&1 && wrong="$wrong; $program needs nothing" # -S: no packages
     grep -q "^error: $program.py needs .*torch.*: pip install " "$dir/out" && [ "$(wc -l <"$dir/out")" = 1 ] || wrong="$wrong; $program: $(tail -1 "$dir/out")"
   done
