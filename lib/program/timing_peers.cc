@@ -32,8 +32,11 @@ bool time_peers_kernels(const RowFile& rows, int64_t timeout_s) {
     theirs.push_back(row);
   }
   std::printf("\n%s", sweep_table(theirs).c_str());
-  if (!failed.empty())
-    std::printf("PyTorch has not timed all of its rows: %s; %s\n", failed.c_str(), error_line(output).c_str());
+  if (!failed.empty()) {
+    const std::string error = error_line(output);
+    std::printf("PyTorch has not timed all of its rows: %s%s%s; see %s\n", failed.c_str(), error.empty() ? "" : ": ",
+                error.c_str(), output.c_str());
+  }
   std::remove(list.c_str());
   if (failed.empty()) std::remove(output.c_str());
   return failed.empty();
