@@ -122,3 +122,8 @@ std::string error_line(const std::string& path) {
   }
   return any;
 }
+
+std::string why(const std::string& ended, const std::string& output) {
+  const std::string line = error_line(output);
+  return line.empty() ? ended + "; see " + output : line;
+}

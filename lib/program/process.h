@@ -31,3 +31,5 @@ std::string read_file(const std::string& path);              // "" if it cannot 
 // The line of an output file that tells of an error: what follows `error: ` where a line begins with that, else the
 // first line with the word in it, or with "out of memory"; "" if there is none.
 std::string error_line(const std::string& path);
+// Why a command that wrote `output` failed: that line, else how it ended, as run() says, and where to look.
+std::string why(const std::string& ended, const std::string& output);

@@ -83,8 +83,7 @@ std::string run_ranks(int64_t ranks, const Words& environment, const Words& word
   all.insert(all.end(), words.begin(), words.end());
   const std::string error = run(all, output, timeout_s);
   if (error.empty() || error.rfind("timed out", 0) == 0) return error;
-  const std::string line = error_line(output);
-  return line.empty() ? error + "; see " + output : line;
+  return why(error, output);
 }
 
 json ask_hardware() {
