@@ -117,7 +117,7 @@ Settings parse(int argc, char** argv) {
   app.add_flag("--dry-run", s.dry_run, "print the command of every row; run nothing")->needs(sweep);
   app.add_flag("--continue", s.go_on, "keep the file's rows that the same commands made, and run the rest")->needs(sweep);
   app.add_option("--only", s.only, "numbers of the rows to run, from 1; the file's other rows stay")->type_name("N,...")->delimiter(',')->check(count)->needs(sweep);
-  app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py; kernels: cuDNN, peers/attention.py); without it the file keeps its PyTorch rows")->needs(sweep);
+  app.add_flag("--peer", s.peer, "run PyTorch on the same rows (peers/torch_fsdp.py; --sweep kernels: cuDNN's attention, peers/attention.py); without it the file keeps its PyTorch rows")->needs(sweep);
   app.add_option("--ranks", s.ranks, "ranks (default: one for each GPU; on a CPU 2)")->type_name("N")->check(count);
   app.add_option("--rounds", s.rounds, "run every row N times, ours and PyTorch's in turn")->type_name("N")->check(CLI::Range(1, 100))->needs(sweep);
   app.add_option("--steps", s.steps, "steps of each row (default: 30, or 24 where one takes a second; on a CPU 6; as many as the window needs)")->type_name("N")->check(count)->needs(sweep);

@@ -1,4 +1,5 @@
 // lib/program/tables.h: from rows of results to Markdown, figure by figure.
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -229,6 +230,21 @@ TEST_CASE("rows of one attention stand together, in the order of their first", "
                                   row(8192, "theirs")};
   CHECK(by_attention(rows) == std::vector<json>{rows[0], rows[1], rows[4], rows[2], rows[3]});
   CHECK(by_attention({}).empty());
+}
+
+TEST_CASE("TFLOP/s of kernels follow from their time and shape", "[tables][measured]") {
+  int64_t rows = 0;
+  for (const json& row : read_json_lines("results/kernels-1gpu.jsonl")) {
+    const json& a = row.at("attention");
+    if (a.contains("window") || a.contains("compressed")) continue;
+    const int64_t B = a.at("B"), T = a.at("T"), H = a.at("H"), D = a.at("D");
+    json result = row.at("result");
+    add_tflops(&result, double(B * H) * causal_pairs(T), D, a.value("DV", D));
+    for (const char* key : {"forward_tflops", "forward_backward_tflops"})
+      CHECK(std::abs(result.at(key).get<double>() / row.at("result").at(key).get<double>() - 1) < 1e-12);
+    ++rows;
+  }
+  CHECK(rows > 0);
 }
 
 TEST_CASE("PyTorch's rows of attention stay until it has run anew on that GPU", "[tables]") {

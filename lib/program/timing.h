@@ -44,6 +44,12 @@ bool time_attention_layers(const RowFile& rows, const std::vector<int64_t>& leng
 // can run. Throws UsageError without a GPU that has kernels. Returns whether anything was timed.
 bool time_attention_kernels(const RowFile& rows);
 
+// Pairs of a query and a key that it sees, in one head of one sequence under the causal rule: half of all.
+double causal_pairs(int64_t T);
+// To "forward_ms" and "forward_backward_ms" their TFLOP/s: two matmuls forward and five backward, of which one and
+// three contract over keys' head dim D or make it, the others over values' DV; pairs of all heads and sequences.
+void add_tflops(nlohmann::json* result, double pairs, int64_t D, int64_t DV);
+
 // PyTorch's attention by cuDNN (peers/attention.py) on those of the shapes in `rows` that are causal: a row for each,
 // "who": "PyTorch", on the hardware of ours. Returns whether all were timed, and says why if not.
 bool time_peers_kernels(const RowFile& rows, int64_t timeout_s);

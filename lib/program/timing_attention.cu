@@ -200,9 +200,9 @@ struct GpuArrays {
   }
 };
 
-// Pairs of a query and a key that it sees, in one head of one sequence; causal: half of all.
+// As causal_pairs, under any rule.
 double seen_pairs(const AttentionShape& a) {
-  if (a.sees == Sees::causal) return double(a.T) * double(a.T) / 2;
+  if (a.sees == Sees::causal) return causal_pairs(a.T);
   double pairs = 0;
   for (int64_t t = 0; t < a.T; ++t) {
     const int64_t ended = t + 1 < a.block ? 0 : (t + 1 - a.block) / std::max<int64_t>(1, a.stride) + 1;
@@ -242,15 +242,9 @@ json time_kernels(Device& dev, int arch, AttentionShape a) {
     forward();
     gpu::attention_backward<bf16>(s.cuda(), arch, dqkv, dk, dv, d_o, qkv, k, v, o, lse, work, a);
   };
-  // Two matmuls forward and five backward, of which one and three contract over keys' head dim or make it; only pairs
-  // that are seen count.
-  const double pairs = double(a.B * a.H) * seen_pairs(a);
-  const double forward_flops = 2 * pairs * double(a.D + DV), backward_flops = 2 * pairs * double(3 * a.D + 2 * DV);
   json result = spread("forward_ms", time_calls(dev, s, forward));
   result.update(spread("forward_backward_ms", time_calls(dev, s, both)));
-  result["forward_tflops"] = forward_flops / result["forward_ms"].get<double>() / 1e9;
-  result["forward_backward_tflops"] =
-      (forward_flops + backward_flops) / result["forward_backward_ms"].get<double>() / 1e9;
+  add_tflops(&result, double(a.B * a.H) * seen_pairs(a), a.D, DV);
   return result;
 }
 

@@ -12,13 +12,22 @@
 
 using nlohmann::json;
 
+double causal_pairs(int64_t T) { return double(T) * double(T) / 2; }
+
+void add_tflops(json* result, double pairs, int64_t D, int64_t DV) {
+  const double forward = 2 * pairs * double(D + DV), backward = 2 * pairs * double(3 * D + 2 * DV);
+  const auto rate = [&](double flops, const char* ms) { return flops / result->at(ms).get<double>() / 1e9; };
+  (*result)["forward_tflops"] = rate(forward, "forward_ms");
+  (*result)["forward_backward_tflops"] = rate(forward + backward, "forward_backward_ms");
+}
+
 bool time_peers_kernels(const RowFile& rows, int64_t timeout_s) {
-  json shapes = json::array(), hardware;
-  for (const json& row : read_json_lines(rows.path)) {
+  const std::vector<json> ours = read_json_lines(rows.path);
+  json shapes = json::array();
+  for (const json& row : ours) {
     const json& a = row.at("attention");
     const bool causal = !a.contains("window") && !a.contains("compressed");
     if (causal && std::find(shapes.begin(), shapes.end(), a) == shapes.end()) shapes.push_back(a);
-    hardware = row.at("hardware");
   }
   const std::string files = strf("build/bench/kernels-%d-peers", int(getpid())), list = files + ".json",
                     output = files + ".log";
@@ -27,16 +36,17 @@ bool time_peers_kernels(const RowFile& rows, int64_t timeout_s) {
   std::vector<json> theirs;
   for (json row : read_json_lines(output)) {
     if (!row.contains("attention")) continue;
-    row["who"] = "PyTorch", row["hardware"] = hardware;
+    row["who"] = "PyTorch", row["hardware"] = ours.front().at("hardware");
+    if (row.contains("result")) {
+      const json& a = row["attention"];
+      const int64_t B = a.at("B"), T = a.at("T"), H = a.at("H"), D = a.at("D");
+      add_tflops(&row["result"], double(B * H) * causal_pairs(T), D, a.value("DV", D));
+    }
     rows.append(row);
     theirs.push_back(row);
   }
   std::printf("\n%s", sweep_table(theirs).c_str());
-  if (!failed.empty()) {
-    const std::string error = error_line(output);
-    std::printf("PyTorch has not timed all of its rows: %s%s%s; see %s\n", failed.c_str(), error.empty() ? "" : ": ",
-                error.c_str(), output.c_str());
-  }
+  if (!failed.empty()) std::printf("PyTorch did not time all of its rows: %s\n", why(failed, output).c_str());
   std::remove(list.c_str());
   if (failed.empty()) std::remove(output.c_str());
   return failed.empty();
