@@ -365,13 +365,15 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
     const AttentionShape c = compressed_shape(a);
     dk = mem.take<T>(saved.k.size(), "gradient of compressed keys");
     dv = mem.take<T>(saved.v.size(), "gradient of compressed values");
-    dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
+    const T* const o = saved.o_compressed;
+    if (!begun.has && a.v_dim() == a.D) dq = std::move(saved.o_compressed);
+    else dq = mem.take<T>(a.B * a.T * a.H * a.D, "gradient of compressed branch's q");
     Buffer<A> workspace =
         mem.take<A>(attention_backward_workspace<T>(c, BackwardKernels::suits, stats_at), "attention workspace");
     dev.mark("compressed branch, backward");
     record(Stage::compressed_backward,
-           attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, saved.o_compressed, saved.lse_compressed,
-                                 workspace, c, gate(0), begun.stats[0]));
+           attention_backward<T>(s, dq, dk, dv, d_o, x, saved.k, saved.v, o, saved.lse_compressed, workspace, c,
+                                 gate(0), begun.stats[0]));
   }
   saved.k.reset(), saved.v.reset(), saved.o_compressed.reset(), saved.lse_compressed.reset();
   const auto join = [&] { branch.join(); };

@@ -111,8 +111,8 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
                                      StatsAt stats = StatsAt::workspace);
 
 // dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
-// d_o: the gradient of o, or of sigmoid(gate) * o. stats: of attention_begin_backward, which has read o and lse and
-// seen to the gate; not with causal attention.
+// d_o: the gradient of o, or of sigmoid(gate) * o. o: where its rows are as dq's, it may be dq itself. stats: of
+// attention_begin_backward, which has read o and lse and seen to the gate; not with causal attention.
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {},
