@@ -39,8 +39,9 @@ static void check(const AttentionShape& a) {
 
 // Does one kernel make all gradients, or a pair of them? The one's blocks wait for each other while they begin, the
 // longer the more tiles of keys there are, and walk the longer the more heads share a key: it wants groups, and enough
-// blocks for a large GPU. Under a window and under compressed keys, where summing dq in order takes longer than two
-// products, it is slower at every length. Measured on an H200: results/gpu-tests-2026-11-27.log.
+// blocks for a large GPU. Under a window, where summing dq in order takes longer than two products, it is slower at
+// every length. Measured on an H200: results/gpu-tests-2026-11-27.log; compressed keys,
+// results/gpu-tests-2026-11-28.log.
 static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (a.sees != Sees::causal || a.D != a.v_dim() || kernels == BackwardKernels::pair) return false;
   if (kernels == BackwardKernels::one) return true;
@@ -48,6 +49,22 @@ static bool in_one(const AttentionShape& a, BackwardKernels kernels) {
   if (units * ((a.T + 127) / 128) < 256) return false;
   if (a.H == a.HKV) return a.D == 128 && a.T >= 8192;
   return a.D == 128 || (a.D == 64 && units >= 8);
+}
+// The same for compressed keys: in how many parts are the heads of a group, or 0 for the pair? As few as give each
+// multiprocessor of a large GPU a block in a round. With few rounds it is slower: blocks wait for the round before.
+static int parts_in_one(const AttentionShape& a, BackwardKernels kernels) {
+  if (a.sees != Sees::compressed || !a.keys || a.D != a.v_dim() || kernels == BackwardKernels::pair) return 0;
+  if ((a.keys - 1) * a.stride >= a.T) return 0;  // there are some that nobody sees
+  if (a.T > 16384 * 128 * a.stride) return 0;    // more blocks than a launch has
+  const attention::Problem p(a);
+  int most = 1;
+  for (int parts = 1; parts <= p.group; ++parts) {
+    if (p.group % parts) continue;
+    most = parts;
+    const attention::CompressedDqOrder order(p, int(a.stride), parts);
+    if (order.chunks >= 16 && order.blocks_of_round() >= 128) return parts;
+  }
+  return kernels == BackwardKernels::one ? most : 0;
 }
 
 #if FSDP_CUDA
@@ -116,16 +133,21 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
   float* const more = stats ? workspace : workspace + 2 * rows;
   const float *lse2 = stats ? stats : workspace, *delta = lse2 + rows;
   if constexpr (std::is_same_v<T, bf16>) {
-    if (hopper && in_one(shape, kernels)) {
-      ASSERT(!stats);  // who begins clears the counts
-      const DqOrder order(a);
-      float* sums = more;
-      auto* counts = reinterpret_cast<unsigned*>(sums + order.sums(a.D));
-      prepare(stream, workspace, d_o, o, lse, a, gate, counts, order.counts());
-      const auto run = a.D == 128 ? sm90::backward_in_one<128, Causal> : sm90::backward_in_one<64, Causal>;
-      run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, Causal(shape), order, sums, counts);
+    const auto one = [&](const auto& order, const auto& mask) -> Kernel {
+      using Order = std::decay_t<decltype(order)>;
+      using Mask = std::decay_t<decltype(mask)>;
+      auto* counts = reinterpret_cast<unsigned*>(more + order.sums(a.D));
+      const int n = order.launches() * order.counts();
+      if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate, counts, n);
+      else CUDA_CHECK(cudaMemsetAsync(counts, 0, n * sizeof(unsigned), stream));
+      const auto run = a.D == 128 ? sm90::backward_in_one<128, Mask, Order> : sm90::backward_in_one<64, Mask, Order>;
+      for (int i = 0; i < order.launches(); ++i)
+        run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order.launch(i), more, counts + i * order.counts());
       return {"sm90", "five products"};
-    }
+    };
+    if (hopper && in_one(shape, kernels)) return one(DqOrder(a), Causal(shape));
+    const int parts_of_group = hopper ? parts_in_one(shape, kernels) : 0;
+    if (parts_of_group > 0) return one(CompressedDqOrder(a, int(shape.stride), parts_of_group), Compressed(shape));
     if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
     const Parts parts = {dk, dv, more, kv_parts(shape)};
     with_mask(shape, [&](const auto& mask) {
@@ -229,10 +251,12 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
   int64_t numbers = stats == StatsAt::workspace ? attention_stats(a.B, a.T, a.H) : 0;
   if constexpr (std::is_same_v<T, bf16>) {
     int64_t more = attention::part_numbers(a, attention::kv_parts(a));  // another GPU than Hopper has the pair
-    if (in_one(a, kernels)) {
-      const attention::DqOrder order((attention::Problem(a)));
-      more = std::max(more, order.sums(a.D) + order.counts());
-    }
+    const attention::Problem p(a);
+    const auto one = [&](const auto& order) {
+      more = std::max(more, order.sums(a.D) + order.launches() * order.counts());
+    };
+    if (in_one(a, kernels)) one(attention::DqOrder(p));
+    if (const int parts = parts_in_one(a, kernels)) one(attention::CompressedDqOrder(p, int(a.stride), parts));
     numbers += more;
   }
   return numbers;

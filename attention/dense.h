@@ -100,8 +100,8 @@ template <class T>
 void attention_begin_backward(Stream& s, const std::vector<BackwardStart<T>>& starts, const T* d_o,
                               const AttentionShape& a, T* gated_sum = nullptr);
 
-// On Hopper, in bf16: a pair of kernels that do seven products, or, for causal attention, one that does five but waits
-// at its start and takes memory for sums of dq. `suits`: whichever is faster.
+// On Hopper, in bf16: a pair of kernels that do seven products, or, for causal and compressed keys, one that does five
+// but waits at its start and takes memory for sums of dq. `suits`: whichever is faster.
 enum class BackwardKernels { suits, pair, one };
 
 // Numbers of acc_t<T> in the backward's workspace: lse and rowsum(do * o), each (B,H,T) in rows rounded up to 128,
@@ -112,7 +112,7 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
 
 // dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
 // d_o: the gradient of o, or of sigmoid(gate) * o. o: where its rows are as dq's, it may be dq itself. stats: of
-// attention_begin_backward, which has read o and lse and seen to the gate; not with causal attention.
+// attention_begin_backward, which has read o and lse and seen to the gate.
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {},

@@ -107,7 +107,8 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
   if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate);
   const float *lse2 = begun.stats ? begun.stats : made, *delta = lse2 + a.B * a.H * p.Tp;
   if (one) {
-    const auto run = a.D == 128 ? sm90::backward_in_one<128, Chosen> : sm90::backward_in_one<64, Chosen>;
+    const auto run =
+        a.D == 128 ? sm90::backward_in_one<128, Chosen, DqOrder> : sm90::backward_in_one<64, Chosen, DqOrder>;
     if (begun.before_dq) begun.before_dq();
     run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts);
     return;

@@ -1,11 +1,11 @@
-// Causal attention's backward on Hopper in one kernel: five products, where the pair (sm90_backward_pair.cuh) does
-// seven.
+// Attention's backward on Hopper in one kernel, to causal and to compressed keys: five products, where the pair
+// (sm90_backward_pair.cuh) does seven.
 //
-// A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, 128 at a time
-// (dq_order.h); a consumer thread owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO,
-// dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q, all as in the pair, but with products 128 wide: one of 64
-// with both operands in shared memory reads it as fast as it can be read. dS^T goes to shared memory too, for
-// dQ = dS K contracts over both warpgroups' keys: each makes that of 64 queries.
+// A block owns 128 keys of one KV head and walks queries that see them, 128 at a time (dq_order.h); a consumer thread
+// owns parts of two keys' rows. S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T (dP^T -
+// delta), dK += dS^T Q, all as in the pair, but with products 128 wide: one of 64 with both operands in shared memory
+// reads it as fast as it can be read. dS^T goes to shared memory too, for dQ = dS K contracts over both warpgroups'
+// keys: each makes that of 64 queries.
 //
 // Registers: dK and dV of 128 columns leave room for one more result, which is S, dP and dQ in turn. P waits for dP in
 // fp16, times 2^15, which is exact to 2^-12 down to 2e-9; what is made of it leaves without that factor. With 64
@@ -81,15 +81,57 @@ __device__ inline int thread_index() {
 }
 #endif
 
-// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,T,HKV,D); lse2 and delta (B,H,Tp); sums: order.slots() tiles of
-// 128 x D; counts: two for each, and behind them the number of blocks begun, all 0.
-template <int D, class Mask>
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// dK and dV that go from block to block: where a thread of the consumers' has its numbers of a chain's dK, which are 4
+// each, 512 apart, and of its dV, 128 D further; and how often the chain has been carried.
+template <int D, class Order>
+__device__ inline float* carried_at(const Order& order, int chain, float* sums) {
+  const int thread = int(threadIdx.x) - 128;
+  return sums + order.sums_of_dq(D) + int64_t(chain) * 2 * Order::rows * D + thread / 128 * 64 * D + thread % 128 * 4;
+}
+template <class Order>
+__device__ inline unsigned* chain_count(const Order& order, int chain, unsigned* counts) {
+  return counts + 2 * order.slots() + 1 + chain;
+}
+template <int D, class Order>
+__device__ inline void add_carried(float (&dk)[D / 2], float (&dv)[D / 2], const Order& order, int chain, int times,
+                                   float* sums, unsigned* counts) {
+  if (threadIdx.x % 32 == 0)
+    while (load_acquire(chain_count(order, chain, counts)) != unsigned(times)) {}
+  __syncwarp();
+  const float* from = carried_at<D>(order, chain, sums);
+#pragma unroll
+  for (int e = 0; e < D / 2; e += 4) {
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(from + e * 128));
+    const float4 y = __ldcg(reinterpret_cast<const float4*>(from + Order::rows * D + e * 128));
+    dk[e] += x.x, dk[e + 1] += x.y, dk[e + 2] += x.z, dk[e + 3] += x.w;
+    dv[e] += y.x, dv[e + 1] += y.y, dv[e + 2] += y.z, dv[e + 3] += y.w;
+  }
+}
+// Who counts it does so behind a barrier of all.
+template <int D, class Order>
+__device__ inline void carry(const float (&dk)[D / 2], const float (&dv)[D / 2], const Order& order, int chain,
+                             float* sums) {
+  float* to = carried_at<D>(order, chain, sums);
+#pragma unroll
+  for (int e = 0; e < D / 2; e += 4) {
+    *reinterpret_cast<float4*>(to + e * 128) = {dk[e], dk[e + 1], dk[e + 2], dk[e + 3]};
+    *reinterpret_cast<float4*>(to + Order::rows * D + e * 128) = {dv[e], dv[e + 1], dv[e + 2], dv[e + 3]};
+  }
+  __threadfence();
+}
+#endif
+
+// Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2 and delta (B,H,Tp); sums: order.sums(D) numbers, first
+// order.slots() tiles of 128 x D; counts: two for each, behind them the number of blocks begun, and what the order has
+// besides, all 0.
+template <int D, class Mask, class Order>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap dq_map, const __grid_constant__ CUtensorMap dk_map,
                     const __grid_constant__ CUtensorMap dv_map, const float* lse2, const float* delta, Problem a,
-                    Mask mask, DqOrder order, float* sums, unsigned* counts) {
+                    Mask mask, Order order, float* sums, unsigned* counts) {
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
@@ -106,32 +148,45 @@ __global__ void __launch_bounds__(384, 1)
     for (int w = 0; w < 2; ++w) barrier_init(staged + 8 * w, 4), barrier_init(drained + 8 * w, 1);
     barrier_init(added, 2);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    store_shared(base + L::word, int(atomicAdd(counts + 2 * order.slots(), 1u)));  // blocks start in any order
+    int n;
+    DqItem drawn;
+    do n = int(atomicAdd(counts + 2 * order.slots(), 1u));  // blocks start in any order
+    while (!order.locate(n, &drawn));
+    store_shared(base + L::word, n);
   }
   __syncthreads();
 
-  int unit, jt;
-  order.locate(__shfl_sync(~0u, load_shared(base + L::word), 0), &unit, &jt);
-  const int head = unit % a.HKV, b = unit / a.HKV, k0 = jt * BN;
-  const int steps = order.steps(jt), finishes = order.finishes(jt);
-  int i = order.tile(0), g = 0;  // a step's queries and head
+  const auto located = [&] {  // again where it is wanted again, so that it takes no registers through a loop
+    DqItem x;
+    order.locate(__shfl_sync(~0u, load_shared(base + L::word), 0), &x);
+    return x;
+  };
+  DqItem item = located();
+  const int k0 = item.j * BN, steps = order.steps(item);
+  const auto sequence = [&] { return order.pair(item.unit) / a.HKV; };
+  const auto kv_head = [&] { return order.pair(item.unit) % a.HKV; };
+  const auto first_head = [&] { return kv_head() * a.group + order.first_head(item.unit); };
+  int i = order.tile(item, 0), g = 0;  // a step's queries and head
   auto next = [&] {
-    if (++g == a.group) g = 0, --i;
+    if (++g == order.heads) g = 0, --i;
   };
   // Of warpgroup w's half of the tile of dQ of head g and queries i: its count, and its sum.
-  auto count_at = [&](int w, int g, int i) { return counts + 2 * order.slot(unit, g, i) + w; };
-  auto sum_at = [&](int w, int g, int i) { return sums + (2 * order.slot(unit, g, i) + w) * (64 * D); };
+  const int first_slot = order.first_slot(item);
+  auto slot = [&](int g, int i) { return first_slot + g * order.slots_of_head() + i; };
+  auto count_at = [&](int w, int g, int i) { return counts + 2 * slot(g, i) + w; };
+  auto sum_at = [&](int w, int g, int i) { return sums + (2ll * slot(g, i) + w) * (64 * D); };
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     fewer_registers<24>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
+      const int head = kv_head(), h0 = first_head(), b = sequence();
       uint32_t bar = kv_ring.acquire(0, 2 * BN * D * 2);
       load_tile<BN, D>(base + L::k, k_map, bar, k0, head, b);
       load_tile<BN, D>(base + L::v, v_map, bar, k0, head, b);
       for (int n = 0; n < steps; ++n, next()) {
-        const int h = head * a.group + g;
+        const int h = h0 + g;
         const int64_t stats = int64_t(b * a.H + h) * a.Tp + i * BM;
         int slot = q_ring.slot(n);
         bar = q_ring.acquire(n, tile + BM * 4 + (Mask::chooses ? 32 : 0));
@@ -139,7 +194,7 @@ __global__ void __launch_bounds__(384, 1)
         bulk_load(base + L::lse + slot * BM * 4, lse2 + stats, BM * 4, bar);
         if constexpr (Mask::chooses)
           for (int e = 0; e < 2; ++e)
-            bulk_load(base + L::words + slot * 32 + e * 16, mask.words_at(b, head, 2 * i + e, jt * 2), 16, bar);
+            bulk_load(base + L::words + slot * 32 + e * 16, mask.words_at(b, head, 2 * i + e, item.j * 2), 16, bar);
         slot = do_ring.slot(n);
         bar = do_ring.acquire(n, tile + BM * 4);
         load_tile<BM, D>(base + L::d_o + slot * tile, do_map, bar, i * BM, h, b);
@@ -147,14 +202,16 @@ __global__ void __launch_bounds__(384, 1)
       }
     } else if ((warp == 1 || warp == 2) && threadIdx.x % 32 == 0) {  // adds a warpgroup's dQ, when it is its turn
       const int w = warp - 1;
+      const auto before = order.before(item);
+      const int finishes = order.finishes(item);
       for (int n = 0; n < steps; ++n, next()) {
-        const unsigned before = order.before(unit, i, jt);
+        const unsigned turn = before(i);
         unsigned* const count = count_at(w, g, i);
         barrier_wait(staged + 8 * w, n & 1);
-        while (load_acquire(count) != before) {}
+        while (load_acquire(count) != turn) {}
         proxy_fence();
         const uint32_t from = base + (w ? L::dq1 : L::dq0);
-        if (jt == 0) bulk_put(sum_at(w, g, i), from, L::dq_bytes);
+        if (item.j == 0) bulk_put(sum_at(w, g, i), from, L::dq_bytes);
         else bulk_add(sum_at(w, g, i), from, L::dq_bytes);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         store_wait();
@@ -181,6 +238,10 @@ __global__ void __launch_bounds__(384, 1)
     uint32_t h[BM / 4];
 #pragma unroll
     for (int e = 0; e < D / 2; ++e) dk[e] = dv[e] = 0;
+    if constexpr (Order::carries) {
+      const int before = order.chunks_before(item);
+      if (before > 0) add_carried<D>(dk, dv, order, order.chain(item.unit, item.j), before, sums, counts);
+    }
     pin(dk), pin(dv);
 
     auto start_scores = [&](int n) {
@@ -374,17 +435,36 @@ __global__ void __launch_bounds__(384, 1)
         stage_dq(n);
       }
     }
+    item = located();
+    const int head = kv_head(), h0 = first_head(), b = sequence(), finishes = order.finishes(item);
+    bool writes = true;
+    if constexpr (Order::carries) {
+      const bool ends = order.ends(item);
+      if (ends && order.parts > 1) {
+        const int before = order.ends_before(item.unit, item.j);
+        if (before >= 0)
+          add_carried<D>(dk, dv, order, order.chain(before, item.j), order.chunks_of(item.j), sums, counts);
+        writes = order.ends_after(item.unit, item.j) < 0;
+      } else {
+        writes = ends;
+      }
+      if (!writes) carry<D>(dk, dv, order, order.chain(item.unit, item.j), sums);
+    }
     barrier_wait(added, 0);
     named_barrier(both, 256);  // K has been read for the last time: it and V make room for the results
-    store_rows<D, BN>(dk, a.scale * L::unscale, a.scale * L::unscale, k_rows, 1 + wg, dk_map, j0, head, b);
-    store_rows<D, BN>(dv, L::unscale, L::unscale, v_rows, 1 + wg, dv_map, j0, head, b);
+    if (writes) {
+      store_rows<D, BN>(dk, a.scale * L::unscale, a.scale * L::unscale, k_rows, 1 + wg, dk_map, j0, head, b);
+      store_rows<D, BN>(dv, L::unscale, L::unscale, v_rows, 1 + wg, dv_map, j0, head, b);
+    } else if constexpr (Order::carries) {
+      if (threadIdx.x == 128) atomicAdd(chain_count(order, order.chain(item.unit, item.j), counts), 1u);
+    }
     // dQ of the tiles whose sums are complete, two at a time by way of the ring's tiles, which are free.
     for (int t = finishes; t < steps; t += 2) {
       float y[2][D / 2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         if (t + c >= steps) break;
-        const float* from = sum_at(wg, (t + c) % a.group, order.tile(t + c)) + threadIdx.x % 128 * 4;
+        const float* from = sum_at(wg, (t + c) % order.heads, order.tile(item, t + c)) + threadIdx.x % 128 * 4;
 #pragma unroll
         for (int e = 0; e < D / 2; e += 4) {
           const float4 z = __ldcg(reinterpret_cast<const float4*>(from + e * 128));
@@ -396,7 +476,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         if (t + c >= steps) break;
-        const int row = order.tile(t + c) * BM + wg * 64, h = head * a.group + (t + c) % a.group;
+        const int row = order.tile(item, t + c) * BM + wg * 64, h = h0 + (t + c) % order.heads;
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) y[c][e] *= a.scale * L::unscale;
         if constexpr (Mask::chooses) add_all(y[c], mask.addends, a, b, row, h * D);
@@ -406,7 +486,7 @@ __global__ void __launch_bounds__(384, 1)
     named_barrier(1 + wg, 128);  // the sums have been read: their slots are free
     __threadfence();
     for (int t = finishes + int(threadIdx.x % 128); t < steps; t += 128)
-      atomicAdd(count_at(wg, t % a.group, order.tile(t)), 1u);
+      atomicAdd(count_at(wg, t % order.heads, order.tile(item, t)), 1u);
     if (threadIdx.x % 128 == 0) store_wait();
   }
 #else
@@ -415,15 +495,15 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 // sums: order.sums(D) numbers; counts: order.counts(), zeros.
-template <int D, class Mask>
+template <int D, class Mask, class Order>
 void backward_in_one(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k,
                      const bf16* v, const float* lse2, const float* delta, const Problem& a, const Mask& mask,
-                     const DqOrder& order, float* sums, unsigned* counts) {
-  launch(stream, backward_kernel<D, Mask>, {order.blocks(), 384, Backward<D>::bytes},
-         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.T, a),
-         tensor_map(v, a.ld_v, a.HKV, D, a.T, a), tensor_map(d_o, a.ld_o, a.H, D, a.T, a),
-         tensor_map(dq, a.ld_dq, a.H, D, a.T, a), tensor_map(dk, a.ld_dkv, a.HKV, D, a.T, a),
-         tensor_map(dv, a.ld_dv, a.HKV, D, a.T, a), lse2, delta, a, mask, order, sums, counts);
+                     const Order& order, float* sums, unsigned* counts) {
+  launch(stream, backward_kernel<D, Mask, Order>, {order.blocks(), 384, Backward<D>::bytes},
+         tensor_map(q, a.ld_q, a.H, D, a.T, a), tensor_map(k, a.ld_kv, a.HKV, D, a.keys, a),
+         tensor_map(v, a.ld_v, a.HKV, D, a.keys, a), tensor_map(d_o, a.ld_o, a.H, D, a.T, a),
+         tensor_map(dq, a.ld_dq, a.H, D, a.T, a), tensor_map(dk, a.ld_dkv, a.HKV, D, a.keys, a),
+         tensor_map(dv, a.ld_dv, a.HKV, D, a.keys, a), lse2, delta, a, mask, order, sums, counts);
 }
 
 }  // namespace attention::sm90

@@ -540,37 +540,121 @@ TEST_CASE("attention's tiles of queries are taken once each, by heads whose keys
   }
 }
 
-// What the one-kernel backward's blocks tell each other, without the kernel: which summands a tile of dQ gets.
+// What the one-kernel backward's blocks tell each other, without the kernel, a launch at a time.
+struct Blocks {
+  const attention::Problem p;
+  std::map<int64_t, int> counts = {}, chains = {};         // of each slot, head and query tile: summands so far
+  std::set<std::array<int, 3>> items = {}, complete = {};  // drawn; query tiles of heads whose last summand has come
+  std::set<std::array<int, 2>> written = {};               // tiles of keys of KV heads
+  bool right = true;
+
+  template <class Order>
+  void run(const Order& order) {
+    counts.clear(), chains.clear();
+    for (int n = 0, begun = 0; begun < order.blocks(); ++n) {
+      attention::DqItem x;
+      if (!order.locate(n, &x)) continue;
+      ++begun;
+      right = right && x.unit < order.units &&
+              items.insert({order.pair(x.unit) * p.group + order.first_head(x.unit), x.j, x.chunk}).second;
+      const auto before = order.before(x);
+      for (int s = 0; s < order.steps(x); ++s) {
+        const int i = order.tile(x, s), h = s % order.heads;
+        const int slot = order.first_slot(x) + h * order.slots_of_head() + i;
+        // A block waits for this count, and nothing but blocks before it makes it so.
+        right = right && i >= 0 && i < order.tiles && slot >= 0 && slot < order.slots() &&
+                unsigned(counts[slot]++) == before(i);
+        if (s >= order.finishes(x))
+          right = right && complete.insert({order.pair(x.unit), order.first_head(x.unit) + h, i}).second;
+      }
+      write(order, x);
+    }
+    right = right && int64_t(counts.size()) <= order.slots();
+  }
+  void write(const attention::DqOrder& order, const attention::DqItem& x) { written.insert({order.pair(x.unit), x.j}); }
+  void write(const attention::CompressedDqOrder& order, const attention::DqItem& x) {
+    // So often have these keys been carried, by blocks before it.
+    right = right && chains[order.chain(x.unit, x.j)] == order.chunks_before(x);
+    if (order.ends(x)) {
+      const int other = order.ends_before(x.unit, x.j);
+      right = right && (other < 0 || (order.pair(other) == order.pair(x.unit) && joined.count({other, x.j}) > 0));
+      right = right && joined.insert({x.unit, x.j}).second;
+      if (other >= 0) right = right && chains[order.chain(other, x.j)] == order.chunks_of(x.j);
+      if (order.ends_after(x.unit, x.j) < 0) {
+        for (int part = 0; part < order.parts; ++part)
+          right = right && joined.erase({x.unit / order.parts * order.parts + part, x.j}) > 0;
+        right = right && written.insert({order.pair(x.unit), x.j}).second;
+        return;
+      }
+    }
+    ++chains[order.chain(x.unit, x.j)];
+  }
+  std::set<std::array<int, 2>> joined = {};  // chains that have ended
+};
+
 TEST_CASE("dQ's summands come in one order, each from a block drawn before the next", "[attention]") {
   const auto base = [](int64_t B, int64_t T, int64_t group) { return shape(B, T, 2 * group, 2, 64); };
   for (const AttentionShape& a : {base(1, 64, 1), base(3, 129, 1), base(2, 1000, 3), base(1, 4096, 4), base(40, 257, 2),
                                   base(1, 40000, 1), base(20, 1, 1)}) {
     CAPTURE(a.B, a.T, a.H);
-    const attention::Problem p(a);
-    const attention::DqOrder order(p);
-    // Of each slot, head and query tile: summands counted so far. Of each unit's: whether the last has come.
-    std::map<int64_t, int> counts;
-    std::set<std::array<int, 3>> complete;
-    std::set<std::array<int, 2>> blocks;
-    bool right = true;
-    for (int n = 0; n < order.blocks(); ++n) {
-      int unit, j;
-      order.locate(n, &unit, &j);
-      right = right && unit < order.units && j < order.tiles && blocks.insert({unit, j}).second;
-      for (int s = 0; s < order.steps(j); ++s) {
-        const int i = order.tile(s), head = s % p.group;
-        right = right && i >= j;  // some query of it sees some key
-        // A block waits for this count, and nothing but blocks before it makes it so.
-        right = right && unsigned(counts[order.slot(unit, head, i)]++) == order.before(unit, i, j);
-        const bool last = j == i;
-        right = right && last == (s >= order.finishes(j));
-        if (last) right = right && complete.insert({unit, head, i}).second;
+    Blocks blocks{attention::Problem(a)};
+    const attention::DqOrder order(blocks.p);
+    blocks.run(order);
+    CHECK(blocks.right);
+    CHECK(int64_t(blocks.complete.size()) == int64_t(order.tiles) * a.H * a.B);
+    CHECK(int64_t(blocks.written.size()) == int64_t(order.tiles) * a.HKV * a.B);
+    CHECK(order.chunk <= order.units);
+    for (int64_t n = 0; n < int64_t(order.tiles) * order.tiles; ++n) {  // who sees the keys comes by
+      const int i = int(n / order.tiles), j = int(n % order.tiles);
+      const attention::DqItem x = {0, j, 0};
+      const bool walked = order.steps(x) > 0 && i >= order.tile(x, order.steps(x) - 1);
+      if (walked != (i >= j)) FAIL("query tile " << i << ", key tile " << j);
+    }
+  }
+}
+
+TEST_CASE("compressed keys walk their queries in chunks, and dK and dV are carried from one to the next",
+          "[attention]") {
+  struct Case {
+    int64_t B, T, group, block, stride;
+  };
+  for (const auto& [B, T, group, block, stride] :
+       {Case{1, 65536, 4, 32, 16}, Case{1, 65536, 16, 32, 16}, Case{1, 8192, 6, 32, 16}, Case{3, 5000, 4, 8, 4},
+        Case{20, 2100, 2, 2, 2}, Case{1, 1000, 1, 1, 1}, Case{2, 700, 3, 16, 300}, Case{5, 2049, 4, 1, 16},
+        Case{1, 2080, 12, 64, 16}}) {
+    AttentionShape a = shape(B, T, 2 * group, 2, 64);
+    a.sees = Sees::compressed, a.block = block, a.stride = stride, a.keys = (T - block) / stride + 1;
+    const attention::Compressed mask(a);
+    for (int parts = 1; parts <= int(group); ++parts) {
+      if (group % parts) continue;
+      CAPTURE(B, T, group, block, stride, parts);
+      Blocks blocks{attention::Problem(a)};
+      const attention::CompressedDqOrder order(blocks.p, int(stride), parts);
+      for (int n = 0; n < order.launches(); ++n) blocks.run(order.launch(n));
+      CHECK(blocks.right);
+      CHECK(blocks.joined.empty());
+      CHECK(int64_t(blocks.complete.size()) == int64_t(order.tiles) * a.H * a.B);
+      CHECK(int64_t(blocks.written.size()) == int64_t(order.key_tiles) * a.HKV * a.B);
+      for (int c = 0; c < order.chunks; ++c) {  // no query of a chunk sees more keys
+        const int last = (c * order.chunk_tiles + order.tiles_of(c)) * 128;
+        CHECK(mask.last_key(last) <= order.key_tiles_of(c) * 128);
       }
     }
-    CHECK(right);
-    CHECK(int64_t(complete.size()) == int64_t(order.tiles) * p.group * order.units);
-    CHECK(order.chunk <= order.units);
-    CHECK(int64_t(counts.size()) <= order.slots());
+  }
+}
+
+// A round with few blocks leaves multiprocessors without work, for its blocks wait for those of the round before.
+TEST_CASE("rounds of compressed keys have about as many blocks", "[attention]") {
+  for (const auto& [T, group] : {std::pair<int64_t, int64_t>{32768, 4}, {65536, 4}, {65536, 16}, {131072, 4}}) {
+    AttentionShape a = shape(1, T, 8 * group, 8, 64);
+    a.sees = Sees::compressed, a.block = 32, a.stride = 16, a.keys = (T - 32) / 16 + 1;
+    const attention::CompressedDqOrder order(attention::Problem(a), 16, 1);
+    for (int round = 0; round < order.chunks; ++round) {
+      int blocks = 0;
+      for (int unit = 0; unit < order.units; ++unit) blocks += order.key_tiles_of(order.chunk_of(unit, round));
+      CAPTURE(T, round, blocks, order.blocks_of_round());
+      CHECK(std::abs(blocks - order.blocks_of_round()) <= (order.chunks + order.units) / 2);
+    }
   }
 }
 
@@ -689,7 +773,7 @@ template <class T>
 void check_kernel(const Tensors<double>& ref, const Errors& twin, const AttentionShape& a, int arch,
                   BackwardKernels kernels = BackwardKernels::pair) {
   constexpr bool narrow = std::is_same_v<T, bf16>;
-  if (narrow && arch == 90 && a.sees == Sees::causal && !a.DV && kernels == BackwardKernels::pair)
+  if (narrow && arch == 90 && a.sees != Sees::window && !a.DV && kernels == BackwardKernels::pair)
     check_kernel<T>(ref, twin, a, arch, BackwardKernels::one);
   INFO(text(a) << " " << name_of(dtype_of<T>) << " kernels of sm_" << arch
                << (kernels == BackwardKernels::one ? ", backward in one" : ""));
