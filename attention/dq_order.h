@@ -23,41 +23,41 @@ struct DqItem {
 // with the last queries, all of a unit go at one pace, and the block of the next 128 keys comes by a moment later: none
 // waits but for those that began at the same time.
 //
-// There are slots for as many units as are in work at one time, a chunk: unit u has slot u % chunk. Chunks are of one
-// size where units allow it: a shorter last one has too few blocks for a GPU, and they are as long as any.
+// There are slots for as many units as are in work at one time, a set: unit u has slot u % set. Sets are of one size
+// where units allow it: a smaller last one has too few blocks for a GPU, and they are as long as any.
 struct DqOrder {
   static constexpr int rows = 128;  // queries of a tile, or keys
   static constexpr bool carries = false;
-  int tiles, heads, units, chunk;  // tiles of a sequence; heads of a group
+  int tiles, heads, units, set;  // tiles of a sequence; heads of a group
 
   explicit DqOrder(const Problem& a)
-      : tiles(ceil_div(a.T, rows)), heads(a.group), units(a.B * a.HKV), chunk(even_chunk()) {}
+      : tiles(ceil_div(a.T, rows)), heads(a.group), units(a.B * a.HKV), set(even_set()) {}
 
   int launches() const { return 1; }
   const DqOrder& launch(int) const { return *this; }
   int blocks() const { return units * tiles; }
-  HD int slots() const { return chunk * heads * tiles; }                 // tiles of sums
+  HD int slots() const { return set * heads * tiles; }                   // tiles of sums
   int64_t sums(int64_t D) const { return int64_t(slots()) * rows * D; }  // numbers
   // Each half of a tile is counted apart; and there is a count of the blocks that have begun.
   HD int counts() const { return 2 * slots() + 1; }
   // That of head h and query tile i is first_slot(x) + h * slots_of_head() + i.
-  HD int first_slot(const DqItem& x) const { return x.unit % chunk * heads * tiles; }
+  HD int first_slot(const DqItem& x) const { return x.unit % set * heads * tiles; }
   HD int slots_of_head() const { return tiles; }
   // Block n's item: a few units together, so that the blocks in work are of several; of those the keys with most
   // queries first, so that what is drawn last is short. False: there is none of this number.
   HD bool locate(int n, DqItem* x) const {
-    const int first = n / (chunk * tiles) * chunk, here = units - first < chunk ? units - first : chunk;
+    const int first = n / (set * tiles) * set, here = units - first < set ? units - first : set;
     n -= first * tiles;
     *x = {first + n % here, n / here, 0};
     return true;
   }
   HD int pair(int unit) const { return unit; }  // KV head of a sequence
   HD int first_head(int /*unit*/) const { return 0; }
-  // Units of a chunk: enough blocks that they seldom wait for a slot (measured: results/gpu-tests-2026-11-27.log), and
-  // of that many units or up to twice as many what leaves the last chunk least short.
-  int even_chunk() const {
+  // Units of a set: enough blocks that they seldom wait for a slot (measured: results/gpu-tests-2026-11-27.log), and
+  // of that many units or up to twice as many what leaves the last set least short.
+  int even_set() const {
     const int least = ceil_div(256, tiles);
-    const auto missing = [&](int n) { return (n - units % n) % n; };  // units that a last chunk of n lacks
+    const auto missing = [&](int n) { return (n - units % n) % n; };  // units that a last set of n lacks
     int best = least;
     for (int n = least + 1; n < 2 * least; ++n)
       if (missing(n) * best < missing(best) * n) best = n;
@@ -68,7 +68,7 @@ struct DqOrder {
     unsigned uses, j;
     HD unsigned operator()(int i) const { return uses * unsigned(i + 1) + j; }
   };
-  HD Before before(const DqItem& x) const { return {unsigned(x.unit / chunk), unsigned(x.j)}; }
+  HD Before before(const DqItem& x) const { return {unsigned(x.unit / set), unsigned(x.j)}; }
 
   // An item's steps [0, steps), of which step s is head s % heads of query tile tile(x, s). In steps from `finishes`
   // on its summand is the tile's last.

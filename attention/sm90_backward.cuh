@@ -20,6 +20,9 @@
 // the order in which threads hold them. The block whose summand is the last of a tile scales the sum and writes it as
 // bf16, when its walk is over.
 //
+// H200, compressed keys 32/16, T 65536, 32/8 heads, D 128: 9.75 ms at full clocks, 560 TFLOP/s, 13.3 ms in a step; L2,
+// where dQ is added, is 77 % busy (results/gpu-tests-2026-11-28.log).
+//
 // The mask may let queries choose blocks of keys (selected_masked.cuh): then words of bits come with the tiles, and dQ
 // is added to what is there already.
 #pragma once

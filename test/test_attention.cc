@@ -603,7 +603,7 @@ TEST_CASE("dQ's summands come in one order, each from a block drawn before the n
     CHECK(blocks.right);
     CHECK(int64_t(blocks.complete.size()) == int64_t(order.tiles) * a.H * a.B);
     CHECK(int64_t(blocks.written.size()) == int64_t(order.tiles) * a.HKV * a.B);
-    CHECK(order.chunk <= order.units);
+    CHECK(order.set <= order.units);
     for (int64_t n = 0; n < int64_t(order.tiles) * order.tiles; ++n) {  // who sees the keys comes by
       const int i = int(n / order.tiles), j = int(n % order.tiles);
       const attention::DqItem x = {0, j, 0};
@@ -658,18 +658,18 @@ TEST_CASE("rounds of compressed keys have about as many blocks", "[attention]") 
   }
 }
 
-// A last chunk of few units leaves a GPU with few blocks, and they are as long as any.
-TEST_CASE("dQ's units come in even chunks", "[attention]") {
+// A last set of few units leaves a GPU with few blocks, and they are as long as any.
+TEST_CASE("dQ's units come in even sets", "[attention]") {
   for (const int64_t T : {2048, 4096, 8192, 16384, 65536})
     for (int64_t B = 1; B <= 40; ++B) {
       CAPTURE(T, B);
       const attention::DqOrder order((attention::Problem(shape(B, T, 8, 2, 64))));
-      const bool enough = order.chunk == order.units || order.chunk * order.tiles >= 256;
+      const bool enough = order.set == order.units || order.set * order.tiles >= 256;
       CHECK(enough);
-      CHECK((order.chunk - 1) * order.tiles < 2 * 256);  // slots are memory
-      // Of the sizes that it may choose from, one always leaves at most half of the last chunk missing.
-      const int last = order.units % order.chunk;
-      if (order.chunk > 1) CHECK((last == 0 || 2 * last >= order.chunk));
+      CHECK((order.set - 1) * order.tiles < 2 * 256);  // slots are memory
+      // Of the sizes that it may choose from, one always leaves at most half of the last set missing.
+      const int last = order.units % order.set;
+      if (order.set > 1) CHECK((last == 0 || 2 * last >= order.set));
     }
 }
 
