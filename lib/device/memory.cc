@@ -154,6 +154,7 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
       [&](int a, int b) { return born(a) < born(b); },
       [&](int a, int b) { return span(a) > span(b); },
       [&](int a, int b) { return double(size(a)) * double(span(a)) > double(size(b)) * double(span(b)); },
+      [&](int a, int b) { return lives[size_t(a)].dead > lives[size_t(b)].dead; },
   };
   // Those by span leave many gaps, which thousands of blocks' buffers would look through for half a minute.
   const int64_t n = int64_t(lives.size());
