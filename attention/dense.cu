@@ -66,6 +66,16 @@ static int parts_in_one(const AttentionShape& a, BackwardKernels kernels) {
   }
   return kernels == BackwardKernels::one ? most : 0;
 }
+// Calls f with the order of the one kernel's blocks and with its mask; false: it is the pair's.
+template <class F>
+static bool with_order(const AttentionShape& a, BackwardKernels kernels, F f) {
+  const attention::Problem p(a);
+  if (in_one(a, kernels)) return f(attention::DqOrder(p), attention::Causal(a)), true;
+  const int parts = parts_in_one(a, kernels);
+  if (parts == 0) return false;
+  f(attention::CompressedDqOrder(p, int(a.stride), parts), attention::Compressed(a));
+  return true;
+}
 
 #if FSDP_CUDA
 namespace attention {
@@ -133,7 +143,7 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
   float* const more = stats ? workspace : workspace + 2 * rows;
   const float *lse2 = stats ? stats : workspace, *delta = lse2 + rows;
   if constexpr (std::is_same_v<T, bf16>) {
-    const auto one = [&](const auto& order, const auto& mask) -> Kernel {
+    const auto one = [&](const auto& order, const auto& mask) {
       using Order = std::decay_t<decltype(order)>;
       using Mask = std::decay_t<decltype(mask)>;
       auto* counts = reinterpret_cast<unsigned*>(more + order.sums(a.D));
@@ -143,11 +153,8 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       const auto run = a.D == 128 ? sm90::backward_in_one<128, Mask, Order> : sm90::backward_in_one<64, Mask, Order>;
       for (int i = 0; i < order.launches(); ++i)
         run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order.launch(i), more, counts + i * order.counts());
-      return {"sm90", "five products"};
     };
-    if (hopper && in_one(shape, kernels)) return one(DqOrder(a), Causal(shape));
-    const int parts_of_group = hopper ? parts_in_one(shape, kernels) : 0;
-    if (parts_of_group > 0) return one(CompressedDqOrder(a, int(shape.stride), parts_of_group), Compressed(shape));
+    if (hopper && with_order(shape, kernels, one)) return {"sm90", "five products"};
     if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
     const Parts parts = {dk, dv, more, kv_parts(shape)};
     with_mask(shape, [&](const auto& mask) {
@@ -251,12 +258,9 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
   int64_t numbers = stats == StatsAt::workspace ? attention_stats(a.B, a.T, a.H) : 0;
   if constexpr (std::is_same_v<T, bf16>) {
     int64_t more = attention::part_numbers(a, attention::kv_parts(a));  // another GPU than Hopper has the pair
-    const attention::Problem p(a);
-    const auto one = [&](const auto& order) {
+    with_order(a, kernels, [&](const auto& order, const auto& /*mask*/) {
       more = std::max(more, order.sums(a.D) + order.launches() * order.counts());
-    };
-    if (in_one(a, kernels)) one(attention::DqOrder(p));
-    if (const int parts = parts_in_one(a, kernels)) one(attention::CompressedDqOrder(p, int(a.stride), parts));
+    });
     numbers += more;
   }
   return numbers;

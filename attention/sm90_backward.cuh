@@ -443,14 +443,10 @@ __global__ void __launch_bounds__(384, 1)
     bool writes = true;
     if constexpr (Order::carries) {
       const bool ends = order.ends(item);
-      if (ends && order.parts > 1) {
-        const int before = order.ends_before(item.unit, item.j);
-        if (before >= 0)
-          add_carried<D>(dk, dv, order, order.chain(before, item.j), order.chunks_of(item.j), sums, counts);
-        writes = order.ends_after(item.unit, item.j) < 0;
-      } else {
-        writes = ends;
-      }
+      const int before = ends ? order.ends_before(item.unit, item.j) : -1;
+      if (before >= 0)
+        add_carried<D>(dk, dv, order, order.chain(before, item.j), order.chunks_of(item.j), sums, counts);
+      writes = ends && order.ends_last(item.unit, item.j);
       if (!writes) carry<D>(dk, dv, order, order.chain(item.unit, item.j), sums);
     }
     barrier_wait(added, 0);

@@ -580,7 +580,7 @@ struct Blocks {
       right = right && (other < 0 || (order.pair(other) == order.pair(x.unit) && joined.count({other, x.j}) > 0));
       right = right && joined.insert({x.unit, x.j}).second;
       if (other >= 0) right = right && chains[order.chain(other, x.j)] == order.chunks_of(x.j);
-      if (order.ends_after(x.unit, x.j) < 0) {
+      if (order.ends_last(x.unit, x.j)) {
         for (int part = 0; part < order.parts; ++part)
           right = right && joined.erase({x.unit / order.parts * order.parts + part, x.j}) > 0;
         right = right && written.insert({order.pair(x.unit), x.j}).second;
