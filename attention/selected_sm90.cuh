@@ -37,10 +37,7 @@ __device__ inline void load_piece(uint32_t to, const bf16* from, int64_t ld, int
 // Four words of each lane to the rows of a warp's 16 x 16 elements, at columns 8c and on, of a panel.
 __device__ inline void store_matrices(uint32_t panel, int warp, int c, const uint32_t* x) {
   const int lane = threadIdx.x % 32, r = warp * 16 + lane % 16;
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   panel + r * 128 + ((c + lane / 16) ^ (r % 8)) * 16),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  hopper::store_matrices(panel + r * 128 + ((c + lane / 16) ^ (r % 8)) * 16, x[0], x[1], x[2], x[3]);
 }
 
 // `pieces` threads share the rows of a tile from their own on, `stride` apart, and gather each piece by piece; the
@@ -120,11 +117,9 @@ struct Slots {
       const float* y = d + 32 * c + 2 * half;
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         room + in * 128 + ((4 * i + out) ^ in) * 16),
-                     "r"(pack_bf16(y[16 * i], y[16 * i + 1])), "r"(pack_bf16(y[16 * i + 4], y[16 * i + 5])),
-                     "r"(pack_bf16(y[16 * i + 8], y[16 * i + 9])), "r"(pack_bf16(y[16 * i + 12], y[16 * i + 13]))
-                     : "memory");
+        hopper::store_matrices(room + in * 128 + ((4 * i + out) ^ in) * 16, pack_bf16(y[16 * i], y[16 * i + 1]),
+                               pack_bf16(y[16 * i + 4], y[16 * i + 5]), pack_bf16(y[16 * i + 8], y[16 * i + 9]),
+                               pack_bf16(y[16 * i + 12], y[16 * i + 13]));
       __syncwarp();
       uint4 line[2];
 #pragma unroll

@@ -11,19 +11,14 @@
 // group of a row-major matrix, so one copy serves as operand either way: contracted over D (scores) or over rows.
 #pragma once
 
-#include <cuda.h>
-
 #include <algorithm>
 #include <atomic>
 #include <map>
 #include <tuple>
 
 #include "attention/tiles.cuh"
-#include "attention/wgmma.cuh"
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "Hopper kernels need -gencode arch=compute_90a,code=sm_90a (sm_90 without the a has no wgmma)"
-#endif
+#include "lib/device/hopper.cuh"
+#include "lib/device/wgmma.cuh"
 
 namespace attention::sm90 {
 
@@ -33,63 +28,7 @@ static __device__ unsigned items_drawn[256];  // one count a launch in flight; s
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// ------------------------------------------------------------------------------------- barriers, copies, registers
-// Addresses are 32-bit shared-memory addresses throughout.
-
-__device__ inline void barrier_init(uint32_t bar, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
-}
-__device__ inline void barrier_expect(uint32_t bar, uint32_t bytes) {  // arrives, and waits for that many bytes too
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ inline void barrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ inline void barrier_wait(uint32_t bar, uint32_t parity) {  // for the phase of that parity to end
-  uint32_t done;
-  do {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(bar), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-
-// A ring of `stages` slots: the n-th tile goes to slot n % stages. full: the copy has landed; empty: all the warps that
-// read it, as many as init was told, are done with it. One lane arrives for its warp, behind a __syncwarp that puts the
-// other lanes' reads before it. A race checker that follows barriers thread by thread does not see that; built with
-// -DEVERY_LANE_ARRIVES=1, which is slower, it has nothing to report.
-#ifndef EVERY_LANE_ARRIVES
-#define EVERY_LANE_ARRIVES 0
-#endif
-template <int stages>
-struct Ring {
-  uint32_t full, empty;
-  __device__ explicit Ring(uint32_t at) : full(at), empty(at + 8 * stages) {}
-  static constexpr int bytes = 16 * stages;
-  __device__ void init(int warps) const {
-    for (int i = 0; i < stages; ++i)
-      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, EVERY_LANE_ARRIVES ? 32 * warps : warps);
-  }
-  static __device__ int slot(int n) { return n % stages; }
-  // Producer: wait until slot n is free, then promise the bytes of its copies. Returns the barrier they signal.
-  __device__ uint32_t acquire(int n, uint32_t bytes) const {
-    wait_free(n);
-    barrier_expect(full + 8 * slot(n), bytes);
-    return full + 8 * slot(n);
-  }
-  __device__ void wait_free(int n) const {
-    barrier_wait(empty + 8 * slot(n), ((n / stages) & 1) ^ 1);  // a fresh barrier counts as one phase ended
-  }
-  __device__ void wait(int n) const { barrier_wait(full + 8 * slot(n), (n / stages) & 1); }
-  __device__ void release(int n) const {  // all lanes of a warp call it
-    __syncwarp();
-    if (EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * slot(n));
-  }
-};
+using namespace hopper;
 
 __device__ inline void tma_load(uint32_t to, const CUtensorMap& map, uint32_t bar, int col, int row, int head, int b) {
   asm volatile(
@@ -117,21 +56,6 @@ __device__ inline void load_tile(uint32_t to, const CUtensorMap& map, uint32_t b
     for (int r = 0; r < R; r += 64) tma_load(to + (c * R + r) * 128, map, bar, c * 64, row + r, head, b);
 }
 
-template <int registers>
-__device__ inline void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-template <int registers>
-__device__ inline void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}
-__device__ inline void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The warpgroup's number; equal in all lanes, which the compiler can see.
-__device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
-
 // Writes a warpgroup's 64 x D accumulator as bf16 to rows [row, row + 64) of one head (TMA leaves out rows past T), by
 // way of its own 64 rows of a tile of R in shared memory. `id` names a barrier of this warpgroup's. They are columns
 // from col on.
@@ -144,11 +68,8 @@ __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, u
   for (int i = 0; i < D / 8; i += 2) {
     int piece = i + lane / 16;  // of 8 columns
     uint32_t at = to + piece / 8 * R * 128 + r * 128 + ((piece % 8) ^ (r % 8)) * 16;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(pack_bf16(d[4 * i] * f0, d[4 * i + 1] * f0)), "r"(pack_bf16(d[4 * i + 2] * f1, d[4 * i + 3] * f1)),
-                 "r"(pack_bf16(d[4 * i + 4] * f0, d[4 * i + 5] * f0)),
-                 "r"(pack_bf16(d[4 * i + 6] * f1, d[4 * i + 7] * f1))
-                 : "memory");
+    store_matrices(at, pack_bf16(d[4 * i] * f0, d[4 * i + 1] * f0), pack_bf16(d[4 * i + 2] * f1, d[4 * i + 3] * f1),
+                   pack_bf16(d[4 * i + 4] * f0, d[4 * i + 5] * f0), pack_bf16(d[4 * i + 6] * f1, d[4 * i + 7] * f1));
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   named_barrier(id, 128);
@@ -166,13 +87,6 @@ __device__ inline void store_rows_fp32(const float (&d)[D / 2], float f, float* 
   for (int i = 0; i < D / 4; ++i)
     if (r + i % 2 * 8 < valid)
       *reinterpret_cast<float2*>(to + (r + i % 2 * 8) * D + i / 2 * 8 + c) = {d[2 * i] * f, d[2 * i + 1] * f};
-}
-// The same thread that stored waits until its shared memory has been read.
-__device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-__device__ inline uint32_t shared_base() {  // swizzled tiles must start at multiples of 1024
-  extern __shared__ __align__(1024) uint8_t smem[];
-  return (uint32_t(__cvta_generic_to_shared(smem)) + 1023) & ~1023u;
 }
 __device__ inline int load_shared(uint32_t at) {
   int x;
@@ -272,25 +186,14 @@ struct Items {
 
 // Every copy is a box of 64 rows x 64 columns of one head; the map knows the strides and where the sequence ends.
 inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int dim, int rows, const Problem& a) {
-  static const auto encode = [] {
-    void* f = nullptr;
-    cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
-#else
-    CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
-#endif
-    if (!f || found != cudaDriverEntryPointSuccess)
-      throw CudaError("attention: the driver has no cuTensorMapEncodeTiled; it must support CUDA 12 or newer");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
-  }();
   CUtensorMap map;
   cuuint64_t dims[4] = {cuuint64_t(dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(a.B)};
   cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(dim * 2), cuuint64_t(rows * ld * 2)};
   cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
-  CUresult r = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(p), dims, strides, box, steps,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult r =
+      hopper::tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(p), dims, strides, box,
+                                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS)
     throw CudaError(
         strf("attention: no tensor map for address %p, row stride %lld, B %d rows %d heads %d D %d "

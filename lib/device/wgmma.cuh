@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-namespace attention::sm90 {
+namespace hopper {
 
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -148,5 +148,5 @@ __device__ inline void multiply_tn(float (&d)[D / 2], uint32_t a, uint32_t b) {
   for (int k = 1; k < 4; ++k) wgmma_tn<false>(d, descriptor(a, k * 16 * 128), descriptor(b, k * 16 * 128));
 }
 
-}  // namespace attention::sm90
+}  // namespace hopper
 #endif  // sm_90a
