@@ -78,8 +78,7 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
     }
     Buffer<T> g = mem.take<T>(rows * F, "activated");
     if (c_.arch == Arch::llama) {
-      ops::matmul<T>(s, h, in + i * C, schedule_.weight(at.up), nullptr, nullptr, rows, UP, C);
-      ops::swiglu_forward<T>(s, g, h, rows, F);
+      ops::matmul_swiglu<T>(s, g, h, in + i * C, schedule_.weight(at.up), rows, F, C);
     } else {
       ops::matmul_gelu<T>(s, g, h, in + i * C, schedule_.weight(at.up), schedule_.weight_if_any(at.up_bias), rows, F,
                           C);
@@ -194,7 +193,9 @@ Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, in
   dev_.mark("MLP, backward");
   Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
   const Fp8Copy dx8 = linear_.cast_gradient(dx, rows, C);
-  linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all->down8, rows, C, F, false);
+  const auto late = blocks_.late_bias(at.up_bias, rows, F);
+  const bool fuses = !c_.fp8 && !late.pieces;
+  if (!fuses) linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all->down8, rows, C, F, false);
   if (casts_activation(at)) {
     auto of = linear_.cast_activation_backward(activation(), g, h, rows, F);
     g.reset();
@@ -202,8 +203,9 @@ Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, in
     else if (!at.down.frozen) linear_.wgrad(schedule_.grad(at.down), dx8, of.g, rows, C, F, i > 0);
     return std::move(of.dh);
   }
-  if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
-  else if (const auto late = blocks_.late_bias(at.up_bias, rows, F); late.pieces) {
+  if (fuses) ops::matmul_dgrad_activation<T>(s, activation(), g, h, dx, schedule_.weight(at.down), rows, C, F);
+  else if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
+  else if (late.pieces) {
     ops::gelu_backward<T, G>(s, g, h, rows, F, schedule_.grad(at.up_bias), late.pieces, late.sums);
     all->up_bias_summed = true;
   } else ops::gelu_backward<T>(s, g, h, rows * F);

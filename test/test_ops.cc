@@ -1283,7 +1283,9 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
       [&](Space& a) {
         auto *y = a.out<T>(M * N), *y2 = a.out<T>(M * N), *y3 = a.inout<T>(M * N), *g = a.out<T>(M * N),
              *h = a.out<T>(M * N), *dx = a.out<T>(M * K), *dx2 = a.inout<T>(M * K), *x = a.in<T>(M * K),
-             *w = a.in<T>(N * K, small), *bias = a.in<T>(N), *residual = a.in<T>(M * N), *dy = a.in<T>(M * N);
+             *h2 = a.inout<T>(M * K, 3), *g2 = a.out<T>(M * K), *h3 = a.inout<T>(2 * M * K, 2), *g3 = a.out<T>(M * K),
+             *h4 = a.out<T>(M * (N / 2 * 2)), *g4 = a.out<T>(M * (N / 2)), *w = a.in<T>(N * K, small),
+             *bias = a.in<T>(N), *residual = a.in<T>(M * N), *dy = a.in<T>(M * N);
         auto *dw = a.out<G>(N * K), *dw2 = a.inout<G>(N * K), *db = a.out<G>(N), *db2 = a.out<G>(N / 2),
              *db3 = a.out<G>(N), *db4 = a.out<G>(N / 2);
         auto* y4 = a.inout<T>(M * N);
@@ -1299,6 +1301,9 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
           ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
           ops::matmul_dgrad<T>(a.s, dx, dy, w, M, N, K, false);
           ops::matmul_dgrad<T>(a.s, dx2, dy, w, M, N, K, true);
+          ops::matmul_dgrad_activation<T>(a.s, ops::Activation::gelu, g2, h2, dy, w, M, N, K);
+          ops::matmul_dgrad_activation<T>(a.s, ops::Activation::swiglu, g3, h3, dy, w, M, N, K);
+          ops::matmul_swiglu<T>(a.s, g4, h4, x, w, M, N / 2, K);
           ops::matmul_wgrad<T, G>(a.s, dw, dy, x, M, N, K, false);
           ops::matmul_wgrad<T, G>(a.s, dw2, dy, x, M, N, K, true);
           ops::bias_grad<T, G>(a.s, db, dy, partials, M, N, N);
@@ -1318,7 +1323,8 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
             a.s.copy(kept.back().second.data(), p, bytes);
           };
           for (T* p : {y3, residual, dy}) keep(p, M * N * int64_t(sizeof(T)));
-          for (T* p : {dx2, x}) keep(p, M * K * int64_t(sizeof(T)));
+          for (T* p : {dx2, x, h2}) keep(p, M * K * int64_t(sizeof(T)));
+          keep(h3, 2 * M * K * int64_t(sizeof(T)));
           keep(w, N * K * int64_t(sizeof(T))), keep(bias, N * int64_t(sizeof(T))),
               keep(dw2, N * K * int64_t(sizeof(G)));
           a.s.synchronize();
@@ -1333,6 +1339,78 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
       2);
 }
 }  // namespace
+
+namespace {
+#if FSDP_CUDA
+struct Workspace {  // that tuning works in
+  Device& dev = test_device(Backend::gpu);
+  Workspace() {
+    CUDA_CHECK(cudaMalloc(&dev.blas_workspace, 32 << 20));
+    dev.blas_workspace_bytes = 32 << 20;
+  }
+  ~Workspace() {
+    cudaDeviceSynchronize();
+    cudaFree(dev.blas_workspace);
+    dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;
+  }
+};
+#endif
+// What a product with an activation makes on a GPU: h or its gradient, and g.
+std::vector<Space::Result> with_activation(ops::Pass pass, ops::Activation kind, int64_t M, int64_t F, int64_t K,
+                                           bool in_one) {
+  return run_on(Backend::gpu, [&](Space& a) {
+    const int64_t hidden = (kind == ops::Activation::gelu ? 1 : 2) * F;
+    const bool forward = pass == ops::Pass::forward;
+    struct Array {
+      bf16* p;
+      int64_t n;
+      std::vector<bf16> first;
+    };
+    std::vector<Array> arrays = {
+        {a.inout<bf16>(M * hidden, 3), M * hidden, {}},
+        {a.in<bf16>(M * K), M * K, {}},
+        {a.in<bf16>((forward ? hidden : F) * K, 1 / std::sqrt(double(K))), (forward ? hidden : F) * K, {}}};
+    bf16 *h = arrays[0].p, *x = arrays[1].p, *w = arrays[2].p, *g = a.out<bf16>(M * F);
+    const auto call = [&] {
+      const bf16* const none = nullptr;
+      if (!forward) ops::matmul_dgrad_activation<bf16>(a.s, kind, g, h, x, w, M, K, F);
+      else if (kind == ops::Activation::gelu) ops::matmul_gelu<bf16>(a.s, g, h, x, w, none, M, F, K);
+      else ops::matmul_swiglu<bf16>(a.s, g, h, x, w, M, F, K);
+    };
+    for (Array& t : arrays) t.first.resize(size_t(t.n)), a.s.copy(t.first.data(), t.p, t.n * 2);
+    a.s.synchronize();
+    a.dev.fuse = in_one, a.dev.mode = Mode::tune;  // which writes over its arrays
+    call();
+    a.dev.mode = Mode::run;
+    for (const Array& t : arrays) a.s.copy(t.p, t.first.data(), t.n * 2);
+    CHECK(ops::in_one_kernel(a.dev, pass, kind, M, F, K) == (in_one && a.dev.compute_capability == 90));
+    call();
+    a.s.synchronize();
+    a.dev.fuse = true;
+  });
+}
+}  // namespace
+
+// Edges of tiles (128 x 192, of gates and ups 96 each; 64 deep), more tiles than a GPU has multiprocessors, and fewer.
+TEST_CASE("GPU: a product and an activation in one kernel have the bits of two", "[ops][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  const Workspace workspace;
+  for (const auto [M, K, F] : {std::array<int64_t, 3>{1, 8, 8},
+                               {128, 64, 192},
+                               {777, 328, 1032},
+                               {1000, 40, 200},
+                               {2048, 768, 3072},
+                               {4099, 136, 1544}})
+    for (const auto pass : {ops::Pass::forward, ops::Pass::backward})
+      for (const auto kind : {ops::Activation::gelu, ops::Activation::swiglu}) {
+        INFO("M " << M << " K " << K << " F " << F << (kind == ops::Activation::gelu ? " GELU" : " SwiGLU")
+                  << (pass == ops::Pass::forward ? " forward" : " backward"));
+        const auto one = with_activation(pass, kind, M, F, K, true), two = with_activation(pass, kind, M, F, K, false);
+        for (size_t i = 0; i < one.size(); ++i) CHECK(same_bits(one[i].bits, two[i].bits));
+      }
+#endif
+}
 
 TEST_CASE("GPU: matrix products", "[ops][gpu]") {
   NEEDS_GPU();
@@ -1353,9 +1431,8 @@ TEST_CASE("GPU: matrix products", "[ops][gpu]") {
 TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
   NEEDS_GPU();
 #if FSDP_CUDA
+  const Workspace workspace;
   Device& dev = test_device(Backend::gpu);
-  CUDA_CHECK(cudaMalloc(&dev.blas_workspace, 32 << 20));
-  dev.blas_workspace_bytes = 32 << 20;
   compare_matmuls<bf16, bf16>(512, 768, 768, Mode::tune);
   compare_matmuls<bf16, float>(129, 64, 1000, Mode::tune);
   compare_matmuls<float, float>(256, 256, 256, Mode::tune);
@@ -1363,9 +1440,6 @@ TEST_CASE("GPU: tuned matrix products", "[ops][gpu]") {
   dev.tune_matmuls = false;
   compare_matmuls<bf16, bf16>(256, 768, 768, Mode::tune);
   dev.tune_matmuls = true;
-  CUDA_CHECK(cudaDeviceSynchronize());
-  CUDA_CHECK(cudaFree(dev.blas_workspace));
-  dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;
 #endif
 }
 

@@ -102,6 +102,17 @@ __device__ inline void wgmma_nn(float (&d)[96], const uint32_t* a, uint64_t b) {
   if constexpr (fresh) WGMMA_RS(192, R96, 96, 97, 98, 99, 100, 0, OUT96("=f"));
   else WGMMA_RS(192, R96, 96, 97, 98, 99, 100, 1, OUT96("+f"));
 }
+// d (+)= A B, or A B^T: both in shared memory. add 0: a fresh product.
+#define WGMMA_IF(TRANSPOSED)                                                                                       \
+  asm volatile(                                                                                                    \
+      "{\n.reg .pred p;\n"                                                                                         \
+      "setp.ne.b32 p, %98, 0;\n"                                                                                   \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" R96 "}, %96, %97, p, 1, 1, 0, " #TRANSPOSED ";\n}" \
+      : OUT96("+f")                                                                                                \
+      : "l"(a), "l"(b), "r"(add))
+__device__ inline void wgmma_nn_if(int add, float (&d)[96], uint64_t a, uint64_t b) { WGMMA_IF(1); }
+__device__ inline void wgmma_nt_if(int add, float (&d)[96], uint64_t a, uint64_t b) { WGMMA_IF(0); }
+#undef WGMMA_IF
 #undef D8
 #undef D32
 #undef OUT32

@@ -1,4 +1,5 @@
-// Matrix products: cuBLASLt on a GPU, OpenBLAS (in cpu/ops.h) on a CPU.
+// Matrix products: cuBLASLt on a GPU, OpenBLAS (in cpu/ops.h) on a CPU. On Hopper an activation behind or before one is
+// made by a kernel of our own, where that changes no bit (matmul_activation.cuh).
 //
 // cuBLASLt thinks in column-major matrices. A row-major (r, c) matrix is, byte for byte, a column-major (c, r) one, so
 // the row-major Z = X Y is computed as the column-major Z^T = Y^T X^T: operands change places and keep their bytes. A
@@ -17,11 +18,7 @@
 #include <functional>
 #include <map>
 
-// lib/ops.cu
-namespace gpu {
-template <class T>
-void gelu_forward(cudaStream_t stream, T* g, const T* h, int64_t n);
-}
+#include "lib/ops/matmul_activation.cuh"
 #endif
 
 namespace ops {
@@ -35,6 +32,11 @@ void keep_workspace(Device& dev) {
 
 // May one call make both the product and its GELU? See gelu_matmul. Inner dimension up to which that may pay: 1024.
 static bool may_fuse_gelu(const Device& dev, int64_t K) { return dev.fuse && dev.tune_matmuls && K <= 1024; }
+// And, by our own kernels, a product and any activation, forward or backward? See one_kernel_or_two.
+template <class T>
+static bool may_fuse_activation(const Device& dev) {
+  return std::is_same_v<T, bf16> && dev.fuse && dev.tune_matmuls && dev.compute_capability == 90;
+}
 
 #if FSDP_CUDA
 namespace {
@@ -478,6 +480,65 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
       counted(s, [&](unsigned long long* at) { wrong_gelus_kernel<<<1024, 256, 0, s.cuda()>>>(at, g, h, M * N); }) == 0;
 }
 
+// Products with an activation behind them, by our own kernels where these give the bits of cuBLASLt's product and the
+// activation's kernel: which of them runs then never changes a result. FusedKey: pass, kind, M, F, K, GPU.
+using FusedKey = std::array<int64_t, 6>;
+std::map<FusedKey, bool>& fusions_that_agree() {
+  static std::map<FusedKey, bool> all;
+  return all;
+}
+// in_one, apart: make g (M,F) and h (M,F) or (M,2F).
+template <class InOne, class Apart>
+void one_kernel_or_two(Stream& s, const FusedKey& key, const Call& product, bool can, bf16* g, bf16* h, InOne in_one,
+                       Apart apart) {
+  std::map<FusedKey, bool>& agree = fusions_that_agree();
+  const auto known = agree.find(key);
+  if (s.device().mode == Mode::run) return can && known != agree.end() && known->second ? in_one() : apart();
+  multiply(s, product);  // tunes it
+  if (!can || known != agree.end()) return;
+  const int64_t n = key[2] * key[3], hidden = n * (Activation(key[1]) == Activation::gelu ? 1 : 2);
+  std::array<unsigned long long, 2> bits[2];
+  for (int one = 0; one < 2; ++one) {
+    fill(s, g, Dtype::bf16, n, 6, 4), fill(s, h, Dtype::bf16, hidden, 5, 4);
+    fill_inputs(s, product);
+    one ? in_one() : apart();
+    bits[one] = {checksum(s, g, Dtype::bf16, n), checksum(s, h, Dtype::bf16, hidden)};
+  }
+  agree[key] = bits[0] == bits[1];
+}
+
+void forward_activation(Stream& s, Activation kind, bf16* g, bf16* h, const bf16* x, const bf16* w, int64_t M,
+                        int64_t F, int64_t K) {
+  if (M * F == 0) return;
+  const bf16* const none = nullptr;
+  const Call product = forward_call<bf16>(h, x, w, none, none, M, kind == Activation::gelu ? F : 2 * F, K);
+  one_kernel_or_two(
+      s, {int64_t(Pass::forward), int64_t(kind), M, F, K, s.device().ordinal}, product,
+      sm90::takes_activation(g, h, x, w, M, F, K), g, h,
+      [&] { sm90::forward_activation(s.cuda(), kind, g, h, x, w, M, F, K); },
+      [&] {
+        launch(s, product, plan_of(s.device(), product));
+        if (kind == Activation::gelu) gpu::gelu_forward<bf16>(s.cuda(), g, h, M * F);
+        else gpu::swiglu_forward<bf16>(s.cuda(), g, h, M, F);
+      });
+}
+// H200, two kernels and one, ms, 100 and more in a row: GELU, M 32768, N 768, F 3072: 0.412 and 0.340; M 2048: 0.0271
+// and 0.0222; M 16384, N 4096, F 16384: 3.63 and 3.48; SwiGLU, M 8192, N 4096, F 14336: 1.71 and 1.54.
+void dgrad_activation(Stream& s, Activation kind, bf16* g, bf16* h_dh, const bf16* dy, const bf16* w, int64_t M,
+                      int64_t N, int64_t F) {
+  if (M * F == 0) return;
+  const Call product = dgrad_call<bf16>(g, dy, w, M, N, F, /*accumulate=*/false);
+  one_kernel_or_two(
+      s, {int64_t(Pass::backward), int64_t(kind), M, F, N, s.device().ordinal}, product,
+      sm90::takes_activation(g, h_dh, dy, w, M, F, N), g, h_dh,
+      [&] { sm90::dgrad_activation(s.cuda(), kind, g, h_dh, dy, w, M, N, F); },
+      [&] {
+        launch(s, product, plan_of(s.device(), product));
+        if (kind == Activation::gelu) gpu::gelu_backward(s.cuda(), g, h_dh, M * F);
+        else gpu::swiglu_backward(s.cuda(), g, h_dh, M, F);
+      });
+}
+
 [[noreturn]] void refuse_double(const char* name) { throw Error(strf("%s: fp64 runs on the CPU backend only", name)); }
 
 }  // namespace
@@ -530,19 +591,40 @@ void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, i
     matmul(s, h, x, w, bias, none, M, N, K);
     return gelu_forward(s, g, h, M * N);
   }
+  const bool ours = !bias && may_fuse_activation<T>(s.device());
   if (s.device().mode == Mode::plan) {
-    const bool fused = std::is_same_v<T, bf16> && may_fuse_gelu(s.device(), K);
+    const bool fused = ours || (std::is_same_v<T, bf16> && may_fuse_gelu(s.device(), K));
     s.spend(product<T, T>(s.device(), M, N, K, fused));
     return fused ? void() : gelu_forward(s, g, h, M * N);
   }
 #if FSDP_CUDA
   if (s.on_gpu()) {
-    if constexpr (std::is_same_v<T, bf16>) return gelu_matmul(s, g, h, x, w, bias, M, N, K);
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (ours) return forward_activation(s, Activation::gelu, g, h, x, w, M, N, K);
+      return gelu_matmul(s, g, h, x, w, bias, M, N, K);
+    }
     matmul(s, h, x, w, bias, none, M, N, K);
     return gelu_forward(s, g, h, M * N);
   }
 #endif
   s.enqueue([=] { cpu::matmul_gelu(g, h, x, w, bias, M, N, K); });
+}
+
+template <class T>
+void matmul_swiglu(Stream& s, T* g, T* h, const T* x, const T* w, int64_t M, int64_t F, int64_t K) {
+  const bool fused = may_fuse_activation<T>(s.device());
+  if (fused && s.device().mode == Mode::plan) {
+    Cost c = product<T, T>(s.device(), M, 2 * F, K, /*others=*/0);
+    c.bytes += double(M * F) * sizeof(T);
+    return s.spend(c);
+  }
+#if FSDP_CUDA
+  if constexpr (std::is_same_v<T, bf16>)
+    if (fused && s.on_gpu()) return forward_activation(s, Activation::swiglu, g, h, x, w, M, F, K);
+#endif
+  const T* const none = nullptr;
+  matmul(s, h, x, w, none, none, M, 2 * F, K);
+  swiglu_forward(s, g, h, M, F);
 }
 
 template <class T>
@@ -555,6 +637,34 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
   }
 #endif
   s.enqueue([=] { cpu::matmul_dgrad(dx, dy, w, M, N, K, accumulate); });
+}
+
+bool in_one_kernel(const Device& dev, Pass pass, Activation kind, int64_t M, int64_t F, int64_t K) {
+#if FSDP_CUDA
+  const auto found = fusions_that_agree().find({int64_t(pass), int64_t(kind), M, F, K, dev.ordinal});
+  return may_fuse_activation<bf16>(dev) && found != fusions_that_agree().end() && found->second;
+#else
+  (void)dev, (void)pass, (void)kind, (void)M, (void)F, (void)K;
+  return false;
+#endif
+}
+
+template <class T>
+void matmul_dgrad_activation(Stream& s, Activation kind, T* g, T* h_dh, const T* dy, const T* w, int64_t M, int64_t N,
+                             int64_t F) {
+  const bool fused = may_fuse_activation<T>(s.device());
+  if (fused && s.device().mode == Mode::plan) {
+    Cost c = product<T, T>(s.device(), M, F, N, /*others=*/kind == Activation::gelu ? 2 : 4);
+    c.share = 0.66;  // of rope's on one H200: results/gpu-tests-2026-11-28.log
+    return s.spend(c);
+  }
+#if FSDP_CUDA
+  if constexpr (std::is_same_v<T, bf16>)
+    if (fused && s.on_gpu()) return dgrad_activation(s, kind, g, h_dh, dy, w, M, N, F);
+#endif
+  matmul_dgrad(s, g, dy, w, M, N, F, /*accumulate=*/false);
+  if (kind == Activation::gelu) gelu_backward(s, g, h_dh, M * F);
+  else swiglu_backward(s, g, h_dh, M, F);
 }
 
 template <class T, class G>
@@ -592,12 +702,14 @@ void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums
   s.enqueue([=] { cpu::matmul_fp8(z, a, b, bias, residual, M, N, K); });
 }
 
-#define FOR(T)                                                                                                    \
-  template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);           \
-  template void matmul_gelu(Stream&, T*, T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);            \
-  template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                   \
-  template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                   \
-  template void matmul_fp8(Stream&, T*, const Fp8Factor&, const Fp8Factor&, Fp8Sums, const T*, const T*, int64_t, \
+#define FOR(T)                                                                                                       \
+  template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);              \
+  template void matmul_gelu(Stream&, T*, T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);               \
+  template void matmul_swiglu(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                       \
+  template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                      \
+  template void matmul_dgrad_activation(Stream&, Activation, T*, T*, const T*, const T*, int64_t, int64_t, int64_t); \
+  template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                      \
+  template void matmul_fp8(Stream&, T*, const Fp8Factor&, const Fp8Factor&, Fp8Sums, const T*, const T*, int64_t,    \
                            int64_t, int64_t);
 FOR(float)
 FOR(bf16)

@@ -19,9 +19,9 @@ namespace ops {
 void keep_workspace(Device& dev);
 
 // Device::fuse says whether what only adds or maps elements is done by the kernel of the operation before it, or by a
-// kernel of its own, which reads and writes the tensor once more: a product's bias, residual and GELU, and the sum in
-// front of a norm. Apart, a sum in bf16 is rounded once more. (The model knows two more: the residual's gradient is
-// added by the backward of the norm, or of the product, beside it.)
+// kernel of its own, which reads and writes the tensor once more: a product's bias, residual and activation, and the
+// sum in front of a norm. Apart, a sum in bf16 is rounded once more. (The model knows two more: the residual's gradient
+// is added by the backward of the norm, or of the product, beside it.)
 
 // ---- matmul (lib/ops/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its
 // inputs with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of
@@ -31,13 +31,27 @@ void keep_workspace(Device& dev);
 // y (M,N) = x (M,K) w (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal y).
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
-// h (M,N) = x (M,K) w (N,K)^T + bias (N), g (M,N) = gelu(h): one call, so that the GPU can fuse it (bf16, tuned, short
-// K) where that is faster, and gives the same h and a g that differs by rounding alone.
+// h (M,N) = x (M,K) w (N,K)^T + bias (N), g (M,N) = gelu(h): one call, so that the GPU can fuse it (bf16, tuned). On
+// Hopper, without a bias, one kernel has the bits of two; otherwise, where K is short, it gives the same h and a g that
+// differs by rounding alone.
+enum class Activation { gelu, swiglu };
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K);
+// h (M,2F) = x (M,K) w (2F,K)^T, g (M,F) = SwiGLU of it: likewise, in one kernel on Hopper.
+template <class T>
+void matmul_swiglu(Stream& s, T* g, T* h, const T* x, const T* w, int64_t M, int64_t F, int64_t K);
 // dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.
 template <class T>
 void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate);
+// Through W2 and an activation to its hidden layer: dy (M,N) is the gradient of g w^T, g (M,F) = activation(h), w
+// (N,F). h_dh, (M,F) or of SwiGLU (M,2F), comes as h and leaves as its gradient; g is written. One call, so that the
+// GPU can make it in one kernel (bf16, tuned, compute capability 9.0), with the bits of two.
+template <class T>
+void matmul_dgrad_activation(Stream& s, Activation kind, T* g, T* h_dh, const T* dy, const T* w, int64_t M, int64_t N,
+                             int64_t F);
+// Does one kernel make a product (M,F), contracted over K, and the activation behind it? Once a call has been tuned.
+enum class Pass { forward, backward };
+bool in_one_kernel(const Device& dev, Pass pass, Activation kind, int64_t M, int64_t F, int64_t K);
 // dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
 template <class T, class G>
 void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
@@ -86,7 +100,6 @@ template <class T>
 void from_fp8(Stream& s, T* x, const Fp8Factor& from, int64_t n);
 // What an activation makes, cast with one scale without being written: the same bytes as amax and to_fp8 make of what
 // gelu_forward or swiglu_forward has written, with less of memory's time.
-enum class Activation { gelu, swiglu };
 // g (R,F) of h (R,F), or of SwiGLU (R,2F). amax (1) is written. partials: sum_partials() numbers.
 template <class T>
 void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* h, float* amax, float* partials,
