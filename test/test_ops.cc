@@ -1354,7 +1354,6 @@ struct Workspace {  // that tuning works in
     dev.blas_workspace = nullptr, dev.blas_workspace_bytes = 0;
   }
 };
-#endif
 // What a product with an activation makes on a GPU: h or its gradient, and g.
 std::vector<Space::Result> with_activation(ops::Pass pass, ops::Activation kind, int64_t M, int64_t F, int64_t K,
                                            bool in_one) {
@@ -1389,6 +1388,7 @@ std::vector<Space::Result> with_activation(ops::Pass pass, ops::Activation kind,
     a.dev.fuse = true;
   });
 }
+#endif
 }  // namespace
 
 // Edges of tiles (128 x 192, of gates and ups 96 each; 64 deep), more tiles than a GPU has multiprocessors, and fewer.
