@@ -1,5 +1,5 @@
-// Matrix products: cuBLASLt on a GPU, OpenBLAS (in cpu/ops.h) on a CPU. On Hopper an activation behind or before one is
-// made by a kernel of our own, where that changes no bit (matmul_activation.cuh).
+// Matrix products: cuBLASLt on a GPU, OpenBLAS (in cpu/ops.h) on a CPU. On Hopper a product makes the activation beside
+// it in a kernel of our own, where that changes no bit (matmul_activation.cuh).
 //
 // cuBLASLt thinks in column-major matrices. A row-major (r, c) matrix is, byte for byte, a column-major (c, r) one, so
 // the row-major Z = X Y is computed as the column-major Z^T = Y^T X^T: operands change places and keep their bytes. A

@@ -1,6 +1,6 @@
 // Products with an activation behind them, in one kernel (sm_90a): forward, which writes what the product and the
-// activation make, and backward, where the gradient of what the activation made is rounded in shared memory and never
-// written.
+// activation make; and backward, where the gradient of what the activation made is rounded in shared memory, and never
+// written to the GPU's.
 //
 // Persistent blocks, one an SM, of four warpgroups. One thread fetches 64 columns of both factors at a time; two
 // warpgroups multiply, each 64 of a tile's 128 rows; the fourth takes what they have made of the tile before through
