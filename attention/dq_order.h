@@ -172,13 +172,14 @@ struct CompressedDqOrder {
     return (first < x.j ? 0 : first - x.j + 1) + chunks - 1 - x.chunk;
   }
   HD bool ends(const DqItem& x) const { return chunks_before(x) + 1 == chunks_of(x.j); }
-  // Of the parts of a KV head, the unit whose chain j ends next before that of `unit`, or -1; is that the last to end?
+  // Of the parts of a KV head, the unit whose chain j ends next before that of `unit`; or -1.
   HD int ends_before(int unit, int j) const {
     int best = -1;
     for (int u = unit / parts * parts, e = u + parts; u < e; ++u)
       if (end_of(u, j) < end_of(unit, j) && (best < 0 || end_of(u, j) > end_of(best, j))) best = u;
     return best;
   }
+  // Does chain j of `unit` end last of these?
   HD bool ends_last(int unit, int j) const {
     bool last = true;
     for (int u = unit / parts * parts, e = u + parts; u < e; ++u) last = last && end_of(u, j) <= end_of(unit, j);

@@ -189,11 +189,8 @@ inline CUtensorMap encoded_map(const bf16* p, int64_t ld, int heads, int dim, in
   CUtensorMap map;
   cuuint64_t dims[4] = {cuuint64_t(dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(a.B)};
   cuuint64_t strides[3] = {cuuint64_t(ld * 2), cuuint64_t(dim * 2), cuuint64_t(rows * ld * 2)};
-  cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
-  CUresult r =
-      hopper::tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(p), dims, strides, box,
-                                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  cuuint32_t box[4] = {64, 64, 1, 1};
+  CUresult r = hopper::encode_boxes(&map, p, dims, strides, box);
   if (r != CUDA_SUCCESS)
     throw CudaError(
         strf("attention: no tensor map for address %p, row stride %lld, B %d rows %d heads %d D %d "
@@ -211,14 +208,6 @@ inline CUtensorMap tensor_map(const bf16* p, int64_t ld, int heads, int dim, int
   return known.emplace(key, encoded_map(p, ld, heads, dim, rows, a)).first->second;
 }
 
-// Persistent blocks: one an SM. Launches take the lists of items in turn: two that are 256 launches apart share one and
-// must not run side by side. Those of one stream never do.
-inline int persistent_blocks(int items) {
-  int device, sms;
-  CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  return sms < items ? sms : items;
-}
 // How warpgroups share an item: by keys where the longest item of 128 queries is a tenth or more above a block's share
 // of them all, in tiles of 128 keys. Of a shape, not of a GPU: 132 blocks.
 enum class Share { rows, keys };
@@ -231,6 +220,8 @@ Share share_of(const Problem& a, const Mask& mask) {
   }
   return longest * 132 * 10 > all * a.B * a.H * 11 ? Share::keys : Share::rows;
 }
+// Launches take the lists of items in turn: two that are 256 launches apart share one and must not run side by side.
+// Those of one stream never do.
 inline int next_list() {
   static std::atomic<unsigned> launches{0};
   return int(launches++ % 256);

@@ -260,8 +260,8 @@ Kernel sm90_launch_heads(cudaStream_t stream, int32_t* indices, const bf16* q, c
   const Problem work = sm90_problem<D>(a);
   const CUtensorMap k_map = sm90_keys<D>(q, k, a, work);
   launch(stream, sm90_kernel<D, pooled, heads>,
-         {std::min(a.most(), 2 * sm90::persistent_blocks(a.most())), 256, Sm90<D>::bytes}, indices, q, k_map, lse,
-         scratch, a, work, sm90::next_list());
+         {std::min(a.most(), 2 * persistent_blocks(a.most())), 256, Sm90<D>::bytes}, indices, q, k_map, lse, scratch, a,
+         work, sm90::next_list());
   static const std::string name = heads ? variant("pooled", heads) : pooled ? "pooled, any heads" : "not pooled";
   return {"sm90", name.c_str(), heads == 0};
 }

@@ -103,8 +103,12 @@ __device__ inline uint32_t shared_base() {  // swizzled tiles must start at mult
 }
 #endif  // sm_90a
 
-// The driver's encoder of tensor maps. Throws CudaError.
-inline auto tensor_map_encoder() {
+// A map for TMA of boxes of a bf16 tensor, its innermost dimension first: sizes and box in numbers, strides of all
+// others in bytes. Boxes arrive with the 128-byte swizzle, and zeros past the tensor's end. Throws CudaError where the
+// driver has no encoder; the driver refuses addresses and strides that are not multiples of 16 bytes.
+template <int dims>
+CUresult encode_boxes(CUtensorMap* map, const void* p, const cuuint64_t (&sizes)[dims],
+                      const cuuint64_t (&strides)[dims - 1], const cuuint32_t (&box)[dims]) {
   static const auto encode = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -117,7 +121,11 @@ inline auto tensor_map_encoder() {
       throw CudaError("the driver has no cuTensorMapEncodeTiled; it must support CUDA 12 or newer");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
   }();
-  return encode;
+  cuuint32_t steps[dims];
+  for (cuuint32_t& step : steps) step = 1;
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, dims, const_cast<void*>(p), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace hopper

@@ -79,6 +79,14 @@ void launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
+// Persistent blocks: one a multiprocessor, and no more than there are items of work.
+inline int persistent_blocks(int items) {
+  int device, sms;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  return sms < items ? sms : items;
+}
+
 namespace gpu {
 // `rows` rows of `bytes` at p, `pitch` bytes apart. A kernel and not cudaMemset2DAsync, which starts and ends alone.
 void zero(cudaStream_t stream, void* p, int64_t pitch, int64_t bytes, int64_t rows);

@@ -167,6 +167,24 @@ __device__ inline void activation_backward(uint4& dg_g, uint4 (&h_dh)[2]) {
   }
 }
 
+// A block's warpgroups at their work: load as of fetch_tiles, by_rows as of multiply_tiles; finish() takes products up.
+template <bool by_rows, class Load, class Finish>
+__device__ inline void divide_work(const Exchange& x, const Product& s, Load load, Finish finish) {
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 3) {
+    fewer_registers<24>();
+    if (threadIdx.x % 128 == 0) fetch_tiles(x, s, load);
+  } else if (warpgroup < 2) {
+    more_registers<144>();
+    multiply_tiles<by_rows>(x, s, warpgroup);
+    let_next_in();
+  } else {
+    more_registers<200>();
+    finish();
+    let_next_in();
+  }
+}
+
 __device__ inline uint4 activation(const uint4& h_) {
   uint4 g_;
   const uint32_t* h = &h_.x;
@@ -198,22 +216,13 @@ __global__ void __launch_bounds__(512, 1)
   const Exchange x(shared_base());
   x.init();
   constexpr int width = BF / parts;  // of a tile, in columns of g
-  const int warpgroup = warpgroup_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (warpgroup == 3) {
-    fewer_registers<24>();
-    if (threadIdx.x % 128 == 0)
-      fetch_tiles(x, s, [&](uint32_t to, uint32_t bar, int row, int column, int k) {
-        load_box(to, x_map, bar, k, row * BM);
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const auto load = [&](uint32_t to, uint32_t bar, int row, int column, int k) {
+    load_box(to, x_map, bar, k, row * BM);
 #pragma unroll
-        for (int p = 0; p < parts; ++p)
-          load_box(to + a_bytes + p * width * 128, w_map, bar, k, p * s.F + column * width);
-      });
-  } else if (warpgroup < 2) {
-    more_registers<144>();
-    multiply_tiles<false>(x, s, warpgroup);
-    let_next_in();
-  } else {
-    more_registers<200>();
+    for (int p = 0; p < parts; ++p) load_box(to + a_bytes + p * width * 128, w_map, bar, k, p * s.F + column * width);
+  };
+  divide_work<false>(x, s, load, [&] {
     // A lane takes 8 columns of g at a time, of 16 rows of either half of a tile.
     constexpr int across = width / 8, pieces = 16 * across / 32, together = parts == 1 ? 4 : 2;
     const int64_t ld = int64_t(s.F) * parts;
@@ -256,8 +265,7 @@ __global__ void __launch_bounds__(512, 1)
         }
       }
     }
-    let_next_in();
-  }
+  });
 #else
   __trap();  // code for another architecture, which makes two kernels of it
 #endif
@@ -272,21 +280,13 @@ __global__ void __launch_bounds__(512, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const Exchange x(shared_base());
   x.init();
-  const int warpgroup = warpgroup_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (warpgroup == 3) {
-    fewer_registers<24>();
-    if (threadIdx.x % 128 == 0)
-      fetch_tiles(x, s, [&](uint32_t to, uint32_t bar, int row, int column, int k) {
-        load_box(to, dy_map, bar, k, row * BM);
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const auto load = [&](uint32_t to, uint32_t bar, int row, int column, int k) {
+    load_box(to, dy_map, bar, k, row * BM);
 #pragma unroll
-        for (int c = 0; c < BF / 64; ++c) load_box(to + a_bytes + c * panel, w_map, bar, column * BF + c * 64, k);
-      });
-  } else if (warpgroup < 2) {
-    more_registers<144>();
-    multiply_tiles<true>(x, s, warpgroup);
-    let_next_in();
-  } else {
-    more_registers<200>();
+    for (int c = 0; c < BF / 64; ++c) load_box(to + a_bytes + c * panel, w_map, bar, column * BF + c * 64, k);
+  };
+  divide_work<true>(x, s, load, [&] {
     // A lane takes 8 columns at a time: of 4 rows x 64 columns a warp, of 16 rows of either half of a tile. It has
     // fetched the hidden layer a half ahead: a GPU's memory answers late.
     constexpr int pieces = BF / 16, together = parts == 1 ? 4 : 2;
@@ -347,8 +347,7 @@ __global__ void __launch_bounds__(512, 1)
         }
         here = next;
       }
-    let_next_in();
-  }
+  });
 #else
   __trap();  // code for another architecture, which makes two kernels of it
 #endif
@@ -358,21 +357,19 @@ __global__ void __launch_bounds__(512, 1)
 inline CUtensorMap matrix_map(const bf16* p, int64_t rows, int64_t columns, int box_rows) {
   constexpr size_t most = 4096;  // far more than a model's
   static thread_local std::map<std::tuple<const bf16*, int64_t, int64_t, int>, CUtensorMap> known;
+  const auto key = std::make_tuple(p, rows, columns, box_rows);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
   if (known.size() == most) known.clear();
-  const auto [found, fresh] = known.try_emplace({p, rows, columns, box_rows});
-  if (!fresh) return found->second;
   const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(columns * 2)};
-  const cuuint32_t box[2] = {64, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-  const CUresult r =
-      hopper::tensor_map_encoder()(&found->second, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<bf16*>(p), sizes,
-                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint32_t box[2] = {64, cuuint32_t(box_rows)};
+  CUtensorMap map;
+  const CUresult r = hopper::encode_boxes(&map, p, sizes, strides, box);
   if (r != CUDA_SUCCESS)
     throw CudaError(
         strf("matmul: no tensor map for address %p, %lld rows of %lld numbers (error %d): both must be "
              "multiples of 16 bytes",
              static_cast<const void*>(p), (long long)rows, (long long)columns, int(r)));
-  return found->second;
+  return known.emplace(key, map).first->second;
 }
 
 // Can the kernels take this? Addresses and rows are multiples of 16 bytes, sizes of 32 bits.
@@ -384,12 +381,7 @@ inline bool takes_activation(const bf16* g, const bf16* h, const bf16* a, const 
 inline Product product_of(int64_t M, int64_t F, int64_t K, int width) {
   return {int(M), int(F), int(K), int((M + BM - 1) / BM), int((F + width - 1) / width)};
 }
-inline Grid grid_of(const Product& s) {
-  int device, sms;
-  CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  return {unsigned(std::min(sms, s.tiles())), 512, shared_bytes};
-}
+inline Grid grid_of(const Product& s) { return {unsigned(persistent_blocks(s.tiles())), 512, shared_bytes}; }
 // g (M,F) = activation(h), h = x (M,K) w^T, w (F,K), of SwiGLU (2F,K).
 inline void forward_activation(cudaStream_t stream, Activation kind, bf16* g, bf16* h, const bf16* x, const bf16* w,
                                int64_t M, int64_t F, int64_t K) {
