@@ -149,7 +149,7 @@ Kernel compress(Device& dev, T* out, const T* x, Parameters<const T> phi, const 
       if (a.phi == Phi::linear) {
         ops::matmul(s, to, block, phi.w1 + head * a.D * in, none, none, rows, a.D, in);
       } else {
-        ops::matmul_gelu(s, g.get(), h.get(), block, phi.w1 + head * F * in, none, rows, F, in);
+        ops::matmul_gelu(s, g.get(), h.get(), ops::Hidden::scratch, block, phi.w1 + head * F * in, none, rows, F, in);
         ops::matmul<T>(s, to, g, phi.w2 + head * a.D * F, none, none, rows, a.D, F);
       }
     }

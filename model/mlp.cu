@@ -66,6 +66,7 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
     Buffer<T> here;
     if (!v->h) here = mem.take<T>(rows * UP, "MLP hidden");
     T* h = v->h ? v->h + i * UP : here.get();
+    const auto hidden = keeps ? ops::Hidden::kept : ops::Hidden::scratch;
     // The residual is the last product's epilogue: no kernel of its own reads and writes (M, C) once more.
     if (c_.fp8) {
       linear_.forward(h, in + i * C, blocks_.weight(at.up), up8, schedule_.weight_if_any(at.up_bias), nullptr, rows, UP,
@@ -78,10 +79,10 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
     }
     Buffer<T> g = mem.take<T>(rows * F, "activated");
     if (c_.arch == Arch::llama) {
-      ops::matmul_swiglu<T>(s, g, h, in + i * C, schedule_.weight(at.up), rows, F, C);
+      ops::matmul_swiglu<T>(s, g, h, hidden, in + i * C, schedule_.weight(at.up), rows, F, C);
     } else {
-      ops::matmul_gelu<T>(s, g, h, in + i * C, schedule_.weight(at.up), schedule_.weight_if_any(at.up_bias), rows, F,
-                          C);
+      ops::matmul_gelu<T>(s, g, h, hidden, in + i * C, schedule_.weight(at.up), schedule_.weight_if_any(at.up_bias),
+                          rows, F, C);
     }
     if (v->h8) save_hidden(v, h, i, rows);
     here.reset();

@@ -777,7 +777,7 @@ TEST_CASE("a product and its epilogue, in one call or apart", "[ops]") {
       a.dev.fuse = fuse;
       ops::matmul<T>(a.s, y, x, w, bias, residual, M, N, K);
       ops::matmul<T>(a.s, sum, x, w, none, sum, M, N, K);
-      ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
+      ops::matmul_gelu<T>(a.s, g, h, ops::Hidden::kept, x, w, bias, M, N, K);
       ops::norm_forward<T>(a.s, Norm::rms, n, x2, stats, y, residual, bias, none, M, N, 1e-5);
       a.dev.fuse = true;
     });
@@ -1298,12 +1298,12 @@ void compare_matmuls(int64_t M, int64_t N, int64_t K, Mode before = Mode::run, b
           ops::matmul<T>(a.s, y, x, w, none, none, M, N, K);
           ops::matmul<T>(a.s, y2, x, w, bias, residual, M, N, K);
           ops::matmul<T>(a.s, y3, x, w, bias, y3, M, N, K);
-          ops::matmul_gelu<T>(a.s, g, h, x, w, bias, M, N, K);
+          ops::matmul_gelu<T>(a.s, g, h, ops::Hidden::kept, x, w, bias, M, N, K);
           ops::matmul_dgrad<T>(a.s, dx, dy, w, M, N, K, false);
           ops::matmul_dgrad<T>(a.s, dx2, dy, w, M, N, K, true);
           ops::matmul_dgrad_activation<T>(a.s, ops::Activation::gelu, g2, h2, dy, w, M, N, K);
           ops::matmul_dgrad_activation<T>(a.s, ops::Activation::swiglu, g3, h3, dy, w, M, N, K);
-          ops::matmul_swiglu<T>(a.s, g4, h4, x, w, M, N / 2, K);
+          ops::matmul_swiglu<T>(a.s, g4, h4, ops::Hidden::kept, x, w, M, N / 2, K);
           ops::matmul_wgrad<T, G>(a.s, dw, dy, x, M, N, K, false);
           ops::matmul_wgrad<T, G>(a.s, dw2, dy, x, M, N, K, true);
           ops::bias_grad<T, G>(a.s, db, dy, partials, M, N, N);
@@ -1355,8 +1355,8 @@ struct Workspace {  // that tuning works in
   }
 };
 // What a product with an activation makes on a GPU: h or its gradient, and g.
-std::vector<Space::Result> with_activation(ops::Pass pass, ops::Activation kind, int64_t M, int64_t F, int64_t K,
-                                           bool in_one) {
+std::vector<Space::Result> with_activation(ops::Pass pass, ops::Activation kind, ops::Hidden kept, int64_t M, int64_t F,
+                                           int64_t K, bool in_one) {
   return run_on(Backend::gpu, [&](Space& a) {
     const int64_t hidden = (kind == ops::Activation::gelu ? 1 : 2) * F;
     const bool forward = pass == ops::Pass::forward;
@@ -1373,8 +1373,8 @@ std::vector<Space::Result> with_activation(ops::Pass pass, ops::Activation kind,
     const auto call = [&] {
       const bf16* const none = nullptr;
       if (!forward) ops::matmul_dgrad_activation<bf16>(a.s, kind, g, h, x, w, M, K, F);
-      else if (kind == ops::Activation::gelu) ops::matmul_gelu<bf16>(a.s, g, h, x, w, none, M, F, K);
-      else ops::matmul_swiglu<bf16>(a.s, g, h, x, w, M, F, K);
+      else if (kind == ops::Activation::gelu) ops::matmul_gelu<bf16>(a.s, g, h, kept, x, w, none, M, F, K);
+      else ops::matmul_swiglu<bf16>(a.s, g, h, kept, x, w, M, F, K);
     };
     for (Array& t : arrays) t.first.resize(size_t(t.n)), a.s.copy(t.first.data(), t.p, t.n * 2);
     a.s.synchronize();
@@ -1406,8 +1406,12 @@ TEST_CASE("GPU: a product and an activation in one kernel have the bits of two",
       for (const auto kind : {ops::Activation::gelu, ops::Activation::swiglu}) {
         INFO("M " << M << " K " << K << " F " << F << (kind == ops::Activation::gelu ? " GELU" : " SwiGLU")
                   << (pass == ops::Pass::forward ? " forward" : " backward"));
-        const auto one = with_activation(pass, kind, M, F, K, true), two = with_activation(pass, kind, M, F, K, false);
+        const auto run = [&](ops::Hidden hidden, bool in_one) {
+          return with_activation(pass, kind, hidden, M, F, K, in_one);
+        };
+        const auto one = run(ops::Hidden::kept, true), two = run(ops::Hidden::kept, false);
         for (size_t i = 0; i < one.size(); ++i) CHECK(same_bits(one[i].bits, two[i].bits));
+        if (pass == ops::Pass::forward) CHECK(same_bits(run(ops::Hidden::scratch, true).back().bits, two.back().bits));
       }
 #endif
 }

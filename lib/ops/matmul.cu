@@ -157,15 +157,16 @@ void one_kernel_or_two(Stream& s, const FusedKey& key, const Call& product, bool
   agree[key] = bits[0] == bits[1];
 }
 
-void forward_activation(Stream& s, Activation kind, bf16* g, bf16* h, const bf16* x, const bf16* w, int64_t M,
-                        int64_t F, int64_t K) {
+void forward_activation(Stream& s, Activation kind, bf16* g, bf16* h, Hidden hidden, const bf16* x, const bf16* w,
+                        int64_t M, int64_t F, int64_t K) {
   if (M * F == 0) return;
+  bf16* const kept = s.device().mode == Mode::run && hidden == Hidden::scratch ? nullptr : h;
   const bf16* const none = nullptr;
   const Call product = forward_call<bf16>(h, x, w, none, none, M, kind == Activation::gelu ? F : 2 * F, K);
   one_kernel_or_two(
       s, {int64_t(Pass::forward), int64_t(kind), M, F, K, s.device().ordinal}, product,
       sm90::takes_activation(g, h, x, w, M, F, K), g, h,
-      [&] { sm90::forward_activation(s.cuda(), kind, g, h, x, w, M, F, K); },
+      [&] { sm90::forward_activation(s.cuda(), kind, g, kept, x, w, M, F, K); },
       [&] {
         launch(s, product, plan_of(s.device(), product));
         if (kind == Activation::gelu) gpu::gelu_forward<bf16>(s.cuda(), g, h, M * F);
@@ -235,7 +236,8 @@ void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* res
 }
 
 template <class T>
-void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K) {
+void matmul_gelu(Stream& s, T* g, T* h, [[maybe_unused]] Hidden hidden, const T* x, const T* w, const T* bias,
+                 int64_t M, int64_t N, int64_t K) {
   const T* const none = nullptr;
   if (!s.device().fuse) {
     matmul(s, h, x, w, bias, none, M, N, K);
@@ -244,13 +246,13 @@ void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, i
   const bool ours = !bias && may_fuse_activation<T>(s.device());
   if (s.device().mode == Mode::plan) {
     const bool fused = ours || (std::is_same_v<T, bf16> && may_fuse_gelu(s.device(), K));
-    s.spend(product<T, T>(s.device(), M, N, K, fused));
+    s.spend(product<T, T>(s.device(), M, N, K, fused && !(ours && hidden == Hidden::scratch)));
     return fused ? void() : gelu_forward(s, g, h, M * N);
   }
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, bf16>) {
-      if (ours) return forward_activation(s, Activation::gelu, g, h, x, w, M, N, K);
+      if (ours) return forward_activation(s, Activation::gelu, g, h, hidden, x, w, M, N, K);
       return gelu_matmul(s, g, h, x, w, bias, M, N, K);
     }
     matmul(s, h, x, w, bias, none, M, N, K);
@@ -261,16 +263,16 @@ void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, i
 }
 
 template <class T>
-void matmul_swiglu(Stream& s, T* g, T* h, const T* x, const T* w, int64_t M, int64_t F, int64_t K) {
+void matmul_swiglu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w, int64_t M, int64_t F, int64_t K) {
   const bool fused = may_fuse_activation<T>(s.device());
   if (fused && s.device().mode == Mode::plan) {
     Cost c = product<T, T>(s.device(), M, 2 * F, K, /*others=*/0);
-    c.bytes += double(M * F) * sizeof(T);
+    c.bytes += double(M * F) * (hidden == Hidden::kept ? 1 : -1) * sizeof(T);
     return s.spend(c);
   }
 #if FSDP_CUDA
   if constexpr (std::is_same_v<T, bf16>)
-    if (fused && s.on_gpu()) return forward_activation(s, Activation::swiglu, g, h, x, w, M, F, K);
+    if (fused && s.on_gpu()) return forward_activation(s, Activation::swiglu, g, h, hidden, x, w, M, F, K);
 #endif
   const T* const none = nullptr;
   matmul(s, h, x, w, none, none, M, 2 * F, K);
@@ -354,8 +356,8 @@ void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums
 
 #define FOR(T)                                                                                                       \
   template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);              \
-  template void matmul_gelu(Stream&, T*, T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);               \
-  template void matmul_swiglu(Stream&, T*, T*, const T*, const T*, int64_t, int64_t, int64_t);                       \
+  template void matmul_gelu(Stream&, T*, T*, Hidden, const T*, const T*, const T*, int64_t, int64_t, int64_t);       \
+  template void matmul_swiglu(Stream&, T*, T*, Hidden, const T*, const T*, int64_t, int64_t, int64_t);               \
   template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                      \
   template void matmul_dgrad_activation(Stream&, Activation, T*, T*, const T*, const T*, int64_t, int64_t, int64_t); \
   template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                      \

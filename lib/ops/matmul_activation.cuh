@@ -206,7 +206,8 @@ __device__ inline uint4 activation(const uint4& gate_, const uint4& up_) {
 
 #endif  // sm_90a
 
-// parts 1, GELU: h (M,F); 2, SwiGLU: (M,2F), gate then up in each row; s has F columns of each. g (M,F).
+// parts 1, GELU: h (M,F); 2, SwiGLU: (M,2F), gate then up in each row; s has F columns of each. g (M,F). h null: what
+// it would hold is not written.
 template <int parts>
 __global__ void __launch_bounds__(512, 1)
     forward_activation_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(512, 1)
             const int row = row0 * BM + half * 64 + warp * 16 + at / across, column = column0 * width + at % across * 8;
             const bool there = row < s.M && column < s.F;
 #pragma unroll
-            for (int p = 0; p < parts; ++p) store_if(there, h + row * ld + column + int64_t(p) * s.F, made[i][p]);
+            for (int p = 0; p < parts; ++p) store_if(there && h, h + row * ld + column + int64_t(p) * s.F, made[i][p]);
             store_if(there, g + int64_t(row) * s.F + column, out[i]);
           }
         }
@@ -382,7 +383,7 @@ inline Product product_of(int64_t M, int64_t F, int64_t K, int width) {
   return {int(M), int(F), int(K), int((M + BM - 1) / BM), int((F + width - 1) / width)};
 }
 inline Grid grid_of(const Product& s) { return {unsigned(persistent_blocks(s.tiles())), 512, shared_bytes}; }
-// g (M,F) = activation(h), h = x (M,K) w^T, w (F,K), of SwiGLU (2F,K).
+// g (M,F) = activation(h), h = x (M,K) w^T, w (F,K), of SwiGLU (2F,K). h null: it is not written.
 inline void forward_activation(cudaStream_t stream, Activation kind, bf16* g, bf16* h, const bf16* x, const bf16* w,
                                int64_t M, int64_t F, int64_t K) {
   const int parts = kind == Activation::gelu ? 1 : 2;

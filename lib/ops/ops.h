@@ -35,11 +35,13 @@ void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* res
 // Hopper, without a bias, one kernel has the bits of two; otherwise, where K is short, it gives the same h and a g that
 // differs by rounding alone.
 enum class Activation { gelu, swiglu };
+enum class Hidden { kept, scratch };  // scratch: nobody reads h, which may be left as it was
 template <class T>
-void matmul_gelu(Stream& s, T* g, T* h, const T* x, const T* w, const T* bias, int64_t M, int64_t N, int64_t K);
+void matmul_gelu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w, const T* bias, int64_t M, int64_t N,
+                 int64_t K);
 // h (M,2F) = x (M,K) w (2F,K)^T, g (M,F) = SwiGLU of it: likewise, in one kernel on Hopper.
 template <class T>
-void matmul_swiglu(Stream& s, T* g, T* h, const T* x, const T* w, int64_t M, int64_t F, int64_t K);
+void matmul_swiglu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w, int64_t M, int64_t F, int64_t K);
 // dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.
 template <class T>
 void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate);
