@@ -134,7 +134,7 @@ Kernel attention_forward(cudaStream_t stream, int arch, T* o, float* lse, const 
 template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& shape,
-                          Gate<T> gate, BackwardKernels kernels, const float* stats) {
+                          Gate<T> gate, BackwardKernels kernels, const float* stats, const float* rotary) {
   using namespace attention;
   const Problem a(shape);
   attention::check<T>(arch, a, shape, {dq, dk, dv, d_o, q, k, v, o, workspace});
@@ -150,11 +150,17 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       const int n = order.launches() * order.counts();
       if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate, counts, n);
       else CUDA_CHECK(cudaMemsetAsync(counts, 0, n * sizeof(unsigned), stream));
-      const auto run = a.D == 128 ? sm90::backward_in_one<128, Mask, Order> : sm90::backward_in_one<64, Mask, Order>;
+      auto* run = a.D == 128 ? sm90::backward_in_one<128, Mask, Order> : sm90::backward_in_one<64, Mask, Order>;
+      if constexpr (std::is_same_v<Mask, Causal>)
+        if (rotary)
+          run =
+              a.D == 128 ? sm90::backward_in_one<128, Mask, Order, true> : sm90::backward_in_one<64, Mask, Order, true>;
       for (int i = 0; i < order.launches(); ++i)
-        run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order.launch(i), more, counts + i * order.counts());
+        run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order.launch(i), more, counts + i * order.counts(),
+            rotary);
     };
     if (hopper && with_order(shape, kernels, one)) return {"sm90", "five products"};
+    ASSERT(!rotary);
     if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate);
     const Parts parts = {dk, dv, more, kv_parts(shape)};
     with_mask(shape, [&](const auto& mask) {
@@ -183,10 +189,10 @@ template Kernel attention_forward(cudaStream_t, int, bf16*, float*, const bf16*,
                                   const AttentionShape&, float*);
 template Kernel attention_backward(cudaStream_t, int, float*, float*, float*, const float*, const float*, const float*,
                                    const float*, const float*, const float*, float*, const AttentionShape&, Gate<float>,
-                                   BackwardKernels, const float*);
+                                   BackwardKernels, const float*, const float*);
 template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const bf16*, const bf16*, const bf16*,
                                    const bf16*, const bf16*, const float*, float*, const AttentionShape&, Gate<bf16>,
-                                   BackwardKernels, const float*);
+                                   BackwardKernels, const float*, const float*);
 
 }  // namespace gpu
 #endif
@@ -267,9 +273,14 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
 }
 
 template <class T>
+bool attention_backward_turns(const Device& dev, const AttentionShape& a) {
+  return std::is_same_v<T, bf16> && dev.compute_capability == 90 && in_one(a, BackwardKernels::suits);
+}
+
+template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate,
-                          const acc_t<T>* stats) {
+                          const acc_t<T>* stats, const acc_t<T>* rotary) {
   check(a);
   if (s.off()) return s.spend(cost<T>(a, true)), Kernel();
 #if FSDP_CUDA
@@ -277,23 +288,25 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
     else
       return gpu::attention_backward(s.cuda(), s.device().compute_capability, dq, dk, dv, d_o, q, k, v, o, lse,
-                                     workspace, a, gate, BackwardKernels::suits, stats);
+                                     workspace, a, gate, BackwardKernels::suits, stats, rotary);
   }
 #endif
   (void)workspace;
-  ASSERT(!stats);
+  ASSERT(!stats && !rotary);
   s.enqueue([=] { cpu::attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, a, gate); });
   return plain_loops;
 }
 
-#define INSTANTIATE(T)                                                                                           \
-  template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&, \
-                                    float*);                                                                     \
-  template void attention_begin_backward(Stream&, const std::vector<BackwardStart<T>>&, const T*,                \
-                                         const AttentionShape&, T*);                                             \
-  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels, StatsAt);             \
-  template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,      \
-                                     const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>, const acc_t<T>*);
+#define INSTANTIATE(T)                                                                                            \
+  template Kernel attention_forward(Stream&, T*, acc_t<T>*, const T*, const T*, const T*, const AttentionShape&,  \
+                                    float*);                                                                      \
+  template void attention_begin_backward(Stream&, const std::vector<BackwardStart<T>>&, const T*,                 \
+                                         const AttentionShape&, T*);                                              \
+  template int64_t attention_backward_workspace<T>(const AttentionShape&, BackwardKernels, StatsAt);              \
+  template Kernel attention_backward(Stream&, T*, T*, T*, const T*, const T*, const T*, const T*, const T*,       \
+                                     const acc_t<T>*, acc_t<T>*, const AttentionShape&, Gate<T>, const acc_t<T>*, \
+                                     const acc_t<T>*);                                                            \
+  template bool attention_backward_turns<T>(const Device&, const AttentionShape&);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

@@ -112,11 +112,15 @@ int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels ke
 
 // dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
 // d_o: the gradient of o, or of sigmoid(gate) * o. o: where its rows are as dq's, it may be dq itself. stats: of
-// attention_begin_backward, which has read o and lse and seen to the gate.
+// attention_begin_backward, which has read o and lse and seen to the gate. rotary: the table of ops::rope_table by
+// which q and k were turned; dq and dk leave turned back, with one rounding for both. Null: they do not, or the kernels
+// cannot.
+template <class T>
+bool attention_backward_turns(const Device& dev, const AttentionShape& a);
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {},
-                          const acc_t<T>* stats = nullptr);
+                          const acc_t<T>* stats = nullptr, const acc_t<T>* rotary = nullptr);
 
 #if FSDP_CUDA
 // The kernels behind these on a bare CUDA stream, for tests and timings: the same arguments and shapes. arch: compute
@@ -129,6 +133,6 @@ template <class T>
 Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k,
                           const T* v, const T* o, const float* lse, float* workspace, const AttentionShape& a,
                           Gate<T> gate = {}, BackwardKernels kernels = BackwardKernels::suits,
-                          const float* stats = nullptr);
+                          const float* stats = nullptr, const float* rotary = nullptr);
 }  // namespace gpu
 #endif

@@ -268,7 +268,7 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     queries_backward(block, v, dqkv, d_o, std::move(begun));
     v->o.reset(), v->lse.reset(), v->qkv.reset(), v->gate_h.reset();
   }
-  if (rope_table_) {
+  if (rope_table_ && !backward_turns()) {
     dev_.mark("positions, backward");
     ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), c_.head_dim(), QKV, true);
   }
@@ -292,8 +292,14 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   schedule_.reduce(t);
 }
 
-// d_o (M, H*DV) -> the gradient of q, k, v and the gates, dqkv (M, row), before the rotation is undone. Frees what NSA
-// saved.
+// Does attention's backward undo the rotation of q and k on the way?
+template <class T, class G>
+bool BlockAttention<T, G>::backward_turns() const {
+  return rope_table_ && !c_.sparse && dev_.fuse && attention_backward_turns<T>(dev_, dense_shape());
+}
+
+// d_o (M, H*DV) -> the gradient of q, k, v and the gates, dqkv (M, row), before the rotation is undone unless
+// backward_turns(). Frees what NSA saved.
 template <class T, class G>
 void BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, T* dqkv, const T* d_o, NsaBegun<T> begun) {
   Stream& s = dev_.compute();
@@ -320,7 +326,7 @@ void BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, T* dqkv,
     const int64_t k = H * D, val = c_.queries_and_keys();
     dev_.mark("attention, backward");
     attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v->qkv, v->qkv + k, v->qkv + val, v->o, v->lse, workspace,
-                          a);
+                          a, {}, nullptr, backward_turns() ? rope_table_ : nullptr);
   }
 }
 

@@ -730,7 +730,7 @@ struct GpuCall {
   Arrays gpu{s};
   T *q, *k, *v, *d_o, *o, *dq, *dk, *dv;
   Gate<T> gate;
-  float *lse, *workspace, *amax = nullptr;
+  float *lse, *workspace, *amax = nullptr, *rotary = nullptr;
   BackwardKernels kernels;
   GpuCall(Stream& s, Tensors<T>& x, BackwardKernels kernels = BackwardKernels::suits) : s(s), a(x.a), kernels(kernels) {
     q = gpu.up(x.q.v) + x.q.ld, k = gpu.up(x.kv.v) + x.kv.ld, v = k + a.HKV * a.D;
@@ -746,7 +746,8 @@ struct GpuCall {
       attention_backward<T>(s, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate);
     } else {
       gpu::attention_forward<T>(s.cuda(), arch, o, lse, q, k, v, a, amax);
-      gpu::attention_backward<T>(s.cuda(), arch, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate, kernels);
+      gpu::attention_backward<T>(s.cuda(), arch, dq, dk, dv, d_o, q, k, v, o, lse, workspace, a, gate, kernels, nullptr,
+                                 rotary);
     }
   }
 };
@@ -872,6 +873,45 @@ TEST_CASE("GPU: attention with so many heads of 64 that its warpgroups share row
   for (int64_t T : {64, 65, 129, 193, 257, 400}) list.push_back(shape(4, T, 32, 8, 64));
   check_kernels(list);
   check_kernels({windowed(shape(4, 400, 32, 8, 64), 100), compressed(shape(4, 257, 32, 8, 64), 4, 2)}, gated);
+#endif
+}
+
+// By a kernel of its own dq and dk are rounded before and after.
+TEST_CASE("GPU: attention's backward undoes rotary positions", "[attention][gpu]") {
+  NEEDS_GPU();
+#if FSDP_CUDA
+  if (archs().empty() || archs()[0] != 90) return;
+  for (const AttentionShape& a : {shape(2, 130, 6, 2, 64), shape(1, 300, 4, 4, 128), shape(1, 513, 3, 1, 128),
+                                  shape(2, 257, 3, 1, 64), shape(1, 64, 8, 1, 128)}) {
+    INFO(text(a));
+    Tensors<bf16> x(a), y(a);
+    run_gpu(x, 90, BackwardKernels::one);
+    std::vector<float> table;
+    for (int64_t i = 0; i < a.T * a.D / 2; ++i)
+      for (float c : {std::cos(0.37f * float(i)), std::sin(0.37f * float(i))}) table.push_back(c);
+    GpuCall<bf16> call(gpu_stream(), y, BackwardKernels::one);
+    call.rotary = call.gpu.up(table);
+    call.run(90);
+    call.gpu.down();
+    int64_t wrong = 0;
+    const auto compare = [&](Columns<bf16>& plain, Columns<bf16>& turned, int64_t heads) {
+      for (int64_t row = 0; row < plain.rows; ++row)
+        for (int64_t i = 0; i < heads * a.D / 2; ++i) {
+          const int64_t pair = i % (a.D / 2), at = i / (a.D / 2) * a.D + pair;
+          const float* cs = &table[size_t(row % a.T * a.D + 2 * pair)];
+          const float low = float(plain.at(row, at)), high = float(plain.at(row, at + a.D / 2));
+          const float allowed = 0x1p-7f * std::hypot(low, high) + 1e-30f;
+          wrong += !(std::abs(float(turned.at(row, at)) - (low * cs[0] + high * cs[1])) <= allowed);
+          wrong += !(std::abs(float(turned.at(row, at + a.D / 2)) - (high * cs[0] - low * cs[1])) <= allowed);
+        }
+    };
+    compare(x.dq, y.dq, a.H), compare(x.dkv, y.dkv, a.HKV);
+    CHECK(wrong == 0);
+    for (int64_t row = 0; row < a.B * a.T; ++row)
+      for (int64_t c = a.HKV * a.D; c < 2 * a.HKV * a.D; ++c) wrong += x.dkv.at(row, c) != y.dkv.at(row, c);
+    CHECK(wrong == 0);
+    CHECK(y.untouched_outside());
+  }
 #endif
 }
 
