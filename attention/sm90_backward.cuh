@@ -124,23 +124,20 @@ __device__ inline void carry(const float (&dk)[D / 2], const float (&dv)[D / 2],
   __threadfence();
 }
 
-// Undoes rotary positions of a warpgroup's 64 rows of each of n results, of which a thread has D / 2 numbers: result
-// c's rows are those of positions t[c] on. table (T,D/2,2): as ops::rope_table makes it.
+// Undoes rotary positions of a warpgroup's 64 rows, those of positions t and on, of each of n results, of which a
+// thread has D / 2 numbers. table (T,D/2,2): as ops::rope_table makes it.
 template <int D, int n>
-__device__ inline void turn_back(float (&d)[n][D / 2], const float* table, const int (&t)[n], int T) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+__device__ inline void turn_back(float (&d)[n][D / 2], const float* table, int t, int T) {
+  const int lane = threadIdx.x % 32;
+  t += threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float4* at[n];  // cos and sin of two pairs
-#pragma unroll
-    for (int c = 0; c < n; ++c)
-      at[c] = reinterpret_cast<const float4*>(table) + int64_t(min(t[c] + row + 8 * half, T - 1)) * (D / 4) + lane % 4;
+    const float4* at = reinterpret_cast<const float4*>(table) + int64_t(min(t + 8 * half, T - 1)) * (D / 4) + lane % 4;
 #pragma unroll
     for (int e = 2 * half; e < D / 4; e += 4) {
-      float4 turn = __ldg(at[0] + e / 4 * 4);
+      const float4 turn = __ldg(at + e / 4 * 4);  // cos and sin of two pairs
 #pragma unroll
       for (int c = 0; c < n; ++c) {
-        if (c > 0 && t[c] != t[0]) turn = __ldg(at[c] + e / 4 * 4);
         float &a = d[c][e], &b = d[c][e + D / 4], &x = d[c][e + 1], &y = d[c][e + 1 + D / 4];
         const float low = a * turn.x + b * turn.y, next = x * turn.z + y * turn.w;
         b = b * turn.x - a * turn.y, y = y * turn.z - x * turn.w;
@@ -149,11 +146,16 @@ __device__ inline void turn_back(float (&d)[n][D / 2], const float* table, const
     }
   }
 }
+template <int D>
+__device__ inline void turn_back(float (&d)[D / 2], const float* table, int t, int T) {
+  turn_back<D, 1>(reinterpret_cast<float(&)[1][D / 2]>(d), table, t, T);
+}
 #endif
 
 // Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2 and delta (B,H,Tp); sums: order.sums(D) numbers, first
 // order.slots() tiles of 128 x D; counts: two for each, behind them the number of blocks begun, and what the order has
-// besides, all 0. turns: dq and dk leave without the rotary positions of q and k; rotary: their table.
+// besides, all 0. turns: dq and dk leave without the rotary positions of q and k; rotary: their table. Nothing may be
+// added to dq then.
 template <int D, class Mask, class Order, bool turns>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -164,6 +166,7 @@ __global__ void __launch_bounds__(384, 1)
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
+  static_assert(!turns || !Mask::chooses);
   constexpr bool narrow = L::narrow;
   constexpr int BM = L::BM, BN = L::BN, tile = L::tile;
   uint32_t base = shared_base();
@@ -478,7 +481,7 @@ __global__ void __launch_bounds__(384, 1)
     barrier_wait(added, 0);
     named_barrier(both, 256);  // K has been read for the last time: it and V make room for the results
     if (writes) {
-      if constexpr (turns) turn_back<D, 1>(reinterpret_cast<float(&)[1][D / 2]>(dk), rotary, {j0}, a.T);
+      if constexpr (turns) turn_back<D>(dk, rotary, j0, a.T);
       store_rows<D, BN>(dk, a.scale * L::unscale, a.scale * L::unscale, k_rows, 1 + wg, dk_map, j0, head, b);
       store_rows<D, BN>(dv, L::unscale, L::unscale, v_rows, 1 + wg, dv_map, j0, head, b);
     } else if constexpr (Order::carries) {
@@ -497,10 +500,10 @@ __global__ void __launch_bounds__(384, 1)
           y[c][e] = z.x, y[c][e + 1] = z.y, y[c][e + 2] = z.z, y[c][e + 3] = z.w;
         }
       }
-      if constexpr (turns && !Mask::chooses) {
-        const int rows[2] = {order.tile(item, t) * BM + wg * 64,
-                             order.tile(item, min(t + 1, steps - 1)) * BM + wg * 64};
-        turn_back<D, 2>(y, rotary, rows, a.T);
+      if constexpr (turns) {
+        const int t0 = order.tile(item, t) * BM + wg * 64, t1 = order.tile(item, t + 1) * BM + wg * 64;
+        if (t0 == t1) turn_back<D, 2>(y, rotary, t0, a.T);  // as a rule: two heads of the same queries
+        else turn_back<D>(y[0], rotary, t0, a.T), turn_back<D>(y[1], rotary, max(t1, 0), a.T);
       }
       if (threadIdx.x % 128 == 0) store_wait();  // the rows before have left
       named_barrier(1 + wg, 128);
