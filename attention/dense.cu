@@ -150,11 +150,13 @@ Kernel attention_backward(cudaStream_t stream, int arch, T* dq, T* dk, T* dv, co
       const int n = order.launches() * order.counts();
       if (!stats) prepare(stream, workspace, d_o, o, lse, a, gate, counts, n);
       else CUDA_CHECK(cudaMemsetAsync(counts, 0, n * sizeof(unsigned), stream));
-      auto* run = a.D == 128 ? sm90::backward_in_one<128, Mask, Order> : sm90::backward_in_one<64, Mask, Order>;
+      const auto in_one = [&](auto turns) {
+        constexpr bool t = turns.value;
+        return a.D == 128 ? sm90::backward_in_one<128, Mask, Order, t> : sm90::backward_in_one<64, Mask, Order, t>;
+      };
+      auto* run = in_one(std::false_type());
       if constexpr (std::is_same_v<Mask, Causal>)
-        if (rotary)
-          run =
-              a.D == 128 ? sm90::backward_in_one<128, Mask, Order, true> : sm90::backward_in_one<64, Mask, Order, true>;
+        if (rotary) run = in_one(std::true_type());
       for (int i = 0; i < order.launches(); ++i)
         run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, a, mask, order.launch(i), more, counts + i * order.counts(),
             rotary);

@@ -110,13 +110,14 @@ template <class T>
 int64_t attention_backward_workspace(const AttentionShape& a, BackwardKernels kernels = BackwardKernels::suits,
                                      StatsAt stats = StatsAt::workspace);
 
-// dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
-// d_o: the gradient of o, or of sigmoid(gate) * o. o: where its rows are as dq's, it may be dq itself. stats: of
-// attention_begin_backward, which has read o and lse and seen to the gate. rotary: the table of ops::rope_table by
-// which q and k were turned; dq and dk leave turned back, with one rounding for both. Null: they do not, or the kernels
-// cannot.
+// Can the backward undo rotary positions on the way?
 template <class T>
 bool attention_backward_turns(const Device& dev, const AttentionShape& a);
+
+// dq, dk, dv, shaped as q, k, v with row strides ld_dq, ld_dkv and ld_dv, are written, and dgate where there is a gate.
+// d_o: the gradient of o, or of sigmoid(gate) * o. o: where its rows are as dq's, it may be dq itself. stats: of
+// attention_begin_backward, which has read o and lse and seen to the gate. rotary: where attention_backward_turns(),
+// the table of ops::rope_table by which q and k were turned: dq and dk leave turned back, rounded once.
 template <class T>
 Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v, const T* o,
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate = {},

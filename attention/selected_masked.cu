@@ -110,7 +110,7 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
     const auto run =
         a.D == 128 ? sm90::backward_in_one<128, Chosen, DqOrder> : sm90::backward_in_one<64, Chosen, DqOrder>;
     if (begun.before_dq) begun.before_dq();
-    run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts, nullptr);
+    run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts, /*rotary=*/nullptr);
     return;
   }
   const Parts parts = {dk, dv, sums, kv_parts(shape)};
