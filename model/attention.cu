@@ -326,7 +326,7 @@ void BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, T* dqkv,
     const int64_t k = H * D, val = c_.queries_and_keys();
     dev_.mark("attention, backward");
     attention_backward<T>(s, dqkv, dqkv + k, dqkv + val, d_o, v->qkv, v->qkv + k, v->qkv + val, v->o, v->lse, workspace,
-                          a, {}, nullptr, backward_turns() ? rope_table_ : nullptr);
+                          a, /*gate=*/{}, /*stats=*/nullptr, backward_turns() ? rope_table_ : nullptr);
   }
 }
 

@@ -51,40 +51,39 @@ __device__ inline uint64_t descriptor(uint32_t tile, uint32_t bytes) {
 #define OUT64(c) D32(c, d, 0), D32(c, d, 32)
 #define OUT96(c) OUT64(c), D32(c, d, 64)
 // ADD 0: a fresh product, which does not read d, and says so to the compiler, which would otherwise wait for the
-// products before it. Both operands in shared memory (SS; TRANSPOSED 1: contracted over their rows), or A in registers
+// products before it. Both operands in shared memory (SS), or A in registers
 // and B in shared memory, contracted over its rows (RS).
-#define WGMMA_SS(N, LIST, A, B, ADD, TRANSPOSED, OUT)                                                         \
+#define WGMMA_SS(N, LIST, A, B, TRANSPOSED, ADD, OUT)                                                         \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B ", " #ADD \
-               ", 1, 1, " #TRANSPOSED ", " #TRANSPOSED ";"                                                    \
+               ", 1, 1, %" #TRANSPOSED ", %" #TRANSPOSED ";"                                                  \
                : OUT                                                                                          \
-               : "l"(a), "l"(b))
+               : "l"(a), "l"(b), "n"(transposed))
 #define WGMMA_RS(N, LIST, A0, A1, A2, A3, B, ADD, OUT)                                                           \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, {%" #A0 ", %" #A1 ", %" #A2 \
                ", %" #A3 "}, %" #B ", " #ADD ", 1, 1, 1;"                                                        \
                : OUT                                                                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// d (+)= A B^T, contracted along D.
-template <bool fresh>
-__device__ inline void wgmma_nt(float (&d)[32], uint64_t a, uint64_t b) {
-  if constexpr (fresh) WGMMA_SS(64, R32, 32, 33, 0, 0, OUT32("=f"));
-  else WGMMA_SS(64, R32, 32, 33, 1, 0, OUT32("+f"));
+// transposed 1: both contracted over their rows.
+template <bool fresh, int transposed>
+__device__ inline void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b) {
+  if constexpr (fresh) WGMMA_SS(64, R32, 32, 33, 34, 0, OUT32("=f"));
+  else WGMMA_SS(64, R32, 32, 33, 34, 1, OUT32("+f"));
 }
-template <bool fresh>
-__device__ inline void wgmma_nt(float (&d)[64], uint64_t a, uint64_t b) {
-  if constexpr (fresh) WGMMA_SS(128, R64, 64, 65, 0, 0, OUT64("=f"));
-  else WGMMA_SS(128, R64, 64, 65, 1, 0, OUT64("+f"));
+template <bool fresh, int transposed>
+__device__ inline void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b) {
+  if constexpr (fresh) WGMMA_SS(128, R64, 64, 65, 66, 0, OUT64("=f"));
+  else WGMMA_SS(128, R64, 64, 65, 66, 1, OUT64("+f"));
+}
+// d (+)= A B^T, contracted along D.
+template <bool fresh, int N>
+__device__ inline void wgmma_nt(float (&d)[N], uint64_t a, uint64_t b) {
+  wgmma_ss<fresh, 0>(d, a, b);
 }
 // d (+)= A^T B, contracted over rows.
-template <bool fresh>
-__device__ inline void wgmma_tn(float (&d)[32], uint64_t a, uint64_t b) {
-  if constexpr (fresh) WGMMA_SS(64, R32, 32, 33, 0, 1, OUT32("=f"));
-  else WGMMA_SS(64, R32, 32, 33, 1, 1, OUT32("+f"));
-}
-template <bool fresh>
-__device__ inline void wgmma_tn(float (&d)[64], uint64_t a, uint64_t b) {
-  if constexpr (fresh) WGMMA_SS(128, R64, 64, 65, 0, 1, OUT64("=f"));
-  else WGMMA_SS(128, R64, 64, 65, 1, 1, OUT64("+f"));
+template <bool fresh, int N>
+__device__ inline void wgmma_tn(float (&d)[N], uint64_t a, uint64_t b) {
+  wgmma_ss<fresh, 1>(d, a, b);
 }
 // d (+)= A B: A in registers.
 template <bool fresh>

@@ -133,19 +133,21 @@ void gelu_matmul(Stream& s, bf16* g, bf16* h, const bf16* x, const bf16* w, cons
 // Products with an activation behind them, by our own kernels where these give the bits of cuBLASLt's product and the
 // activation's kernel: which of them runs then never changes a result. FusedKey: pass, kind, M, F, K, GPU.
 using FusedKey = std::array<int64_t, 6>;
-std::map<FusedKey, bool>& fusions_that_agree() {
+std::map<FusedKey, bool>& fusions() {  // that have been compared: do they agree?
   static std::map<FusedKey, bool> all;
   return all;
+}
+bool agrees(const FusedKey& key) {
+  const auto found = fusions().find(key);
+  return found != fusions().end() && found->second;
 }
 // in_one, apart: make g (M,F) and h (M,F) or (M,2F).
 template <class InOne, class Apart>
 void one_kernel_or_two(Stream& s, const FusedKey& key, const Call& product, bool can, bf16* g, bf16* h, InOne in_one,
                        Apart apart) {
-  std::map<FusedKey, bool>& agree = fusions_that_agree();
-  const auto known = agree.find(key);
-  if (s.device().mode == Mode::run) return can && known != agree.end() && known->second ? in_one() : apart();
+  if (s.device().mode == Mode::run) return can && agrees(key) ? in_one() : apart();
   multiply(s, product);  // tunes it
-  if (!can || known != agree.end()) return;
+  if (!can || fusions().count(key)) return;
   const int64_t n = key[2] * key[3], hidden = n * (Activation(key[1]) == Activation::gelu ? 1 : 2);
   std::array<unsigned long long, 2> bits[2];
   for (int one = 0; one < 2; ++one) {
@@ -154,7 +156,7 @@ void one_kernel_or_two(Stream& s, const FusedKey& key, const Call& product, bool
     one ? in_one() : apart();
     bits[one] = {checksum(s, g, Dtype::bf16, n), checksum(s, h, Dtype::bf16, hidden)};
   }
-  agree[key] = bits[0] == bits[1];
+  fusions()[key] = bits[0] == bits[1];
 }
 
 void forward_activation(Stream& s, Activation kind, bf16* g, bf16* h, Hidden hidden, const bf16* x, const bf16* w,
@@ -236,8 +238,8 @@ void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* res
 }
 
 template <class T>
-void matmul_gelu(Stream& s, T* g, T* h, [[maybe_unused]] Hidden hidden, const T* x, const T* w, const T* bias,
-                 int64_t M, int64_t N, int64_t K) {
+void matmul_gelu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w, const T* bias, int64_t M, int64_t N,
+                 int64_t K) {
   const T* const none = nullptr;
   if (!s.device().fuse) {
     matmul(s, h, x, w, bias, none, M, N, K);
@@ -293,8 +295,7 @@ void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t 
 
 bool in_one_kernel(const Device& dev, Pass pass, Activation kind, int64_t M, int64_t F, int64_t K) {
 #if FSDP_CUDA
-  const auto found = fusions_that_agree().find({int64_t(pass), int64_t(kind), M, F, K, dev.ordinal});
-  return may_fuse_activation<bf16>(dev) && found != fusions_that_agree().end() && found->second;
+  return may_fuse_activation<bf16>(dev) && agrees({int64_t(pass), int64_t(kind), M, F, K, dev.ordinal});
 #else
   (void)dev, (void)pass, (void)kind, (void)M, (void)F, (void)K;
   return false;

@@ -20,8 +20,9 @@ void keep_workspace(Device& dev);
 
 // Device::fuse says whether what only adds or maps elements is done by the kernel of the operation before it, or by a
 // kernel of its own, which reads and writes the tensor once more: a product's bias, residual and activation, and the
-// sum in front of a norm. Apart, a sum in bf16 is rounded once more. (The model knows two more: the residual's gradient
-// is added by the backward of the norm, or of the product, beside it.)
+// sum in front of a norm. Apart, a sum in bf16 is rounded once more. (The model knows three more: the residual's
+// gradient is added by the backward of the norm, or of the product, beside it, and attention's backward undoes rotary
+// positions.)
 
 // ---- matmul (lib/ops/matmul.cu). On a GPU: cuBLASLt. In Mode::tune each new (shape, epilogue, dtypes) fills its
 // inputs with random numbers, times the candidate algorithms on the very pointers of the plan and keeps the fastest of
@@ -31,11 +32,11 @@ void keep_workspace(Device& dev);
 // y (M,N) = x (M,K) w (N,K)^T + bias (N) if not null + residual (M,N) if not null (may equal y).
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
+enum class Activation { gelu, swiglu };
+enum class Hidden { kept, scratch };  // scratch: nobody reads h, which may be left as it was
 // h (M,N) = x (M,K) w (N,K)^T + bias (N), g (M,N) = gelu(h): one call, so that the GPU can fuse it (bf16, tuned). On
 // Hopper, without a bias, one kernel has the bits of two; otherwise, where K is short, it gives the same h and a g that
 // differs by rounding alone.
-enum class Activation { gelu, swiglu };
-enum class Hidden { kept, scratch };  // scratch: nobody reads h, which may be left as it was
 template <class T>
 void matmul_gelu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w, const T* bias, int64_t M, int64_t N,
                  int64_t K);
