@@ -59,7 +59,8 @@ void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
   const int64_t M = M_, C = c_.dim, QKV = c_.row();
   dev_.mark("norms");
   // Recomputed, the norm takes the statistics that were kept: the same bits, and one pass over x less.
-  Buffer<T> n = mem.take<T>(M * C, "normed");
+  const bool keeps = c_.keep_cheap && life == Purpose::activations;
+  Buffer<T> n = mem.take<T>(M * C, "normed", keeps ? life : Purpose::temporaries);
   if (v->stats1) {
     ops::norm_apply<T>(s, blocks_.norm, n, v->stats1, v->x, schedule_.weight(at.norm1),
                        schedule_.weight_if_any(at.norm1_bias), M, C);
@@ -73,7 +74,8 @@ void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
   v->qkv = mem.take<T>(M * QKV, "q, k, v", life);
   linear_.forward(v->qkv, n, blocks_.weight(at.qkv), blocks_.cast_weight(at.qkv, QKV, C, Sides::rows), nullptr, nullptr,
                   M, QKV, C, blocks_.maxima(v->largest1, 0, M));
-  n.reset();
+  if (keeps) v->n1 = std::move(n);
+  else n.reset();
   if (rope_table_) {
     dev_.mark("positions");
     ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
@@ -273,9 +275,12 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), c_.head_dim(), QKV, true);
   }
   dev_.mark("norms, backward");
-  Buffer<T> n = mem.take<T>(M * C, "normed, then its gradient");
-  ops::norm_apply<T>(s, blocks_.norm, n, v->stats1, v->x, schedule_.weight(at.norm1),
-                     schedule_.weight_if_any(at.norm1_bias), M, C);
+  Buffer<T> n = std::move(v->n1);  // then its gradient
+  if (!n) {
+    n = mem.take<T>(M * C, "normed, then its gradient");
+    ops::norm_apply<T>(s, blocks_.norm, n, v->stats1, v->x, schedule_.weight(at.norm1),
+                       schedule_.weight_if_any(at.norm1_bias), M, C);
+  }
   dev_.mark("projections, backward");
   {
     const Fp8Copy dqkv8 = linear_.cast_gradient(dqkv, M, QKV);

@@ -16,6 +16,8 @@ struct Saved {
   using A = acc_t<T>;
   Buffer<T> x;       // (M, C) the block's input
   Buffer<A> stats1;  // (M, 2) of its norm
+  // With ModelConfig::keep_cheap: what the norms made (M, C), and the activation (M, F).
+  Buffer<T> n1, n2, g;
   // In fp8: the largest numbers that the products of this block read, for the backward to cast alike.
   Buffer<float> largest1, largest2;  // (M) of the norms' rows
   Buffer<float> largest_o;           // (1) of attention's output

@@ -66,6 +66,7 @@ struct ModelConfig {
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
   bool keep_attention = false;  // with attn, both, block: only q, k and v are recomputed
+  bool keep_cheap = false;      // with none: norms' and activations' outputs, which the backward else makes again
   bool fp8 = false;             // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
   fp8::Scaling fp8_scaling = fp8::Scaling::tensor;  // of those products
   bool gather_fp8 = false;                          // those weights are gathered in fp8 too
@@ -88,6 +89,8 @@ struct ModelConfig {
   bool keeps_attention() const { return keeps_queries() || keep_attention; }
   bool keeps_middle() const { return recompute != Recompute::block; }
   bool keeps_mlp() const { return recompute == Recompute::none || recompute == Recompute::attn; }
+  // In fp8 the activation's output exists in 8 bits alone.
+  bool keeps_activated() const { return keep_cheap && !fp8 && !save_fp8; }
   // Heads of keys, and of values, in a row of projections: one set, or one for each branch.
   int64_t key_heads() const { return sparse ? 3 * kv_heads : kv_heads; }
   int64_t gates() const { return sparse ? (3 * heads + 7) / 8 * 8 : 0; }  // with padding, so that rows are aligned

@@ -27,7 +27,7 @@ int64_t BlockMlp<T, G>::forward_piece_number(int64_t i) const {
 
 // x2 = x + Wo o, and its norm in the same pass, which is returned.
 template <class T, class G>
-Buffer<T> BlockMlp<T, G>::middle(int64_t block, Saved<T>* v) {
+Buffer<T> BlockMlp<T, G>::middle(int64_t block, Saved<T>* v, bool keep) {
   const BlockParams& at = blocks_.params[size_t(block)];
   const int64_t M = M_, C = c_.dim;
   dev_.mark("norms");
@@ -35,7 +35,7 @@ Buffer<T> BlockMlp<T, G>::middle(int64_t block, Saved<T>* v) {
     v->stats2 = dev_.mem.take<A>(2 * M, "statistics 2", Purpose::activations);
     if (c_.fp8) v->largest2 = dev_.mem.take<float>(M, "largest numbers 2", Purpose::activations);
   }
-  Buffer<T> n = dev_.mem.take<T>(M * C, "normed");
+  Buffer<T> n = dev_.mem.take<T>(M * C, "normed", keep && c_.keep_cheap ? Purpose::activations : Purpose::temporaries);
   ops::norm_forward<T>(dev_.compute(), blocks_.norm, n, v->x2, v->stats2, v->x, v->x2, schedule_.weight(at.norm2),
                        schedule_.weight_if_any(at.norm2_bias), M, C, c_.norm_eps, v->largest2);
   return n;
@@ -59,6 +59,7 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
   } else if (keeps) {
     v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
   }
+  if (keep && c_.keeps_activated()) v->g = mem.take<T>(M_ * F, "MLP activated", Purpose::activations);
   const Fp8Copy up8 = blocks_.cast_weight(at.up, UP, C, Sides::rows),
                 down8 = blocks_.cast_weight(at.down, C, F, Sides::rows);
   for (int64_t i = 0, rows; i < M_; i += rows) {
@@ -77,7 +78,9 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
       linear_.forward(out + i * C, g8, down8, schedule_.weight_if_any(at.down_bias), residual + i * C, rows, C, F);
       continue;
     }
-    Buffer<T> g = mem.take<T>(rows * F, "activated");
+    Buffer<T> scratch;
+    if (!v->g) scratch = mem.take<T>(rows * F, "activated");
+    T* g = v->g ? v->g + i * F : scratch.get();
     if (c_.arch == Arch::llama) {
       ops::matmul_swiglu<T>(s, g, h, hidden, in + i * C, schedule_.weight(at.up), rows, F, C);
     } else {
@@ -89,7 +92,8 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
     ops::matmul<T>(s, out + i * C, g, schedule_.weight(at.down), schedule_.weight_if_any(at.down_bias),
                    residual + i * C, rows, C, F);
   }
-  n.reset();
+  if (keep && c_.keep_cheap) v->n2 = std::move(n);
+  else n.reset();
   if (!keep || !c_.keeps_middle()) v->x2.reset();
   return out;
 }
@@ -100,7 +104,7 @@ Buffer<T> BlockMlp<T, G>::forward_turn(int64_t block, Saved<T>* v, bool keep) {
   schedule_.gather(t), schedule_.use(t);
   Buffer<T> n;
   if (c_.attends()) {
-    n = middle(block, v);
+    n = middle(block, v, keep);
     if (!keep) v->x.reset();
   }
   Buffer<T> out = forward(block, v, std::move(n), keep);
@@ -115,7 +119,7 @@ void BlockMlp<T, G>::recompute_turn(int64_t block, Saved<T>* v) {
   schedule_.gather(t), schedule_.use(t);
   {
     MarkedRecomputation marked(dev_);
-    middle(block, v);
+    middle(block, v, /*keep=*/false);
   }
   schedule_.release(t);
 }
@@ -164,7 +168,8 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     Buffer<T> recomputed;
     if (!v->h) recomputed = v->h8 ? restore_hidden(*v, i, rows) : recompute_hidden(block, v, i, rows);
     T* h = v->h ? v->h + i * UP : recomputed.get();
-    Fp8Copy dh8 = activation_backward(block, dx + i * C, h, i, rows, &all);
+    Fp8Copy dh8 = activation_backward(block, dx + i * C, h, v->g ? v->g + i * F : nullptr, i, rows, &all);
+    if (i + rows == M_) v->g.reset();
     if (apart) continue;
     if (i == 0) take_up();
     up_backward(block, v, dx + i * C, h, std::move(dh8), i, rows, all);
@@ -181,30 +186,36 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   round(at.norm2, &all.norm, C), round(at.norm2_bias, &all.norm_bias, C);
   schedule_.release(t);
   schedule_.reduce(t);
-  v->x2.reset(), v->stats2.reset(), v->largest2.reset();
+  v->x2.reset(), v->n2.reset(), v->stats2.reset(), v->largest2.reset();
 }
 
 // Rows [i, i + rows): dx (rows, C), the gradient of the MLP's output, through W2 and the activation. h (rows, F or 2F)
-// becomes its own gradient, or that is returned in fp8. Adds to W2's. Where it can, sums up W1's bias beside it.
+// becomes its own gradient, or that is returned in fp8. kept: what the activation made (rows, F), or null. Adds to W2's
+// gradient. Where it can, sums up W1's bias beside it.
 template <class T, class G>
-Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, Sums* all) {
+Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, T* kept, int64_t i, int64_t rows,
+                                            Sums* all) {
   Stream& s = dev_.compute();
   const BlockParams& at = blocks_.params[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden;
   dev_.mark("MLP, backward");
-  Buffer<T> g = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
+  Buffer<T> scratch;
+  if (!kept) scratch = dev_.mem.take<T>(rows * F, "gradient of activated, then activated");
+  T* g = kept ? kept : scratch.get();
   const Fp8Copy dx8 = linear_.cast_gradient(dx, rows, C);
   const auto late = blocks_.late_bias(at.up_bias, rows, F);
   const bool fuses = !c_.fp8 && !late.pieces;
   if (!fuses) linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all->down8, rows, C, F, false);
   if (casts_activation(at)) {
     auto of = linear_.cast_activation_backward(activation(), g, h, rows, F);
-    g.reset();
+    scratch.reset();
     if (all->down) linear_.wgrad(all->down.get(), dx8, of.g, rows, C, F, i > 0);
     else if (!at.down.frozen) linear_.wgrad(schedule_.grad(at.down), dx8, of.g, rows, C, F, i > 0);
     return std::move(of.dh);
   }
-  if (fuses) ops::matmul_dgrad_activation<T>(s, activation(), g, h, dx, schedule_.weight(at.down), rows, C, F);
+  if (fuses)
+    ops::matmul_dgrad_activation<T>(s, activation(), g, kept ? ops::Activated::given : ops::Activated::made, h, dx,
+                                    schedule_.weight(at.down), rows, C, F);
   else if (c_.arch == Arch::llama) ops::swiglu_backward<T>(s, g, h, rows, F);
   else if (late.pieces) {
     ops::gelu_backward<T, G>(s, g, h, rows, F, schedule_.grad(at.up_bias), late.pieces, late.sums);
@@ -226,13 +237,15 @@ void BlockMlp<T, G>::up_backward(int64_t block, Saved<T>* v, T* dx, const T* dh,
   const BlockParams& at = blocks_.params[size_t(block)];
   const int64_t C = c_.dim, F = c_.hidden, UP = c_.hidden_row();
   const bool normed = c_.attends(), more = i > 0;
-  Buffer<T> n;
-  if (normed) {
+  Buffer<T> made;
+  T* n = v->n2 ? v->n2 + i * C : nullptr;  // then its gradient
+  if (normed && !n) {
     dev_.mark("norms, backward");
-    n = input(block, v, i, rows, "normed, then its gradient");
+    made = input(block, v, i, rows, "normed, then its gradient");
+    n = made.get();
     dev_.mark("MLP, backward");
   }
-  const T* in = normed ? n.get() : v->x + i * C;
+  const T* in = normed ? n : v->x + i * C;
   if (!dh8) dh8 = linear_.cast_gradient(dh, rows, UP);
   const auto of_in = blocks_.maxima(v->largest2, i, rows);
   if (all.up) linear_.wgrad(all.up.get(), dh, dh8, in, rows, UP, C, more, of_in);
@@ -242,8 +255,8 @@ void BlockMlp<T, G>::up_backward(int64_t block, Saved<T>* v, T* dx, const T* dh,
     else blocks_.bias_grad(schedule_.grad(at.up_bias), dh, rows, F, more, blocks_.late_bias(at.up_bias, rows, F));
   }
   // What came down the residual stream, past the MLP, stands in dx: the product adds to it, or a kernel of its own.
-  if (!normed && !dev_.fuse) n = mem.take<T>(rows * C, "gradient of the MLP's input");
-  T* dn = n ? n.get() : dx;
+  if (!normed && !dev_.fuse) made = mem.take<T>(rows * C, "gradient of the MLP's input"), n = made.get();
+  T* dn = n ? n : dx;
   linear_.dgrad(dn, dh, dh8, blocks_.weight(at.up), all.up8, rows, UP, C, dn == dx);
   if (!normed) return n ? ops::add<T>(s, dx, dx, n, rows * C) : void();
   dev_.mark("norms, backward");

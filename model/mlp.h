@@ -30,9 +30,9 @@ class BlockMlp {
     bool up_bias_summed = false;  // in pieces, beside the activation's backward
   };
 
-  Buffer<T> middle(int64_t block, Saved<T>* v);
+  Buffer<T> middle(int64_t block, Saved<T>* v, bool keep);
   Buffer<T> forward(int64_t block, Saved<T>* v, Buffer<T> n, bool keep);
-  Fp8Copy activation_backward(int64_t block, const T* dx, T* h, int64_t i, int64_t rows, Sums* all);
+  Fp8Copy activation_backward(int64_t block, const T* dx, T* h, T* kept, int64_t i, int64_t rows, Sums* all);
   void up_backward(int64_t block, Saved<T>* v, T* dx, const T* dh, Fp8Copy dh8, int64_t i, int64_t rows,
                    const Sums& all);
   Buffer<T> input(int64_t block, Saved<T>* v, int64_t i, int64_t rows, const char* name);

@@ -606,6 +606,9 @@ TEST_CASE("recomputation changes no bit, and keeps less", "[model]") {
       CHECK(same(out, all));
       return out;
     };
+    s.model.keep_cheap = true;
+    CHECK(kept(with(Recompute::none)) > kept(all));
+    s.model.keep_cheap = false;
     const Outcome mlp = with(Recompute::mlp);
     CHECK(kept(mlp) < kept(all));
     if (!model.attends()) continue;
@@ -811,6 +814,9 @@ TEST_CASE("GPU: recomputation changes no bit", "[model][gpu]") {
     s.model.hidden_bytes = 100000;  // pieces
     s.fsdp.reduce_dtype = Dtype::bf16;
     const Outcome plain = train<bf16, bf16>(s, test_world());
+    s.model.keep_cheap = true;
+    CHECK(same(train<bf16, bf16>(s, test_world()), plain));
+    s.model.keep_cheap = false;
     for (Recompute mode : {Recompute::mlp, Recompute::attn, Recompute::both, Recompute::block})
       for (bool keep : {false, true}) {
         if (keep && mode == Recompute::mlp) continue;

@@ -329,6 +329,8 @@ TEST_CASE("options make a round trip through a file", "[options]") {
                             "both",
                             "--keep-attention",
                             "1",
+                            "--keep-cheap",
+                            "1",
                             "--save",
                             "a dir",
                             "--save-every",

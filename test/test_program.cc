@@ -365,6 +365,7 @@ TEST_CASE("sizes that do not fit together are refused by name", "[program]") {
   cpu("--preset mlp-1024 --recompute attn", {"--recompute attn", "mlp"});
   cpu("--preset mlp-1024 --recompute both --keep-attention 1", {"--keep-attention 1", "mlp"});
   cpu("--keep-attention 1", {"--keep-attention 1", "--recompute attn, both or block"});
+  cpu("--keep-cheap 1 --recompute mlp", {"--keep-cheap 1", "--recompute none"});
   cpu("--attn dense --nsa-stats --log x", {"--nsa-stats", "dense"});
   cpu("--freeze blok", {"--freeze blok", "--show-params"});
   cpu("--freeze block.", {"--freeze block.", "--show-params"});
@@ -756,6 +757,7 @@ TEST_CASE("micro-batches that are planned once and counted make the plan of them
                                 "--preset simple --depth 2 --gradient-slots 3", "--preset mlp-1024"};
   const char* const knobs[] = {"",
                                "--recompute block --keep-attention 0",
+                               "--keep-cheap 1",
                                "--accum-sync last --reduce-dtype fp32",
                                "--clip 0 --optimizer-in-backward 1 --replicate-below 20000",
                                "--limit-all-gathers 3 --backward-prefetch post",

@@ -177,14 +177,15 @@ void forward_activation(Stream& s, Activation kind, bf16* g, bf16* h, Hidden hid
 }
 // H200, two kernels and one, ms, 100 and more in a row: GELU, M 32768, N 768, F 3072: 0.412 and 0.340; M 2048: 0.0271
 // and 0.0222; M 16384, N 4096, F 16384: 3.63 and 3.48; SwiGLU, M 8192, N 4096, F 14336: 1.71 and 1.54.
-void dgrad_activation(Stream& s, Activation kind, bf16* g, bf16* h_dh, const bf16* dy, const bf16* w, int64_t M,
-                      int64_t N, int64_t F) {
+void dgrad_activation(Stream& s, Activation kind, bf16* g, Activated activated, bf16* h_dh, const bf16* dy,
+                      const bf16* w, int64_t M, int64_t N, int64_t F) {
   if (M * F == 0) return;
+  bf16* const made = s.device().mode == Mode::run && activated == Activated::given ? nullptr : g;
   const Call product = dgrad_call<bf16>(g, dy, w, M, N, F, /*accumulate=*/false);
   one_kernel_or_two(
       s, {int64_t(Pass::backward), int64_t(kind), M, F, N, s.device().ordinal}, product,
       sm90::takes_activation(g, h_dh, dy, w, M, F, N), g, h_dh,
-      [&] { sm90::dgrad_activation(s.cuda(), kind, g, h_dh, dy, w, M, N, F); },
+      [&] { sm90::dgrad_activation(s.cuda(), kind, made, h_dh, dy, w, M, N, F); },
       [&] {
         launch(s, product, plan_of(s.device(), product));
         if (kind == Activation::gelu) gpu::gelu_backward(s.cuda(), g, h_dh, M * F);
@@ -303,17 +304,18 @@ bool in_one_kernel(const Device& dev, Pass pass, Activation kind, int64_t M, int
 }
 
 template <class T>
-void matmul_dgrad_activation(Stream& s, Activation kind, T* g, T* h_dh, const T* dy, const T* w, int64_t M, int64_t N,
-                             int64_t F) {
+void matmul_dgrad_activation(Stream& s, Activation kind, T* g, Activated activated, T* h_dh, const T* dy, const T* w,
+                             int64_t M, int64_t N, int64_t F) {
   const bool fused = may_fuse_activation<T>(s.device());
   if (fused && s.device().mode == Mode::plan) {
     Cost c = product<T, T>(s.device(), M, F, N, /*others=*/kind == Activation::gelu ? 2 : 4);
+    if (activated == Activated::given) c.bytes -= double(M * F) * sizeof(T);
     c.share = 0.66;  // of rope's on one H200: results/gpu-tests-2026-11-28.log
     return s.spend(c);
   }
 #if FSDP_CUDA
   if constexpr (std::is_same_v<T, bf16>)
-    if (fused && s.on_gpu()) return dgrad_activation(s, kind, g, h_dh, dy, w, M, N, F);
+    if (fused && s.on_gpu()) return dgrad_activation(s, kind, g, activated, h_dh, dy, w, M, N, F);
 #endif
   matmul_dgrad(s, g, dy, w, M, N, F, /*accumulate=*/false);
   if (kind == Activation::gelu) gelu_backward(s, g, h_dh, M * F);
@@ -355,14 +357,15 @@ void matmul_fp8(Stream& s, T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums
   s.enqueue([=] { cpu::matmul_fp8(z, a, b, bias, residual, M, N, K); });
 }
 
-#define FOR(T)                                                                                                       \
-  template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);              \
-  template void matmul_gelu(Stream&, T*, T*, Hidden, const T*, const T*, const T*, int64_t, int64_t, int64_t);       \
-  template void matmul_swiglu(Stream&, T*, T*, Hidden, const T*, const T*, int64_t, int64_t, int64_t);               \
-  template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                      \
-  template void matmul_dgrad_activation(Stream&, Activation, T*, T*, const T*, const T*, int64_t, int64_t, int64_t); \
-  template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                      \
-  template void matmul_fp8(Stream&, T*, const Fp8Factor&, const Fp8Factor&, Fp8Sums, const T*, const T*, int64_t,    \
+#define FOR(T)                                                                                                        \
+  template void matmul(Stream&, T*, const T*, const T*, const T*, const T*, int64_t, int64_t, int64_t);               \
+  template void matmul_gelu(Stream&, T*, T*, Hidden, const T*, const T*, const T*, int64_t, int64_t, int64_t);        \
+  template void matmul_swiglu(Stream&, T*, T*, Hidden, const T*, const T*, int64_t, int64_t, int64_t);                \
+  template void matmul_dgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                       \
+  template void matmul_dgrad_activation(Stream&, Activation, T*, Activated, T*, const T*, const T*, int64_t, int64_t, \
+                                        int64_t);                                                                     \
+  template void matmul_wgrad(Stream&, T*, const T*, const T*, int64_t, int64_t, int64_t, bool);                       \
+  template void matmul_fp8(Stream&, T*, const Fp8Factor&, const Fp8Factor&, Fp8Sums, const T*, const T*, int64_t,     \
                            int64_t, int64_t);
 FOR(float)
 FOR(bf16)

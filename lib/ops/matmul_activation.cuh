@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(512, 1)
 #endif
 }
 
-// parts 1, GELU: h_dh (M,F); 2, SwiGLU: (M,2F), gate then up in each row. g (M,F).
+// parts 1, GELU: h_dh (M,F); 2, SwiGLU: (M,2F), gate then up in each row. g (M,F), or null: it is not written.
 template <int parts>
 __global__ void __launch_bounds__(512, 1)
     dgrad_activation_kernel(const __grid_constant__ CUtensorMap dy_map, const __grid_constant__ CUtensorMap w_map,
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
             for (int p = 0; p < parts; ++p)
               store_if(is_there(at), h_dh + at.row * ld + at.column + int64_t(p) * s.F, h[i][p]);
-            store_if(is_there(at), g + int64_t(at.row) * s.F + at.column, d[i]);
+            store_if(is_there(at) && g, g + int64_t(at.row) * s.F + at.column, d[i]);
           }
         }
         here = next;
@@ -391,7 +391,7 @@ inline void forward_activation(cudaStream_t stream, Activation kind, bf16* g, bf
   launch(stream, parts == 1 ? forward_activation_kernel<1> : forward_activation_kernel<2>, grid_of(s),
          matrix_map(x, M, K, BM), matrix_map(w, F * parts, K, BF / parts), h, g, s);
 }
-// See ops::matmul_dgrad_activation; K is its N.
+// See ops::matmul_dgrad_activation; K is its N. g null: it is not written.
 inline void dgrad_activation(cudaStream_t stream, Activation kind, bf16* g, bf16* h_dh, const bf16* dy, const bf16* w,
                              int64_t M, int64_t K, int64_t F) {
   const Product s = product_of(M, F, K, BF);

@@ -33,7 +33,8 @@ void keep_workspace(Device& dev);
 template <class T>
 void matmul(Stream& s, T* y, const T* x, const T* w, const T* bias, const T* residual, int64_t M, int64_t N, int64_t K);
 enum class Activation { gelu, swiglu };
-enum class Hidden { kept, scratch };  // scratch: nobody reads h, which may be left as it was
+enum class Hidden { kept, scratch };   // scratch: nobody reads h, which may be left as it was
+enum class Activated { made, given };  // given: g comes as what it leaves as
 // h (M,N) = x (M,K) w (N,K)^T + bias (N), g (M,N) = gelu(h): one call, so that the GPU can fuse it (bf16, tuned). On
 // Hopper, without a bias, one kernel has the bits of two; otherwise, where K is short, it gives the same h and a g that
 // differs by rounding alone.
@@ -47,11 +48,11 @@ void matmul_swiglu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w,
 template <class T>
 void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate);
 // Through W2 and an activation to its hidden layer: dy (M,N) is the gradient of g w^T, g (M,F) = activation(h), w
-// (N,F). h_dh, (M,F) or of SwiGLU (M,2F), comes as h and leaves as its gradient; g is written. One call, so that the
-// GPU can make it in one kernel (bf16, tuned, compute capability 9.0), with the bits of two.
+// (N,F). h_dh, (M,F) or of SwiGLU (M,2F), comes as h and leaves as its gradient; g is written, unless it is given. One
+// call, so that the GPU can make it in one kernel (bf16, tuned, compute capability 9.0), with the bits of two.
 template <class T>
-void matmul_dgrad_activation(Stream& s, Activation kind, T* g, T* h_dh, const T* dy, const T* w, int64_t M, int64_t N,
-                             int64_t F);
+void matmul_dgrad_activation(Stream& s, Activation kind, T* g, Activated activated, T* h_dh, const T* dy, const T* w,
+                             int64_t M, int64_t N, int64_t F);
 // Does one kernel make a product (M,F), contracted over K, and the activation behind it? Once a call has been tuned.
 enum class Pass { forward, backward };
 bool in_one_kernel(const Device& dev, Pass pass, Activation kind, int64_t M, int64_t F, int64_t K);

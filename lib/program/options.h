@@ -89,7 +89,7 @@ struct Options {
   int64_t max_positions = 0;  // in an exported config.json; 0: seq
   // Memory.
   std::string recompute = "none";  // none, mlp, attn, both, block
-  int64_t keep_attention = 0;
+  int64_t keep_attention = 0, keep_cheap = 0;
   // Machine.
   std::string device = "auto";  // auto, cpu, gpu
   bool allow_single_rank = false;

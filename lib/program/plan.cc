@@ -43,7 +43,8 @@ std::vector<Issued> dry_run(Device& dev, const World& world, Transport transport
   return issued;
 }
 
-// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's collectives.
+// A world that is not here: nodes full of GPUs, one for each rank, or the ranks of a CPU. Chooses the run's
+// collectives.
 struct Elsewhere {
   World world;
   Transport transport;
@@ -155,12 +156,13 @@ using Changes = std::vector<std::vector<Change>>;  // one of each group at most
 // What is saved in fp8 is the MLP's; most modes keep nothing of it.
 Change recomputing(const Options& o, const std::string& mode, int64_t keep) {
   const bool drops = !o.save_dtype.empty() && mode != "attn";
-  return {
-      strf("--recompute %s%s%s", mode.c_str(), keep ? " --keep-attention 1" : "", drops ? " without --save-dtype" : ""),
-      [=](Options* c) {
-        c->recompute = mode, c->keep_attention = keep;
-        if (drops) c->save_dtype.clear();
-      }};
+  const char* const cheap = o.keep_cheap ? " --keep-cheap 0" : "";
+  return {strf("--recompute %s%s%s%s", mode.c_str(), keep ? " --keep-attention 1" : "", cheap,
+               drops ? " without --save-dtype" : ""),
+          [=](Options* c) {
+            c->recompute = mode, c->keep_attention = keep, c->keep_cheap = 0;
+            if (drops) c->save_dtype.clear();
+          }};
 }
 
 // What can be changed in a run that does not fit.
@@ -168,6 +170,7 @@ Changes possible_changes(const Options& o, int ranks) {
   const Run now = resolve(o, ranks, 0);
   Changes groups;
   groups.emplace_back();
+  if (o.keep_cheap) groups.back().push_back({"--keep-cheap 0", [](Options* c) { c->keep_cheap = 0; }});
   for (const char* mode : {"mlp", "attn", "both", "block"})
     for (int64_t keep : {0, 1})
       if (o.recompute != mode || o.keep_attention != keep) groups.back().push_back(recomputing(o, mode, keep));

@@ -47,6 +47,7 @@ void check_config(const ModelConfig& c, int64_t batch, Backend backend, Dtype dt
   REQUIRE_USER(!c.save_fp8 || c.keeps_mlp(),
                "--save-dtype fp8 is about the MLP's hidden layer, which --recompute none and attn keep; drop one");
   REQUIRE_USER(!c.keep_attention || !c.keeps_queries(), "--keep-attention 1 needs --recompute attn, both or block");
+  REQUIRE_USER(!c.keep_cheap || c.recompute == Recompute::none, "--keep-cheap 1 needs --recompute none");
   if (!c.attends()) return;
   const int64_t D = c.head_dim(), DV = c.v_head_dim();
   const std::string head = c.own_head_dim
@@ -296,6 +297,7 @@ ModelConfig resolve_model(const Options& o, const ModelConfig& preset) {
   m.nsa_gate = value_of(nsa_gate_names, o.nsa_gate);
   m.diagnostics = o.nsa_stats || (m.sparse && !o.diagnostics.empty());
   m.recompute = value_of(recompute_names, o.recompute), m.keep_attention = o.keep_attention == 1;
+  m.keep_cheap = o.keep_cheap == 1;
   return m;
 }
 
