@@ -4,7 +4,8 @@
 // 64 keys and values for the few rows of one query. These stay with the keys instead. Lists say who selected a piece
 // (selected_lists.cuh); a block (CTA) keeps 64 keys and values and gathers the rows of those queries, of any group full
 // tiles. What it makes for a query (an output of 64 keys with its lse, or a part of dq) goes to the query's slot for
-// that piece, in bf16, and a second kernel joins a query's slots in the order of its ranks. dK and dV are summed in
+// that piece, in bf16, and a second kernel joins a query's slots in the order of its ranks; in the forward on Hopper it
+// sees to the blocks that all queries around choose, too (selected_near.cuh). dK and dV are summed in
 // registers along a list, in fp32 from there on. Nothing is added atomically: every sum has one order.
 #include "attention/selected.cuh"
 
@@ -16,6 +17,7 @@
 #include "cpu/nsa.h"
 
 #if FSDP_CUDA
+#include "attention/selected_near.cuh"
 #include "attention/selected_simple.cuh"
 #include "attention/selected_sm80.cuh"
 #include "attention/selected_sm90.cuh"
@@ -90,6 +92,11 @@ Plan plan(const NsaShape& a, bool backward, int64_t segment) {
   return p;
 }
 
+// In the forward: do lists leave out what is near (selected_near.cuh)? It pays where a group's heads fill tiles.
+static bool joins_near(const NsaShape& a, int arch) {
+  return arch == 90 && a.select_block == piece_keys && a.selected <= near_slots && a.H >= 4 * a.HKV;
+}
+
 int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment, StatsAt stats) {
   const bool masked = arch == 90 && is_masked(a, backward, segment);
   ASSERT(masked || stats == StatsAt::workspace);
@@ -133,7 +140,8 @@ static Kernel launched(const char* code, const Problem& a) {
 template <int D, int DV>
 static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const bf16* q, const bf16* k, const bf16* v,
                       const int32_t* indices, char* scratch, const NsaShape& shape, const Plan& p) {
-  const Problem a(shape, p, indices, scratch);
+  const bool near = joins_near(shape, arch);
+  const Problem a(shape, p, indices, scratch, /*lists_near=*/!near);
   make_lists(stream, a, p);
   bf16* rows = reinterpret_cast<bf16*>(scratch + p.slot_rows);
   float* slot_lse = reinterpret_cast<float*>(scratch + p.slot_stats);
@@ -147,6 +155,12 @@ static Kernel forward(cudaStream_t stream, int arch, bf16* o, float* lse, const 
       const int pairs = int(std::min<int64_t>(p.pairs_at_once, p.pairs - pair0));
       launch(stream, kernel, {pairs * p.max_units, sm80::block_threads, bytes}, rows, slot_lse, q, k, v, a, pair0, s);
       const int64_t queries = a.last_query(s) - a.first_query(s);
+      if (near) {
+        using L = sm90::Near<D, DV>;
+        launch(stream, sm90::near_and_merge<D, DV>, {unsigned(pairs * ((queries + 63) / 64)), L::threads, L::bytes}, o,
+               lse, rows, slot_lse, q, k, v, a, pair0, s);
+        continue;
+      }
       const auto merge = a.parts == 1 ? merge_slots<DV, true> : merge_slots<DV, false>;
       launch(stream, merge, {blocks(pairs * queries * a.group * DV / 8), 256}, o, lse, rows, slot_lse, a, pair0, pairs,
              s);
@@ -260,16 +274,21 @@ INSTANTIATE(bf16)
 #endif
 
 // For the estimate. A query's rows visit the pieces that it selected. The forward is bound by what a visit moves: it
-// reads a row of q, writes a partial output and its lse, and the merge reads those again; masked tiles, which
-// Hopper alone has, are dense attention, a little slower. The backward is bound by its products. In float a warp goes
-// query by query, and its keys come from L2 (results/precision-2gpu.jsonl, `fp32, nsa`).
+// reads a row of q, writes a partial output and its lse, and the merge reads those again, or where near blocks are in
+// no list a row of q for all of them; masked tiles, which Hopper alone has, are dense attention, a little slower. The
+// backward is bound by its products. In float a warp goes query by query, and its keys come from L2
+// (results/precision-2gpu.jsonl, `fp32, nsa`).
 template <class T>
 static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
   using attention::selected::piece_keys;
   const attention::selected::Plan p = attention::selected::plan(a, backward);
-  double blocks = 0;  // that the queries of a head select
-  for (int64_t first = 0; first < a.T; first += a.select_block)
-    blocks += double(std::min(first / a.select_block + 1, a.selected) * std::min(a.select_block, a.T - first));
+  const bool near = !backward && attention::selected::joins_near(a, dev.compute_capability);
+  double blocks = 0, unlisted = 0;  // that the queries of a head select
+  for (int64_t first = 0; first < a.T; first += a.select_block) {
+    const int64_t each = std::min(first / a.select_block + 1, a.selected),
+                  queries = std::min(a.select_block, a.T - first);
+    blocks += double(each * queries), unlisted += near ? double(std::min<int64_t>(each, 3) * queries) : 0;
+  }
   const double visits = double(a.B * a.H * p.parts) * blocks;
   Cost c{Work::attention};
   c.dtype = dtype_of<T>;
@@ -281,8 +300,10 @@ static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
     const double rows = double((a.T + 127) / 128), dims = backward ? 2 * both + double(a.D) : both;
     c.flops = 2 * double(a.B * a.H) * dims * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
     c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = 2;
-  } else if (!backward) c.bytes = visits * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
-  else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
+  } else if (!backward) {
+    c.bytes = (visits - double(a.B * a.H) * unlisted) * ((double(a.D) + 2 * double(a.v_dim())) * sizeof(T) + 8);
+    if (near) c.bytes += double(a.B * a.H * a.T) * double(a.D) * sizeof(T);
+  } else c.flops = visits * products, c.share = a.D > 64 ? 0.23 : 0.20;
   return c;
 }
 

@@ -7,6 +7,7 @@ namespace attention::selected {
 
 // Most keys that a tile of scores has. A selection block of more is cut into pieces of so many, one after another.
 constexpr int piece_keys = 64;
+constexpr int near_slots = 16;  // most that a query has where its near blocks are not listed (selected_near.cuh)
 
 // How a call is cut, and what lies where in its scratch. A pair is a sequence and a KV head. A launch takes some pairs
 // and one segment of their queries; a query has a slot for every piece that it may select, and a slot holds the group's

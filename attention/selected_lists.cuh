@@ -30,6 +30,7 @@ struct Problem {
   int64_t ld;
   float scale, scale_log2;
   int segment, segments, tile, tiles, unit, max_units, max_splits;
+  bool lists_near;  // are near blocks in lists, too?
   Divisor by_group, by_slots;
   const int32_t* indices;  // (B,HKV,T,n)
   int* counts;             // (pairs, segments, tiles, pieces)
@@ -39,7 +40,7 @@ struct Problem {
   Unit* units;             // (pairs, segments, max_units)
   Split* lists;            // (pairs, segments, pieces)
 
-  Problem(const NsaShape& a, const Plan& p, const int32_t* indices_, char* scratch)
+  Problem(const NsaShape& a, const Plan& p, const int32_t* indices_, char* scratch, bool lists_near_ = true)
       : B(int(a.B)),
         T(int(a.T)),
         H(int(a.H)),
@@ -62,6 +63,7 @@ struct Problem {
         unit(int(p.unit)),
         max_units(int(p.max_units)),
         max_splits(int(p.max_splits)),
+        lists_near(lists_near_),
         by_group(group),
         by_slots(slots),
         indices(indices_),
@@ -83,6 +85,8 @@ struct Problem {
   __device__ int pieces_before(int t1) const { return ceil_div(t1, block) * parts; }
   // Have segments before this one left sums of a piece's dK and dV?
   __device__ bool summed_before(int piece, int s) const { return piece < pieces_before(first_query(s)); }
+  // Block 0, that of query t and the one before. j: a block that t may see.
+  __device__ bool is_near(int j, int t) const { return j == 0 || (j + 2) * block > t; }
   // Slot r of query t, whose indices are at `chosen`: the piece, or -1. one: parts is 1.
   template <bool one = false>
   __device__ int piece_of(const int32_t* chosen, int r, int t) const {
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(256) list_queries(Problem a) {
       const int32_t* chosen = a.indices + (int64_t(pair) * a.T + t) * a.n;
       const auto each = [&](auto f) {  // f(index in range, slot)
         const auto one = [&](int r, int j) {
-          if (j < 0) return;
+          if (j < 0 || (!a.lists_near && a.is_near(j, t))) return;
           for (int part = 0; part < a.parts; ++part) {
             const int p = j * a.parts + part;
             if (j * a.block + part * piece_keys <= t && p >= p0 && p < p0 + range) f(p - p0, r * a.parts + part);

@@ -445,7 +445,8 @@ TEST_CASE("GPU: selected attention around the edges of blocks", "[selected][gpu]
   NEEDS_GPU();
 #if FSDP_CUDA
   for (int64_t D : {64, 128})
-    for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127}) check_kernels(shape(2, T, 4, 2, D));
+    for (int64_t T : {1, 15, 31, 32, 33, 63, 64, 65, 127})
+      for (int64_t heads : {4, 10}) check_kernels(shape(2, T, heads, 2, D));
 #endif
 }
 
