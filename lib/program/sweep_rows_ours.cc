@@ -222,8 +222,10 @@ const Workload long_nsa = {"rope, 65,536 tokens, NSA", "rope", "--attn nsa --bat
 const Workload long_dense = {"simple, 32,768 tokens, recompute both", "simple", "--recompute both", " --seq 32768"};
 const Workload m7c_dense = {"m7c, dense, a graph", "m7c", "", " --graph 1"};
 const Workload m7c_nsa = {"m7c, NSA, a graph", "m7c", "--attn nsa", " --graph 1"};
-const Workload m7c_dense_16 = {"m7c, dense, batch 16", "m7c", "", " --batch 16"};
-const Workload m7c_nsa_16 = {"m7c, NSA, batch 16", "m7c", "--attn nsa", " --batch 16"};
+const Workload m7c_dense_16 = {"m7c, dense, batch 16, a graph, cheap kept", "m7c", "--keep-cheap 1",
+                               " --batch 16 --graph 1"};
+const Workload m7c_nsa_16 = {"m7c, NSA, batch 16, a graph, cheap kept", "m7c", "--attn nsa --keep-cheap 1",
+                             " --batch 16 --graph 1"};
 const Workload rope_fp8 = {"rope, fp8", "rope", "--matmul-dtype fp8"};
 const Workload llama_fp8 = {"llama-8b, 8192 tokens, batch 2, fp8", "llama-8b", "--matmul-dtype fp8",
                             " --seq 8192 --batch 2"};
