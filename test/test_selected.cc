@@ -438,6 +438,8 @@ TEST_CASE("GPU: selected attention, a few small shapes", "[selected][gpu][small]
   check_kernels(shape(1, 33, 3, 3, 40));
   check_kernels(shape(1, 600, 4, 2, 64), Choice::hot, 256);
   check_kernels(wide_keys(1, 130, 3, 1));
+  check_kernels(shape(1, 130, 10, 2, 128)), check_kernels(shape(2, 200, 4, 1, 64)),
+      check_kernels(wide_keys(1, 130, 4, 1));
 #endif
 }
 
