@@ -301,6 +301,11 @@ bool nsa_begins_at_once(const Device& dev, const NsaShape& a) {
 }
 
 template <class T>
+bool nsa_backward_turns(const Device& dev, const NsaShape& a) {
+  return nsa_selected_turns(dev, a, dtype_of<T>);
+}
+
+template <class T>
 NsaBegun<T> nsa_begin_backward(Device& dev, Buffer<T>* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
                                const NsaShape& a) {
   NsaBegun<T> begun;
@@ -324,7 +329,7 @@ NsaBegun<T> nsa_begin_backward(Device& dev, Buffer<T>* o, T* dx, const T* d_o, c
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
                   NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran, NsaBegun<T> begun,
-                  const std::function<void(Stream&)>& of_gates) {
+                  const std::function<void(Stream&)>& of_gates, const acc_t<T>* rotary) {
   check_nsa(a);
   using A = acc_t<T>;
   const auto record = [&](Stage stage, const Kernel& k) {
@@ -386,9 +391,10 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
         mem.take<char>(nsa_selected_backward_scratch<T>(dev, a, stats_at), "selected attention workspace");
     dev.mark("selected branch, backward");
     record(Stage::selected_backward,
-           nsa_selected_backward<T>(s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1),
-                                    saved.o_selected, saved.lse_selected, saved.indices, scratch, a, gate(1),
-                                    {waits ? std::function<void()>() : join, begun.stats[1], words_of(dev, saved, a)}));
+           nsa_selected_backward<T>(
+               s, dx, dx + a.k(1), dx + a.v(1), dq, d_o, x, x + a.k(1), x + a.v(1), saved.o_selected,
+               saved.lse_selected, saved.indices, scratch, a, gate(1),
+               {waits ? std::function<void()>() : join, begun.stats[1], words_of(dev, saved, a), rotary}));
   }
   if (beside && !waits) window_done();
   dq.reset(), saved.o_selected.reset(), saved.lse_selected.reset(), saved.indices.reset();
@@ -414,10 +420,12 @@ void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T*
   template void nsa_forward(Device&, T*, NsaSaved<T>*, const T*, PhiWeights<const T>, const NsaShape&, Purpose, \
                             NsaKernels*, float*, const std::function<void(Stream&)>&);                          \
   template bool nsa_begins_at_once<T>(const Device&, const NsaShape&);                                          \
+  template bool nsa_backward_turns<T>(const Device&, const NsaShape&);                                          \
   template NsaBegun<T> nsa_begin_backward(Device&, Buffer<T>*, T*, const T*, const T*, NsaSaved<T>*, const NsaShape&);
 #define INSTANTIATE_G(T, G)                                                                                    \
   template void nsa_backward(Device&, T*, PhiWeights<G>, const T*, const T*, PhiWeights<const T>, NsaSaved<T>, \
-                             const NsaShape&, NsaKernels*, NsaBegun<T>, const std::function<void(Stream&)>&);
+                             const NsaShape&, NsaKernels*, NsaBegun<T>, const std::function<void(Stream&)>&,   \
+                             const acc_t<T>*);
 INSTANTIATE(float)
 INSTANTIATE(double)
 INSTANTIATE(bf16)

@@ -101,13 +101,17 @@ bool nsa_begins_at_once(const Device& dev, const NsaShape& a);
 template <class T>
 NsaBegun<T> nsa_begin_backward(Device& dev, Buffer<T>* o, T* dx, const T* d_o, const T* x, NsaSaved<T>* saved,
                                const NsaShape& a);
+// Can the backward undo the rotary positions of q and of the selected branch's keys on the way?
+template <class T>
+bool nsa_backward_turns(const Device& dev, const NsaShape& a);
 // dx (B*T, ld) from d_o (B*T, H DV): all columns are written, the padding with zeros. dphi: gradients of phi's
-// parameters, written. of_gates, if there is one, is called with the stream on which the gates' gradients have come,
-// and gives it what goes on with them; the compute stream waits for that.
+// parameters, written. rotary: where nsa_backward_turns(), the table of positions that are undone. of_gates, if there
+// is one, is called with the stream on which the gates' gradients have come, and gives it what goes on with them; the
+// compute stream waits for that.
 template <class T, class G>
 void nsa_backward(Device& dev, T* dx, PhiWeights<G> dphi, const T* d_o, const T* x, PhiWeights<const T> phi,
                   NsaSaved<T> saved, const NsaShape& a, NsaKernels* ran = nullptr, NsaBegun<T> begun = {},
-                  const std::function<void(Stream&)>& of_gates = {});
+                  const std::function<void(Stream&)>& of_gates = {}, const acc_t<T>* rotary = nullptr);
 // The last stage of the forward by itself, for a backward that recomputes o: o (B*T, H DV) = sum over branches of
 // sigmoid(gate) * branch, each (B*T, H DV), with the gates of x (B*T, ld); summed in fp32, rounded once. amax: as
 // attention_forward's.

@@ -243,7 +243,7 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
                       begun);
       return {"sm90", "masked tiles"};
     }
-  ASSERT(!begun.stats && !begun.words);
+  ASSERT(!begun.stats && !begun.words && !begun.rotary);
   if (begun.before_dq) begun.before_dq();
   const Problem a(shape, p, indices, scratch);
   float2* stats = reinterpret_cast<float2*>(scratch + (narrow ? p.stats : 0));
@@ -334,6 +334,10 @@ bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype) {
          attention::selected::is_masked(a, /*backward=*/true, /*segment=*/0);
 }
 
+bool nsa_selected_turns(const Device& dev, const NsaShape& a, Dtype dtype) {
+  return nsa_selected_in_tiles(dev, a, dtype) && attention::selected::masked_turns(a);
+}
+
 int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype) {
   return nsa_selected_in_tiles(dev, a, dtype) ? attention::selected::masked_words(a) : 0;
 }
@@ -359,7 +363,7 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
                                         v, o, lse, indices, scratch, a, gate, 0, begun);
   }
 #endif
-  ASSERT(!begun.stats && !begun.words);
+  ASSERT(!begun.stats && !begun.words && !begun.rotary);
   if (begun.before_dq) begun.before_dq();
   s.enqueue(
       [=] { cpu::nsa_selected_backward(dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, a, gate); });

@@ -26,6 +26,7 @@ static bool in_one(const NsaShape& a, int64_t segment) {
   return segment == masked_in_one ||
          (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
 }
+bool masked_turns(const NsaShape& a) { return is_masked(a, /*backward=*/true, /*segment=*/0) && in_one(a, 0); }
 // One kernel's counts are cleared with the words: it makes them again.
 int64_t masked_words(const NsaShape& a) { return in_one(a, 0) ? 0 : word_bytes(a); }
 // Words; in the backward behind them statistics, and the sums of dQ with their counts or of parts of dK and dV.
@@ -107,12 +108,17 @@ void masked_backward(cudaStream_t stream, bf16* dq, bf16* dk, bf16* dv, const bf
   if (!begun.stats) prepare(stream, made, d_o, o, lse, p, gate);
   const float *lse2 = begun.stats ? begun.stats : made, *delta = lse2 + a.B * a.H * p.Tp;
   if (one) {
-    const auto run =
-        a.D == 128 ? sm90::backward_in_one<128, Chosen, DqOrder> : sm90::backward_in_one<64, Chosen, DqOrder>;
+    const auto in_one = [&](auto turns) {
+      constexpr bool t = turns.value;
+      return a.D == 128 ? sm90::backward_in_one<128, Chosen, DqOrder, t>
+                        : sm90::backward_in_one<64, Chosen, DqOrder, t>;
+    };
+    const auto run = begun.rotary ? in_one(std::true_type()) : in_one(std::false_type());
     if (begun.before_dq) begun.before_dq();
-    run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts, /*rotary=*/nullptr);
+    run(stream, dq, dk, dv, d_o, q, k, v, lse2, delta, p, mask, order, sums, counts, begun.rotary);
     return;
   }
+  ASSERT(!begun.rotary);
   const Parts parts = {dk, dv, sums, kv_parts(shape)};
   const auto of_keys = a.D == 128 ? sm90::backward_of_keys<128, 128, Chosen> : sm90::backward_of_keys<64, 64, Chosen>;
   of_keys(stream, parts, d_o, q, k, v, lse2, delta, p, mask);

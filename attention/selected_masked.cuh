@@ -43,6 +43,7 @@ inline bool is_masked(const NsaShape& a, bool backward, int64_t segment) {
 }
 int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats);
 int64_t masked_words(const NsaShape& a);  // bytes that the backward would rather not make again
+bool masked_turns(const NsaShape& a);     // can the backward undo rotary positions?
 
 #if FSDP_CUDA
 // As gpu::nsa_selected_forward and _backward; scratch: masked_bytes. indices name a block once.

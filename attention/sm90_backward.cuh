@@ -154,8 +154,8 @@ __device__ inline void turn_back(float (&d)[D / 2], const float* table, int t, i
 
 // Maps of q, do, dq (B,T,H,D), k, v, dk, dv (B,keys,HKV,D); lse2 and delta (B,H,Tp); sums: order.sums(D) numbers, first
 // order.slots() tiles of 128 x D; counts: two for each, behind them the number of blocks begun, and what the order has
-// besides, all 0. turns: dq and dk leave without the rotary positions of q and k; rotary: their table. Nothing may be
-// added to dq then.
+// besides, all 0. turns: dq, with what is added to it, and dk leave without the rotary positions of q and k; rotary:
+// their table.
 template <int D, class Mask, class Order, bool turns>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -166,7 +166,6 @@ __global__ void __launch_bounds__(384, 1)
   begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using L = Backward<D>;
-  static_assert(!turns || !Mask::chooses);
   constexpr bool narrow = L::narrow;
   constexpr int BM = L::BM, BN = L::BN, tile = L::tile;
   uint32_t base = shared_base();
@@ -500,7 +499,7 @@ __global__ void __launch_bounds__(384, 1)
           y[c][e] = z.x, y[c][e + 1] = z.y, y[c][e + 2] = z.z, y[c][e + 3] = z.w;
         }
       }
-      if constexpr (turns) {
+      if constexpr (turns && !Mask::chooses) {
         const int t0 = order.tile(item, t) * BM + wg * 64, t1 = order.tile(item, t + 1) * BM + wg * 64;
         if (t0 == t1) turn_back<D, 2>(y, rotary, t0, a.T);  // as a rule: two heads of the same queries
         else turn_back<D>(y[0], rotary, t0, a.T), turn_back<D>(y[1], rotary, max(t1, 0), a.T);
@@ -513,7 +512,10 @@ __global__ void __launch_bounds__(384, 1)
         const int row = order.tile(item, t + c) * BM + wg * 64, h = h0 + (t + c) % order.heads;
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) y[c][e] *= a.scale * L::unscale;
-        if constexpr (Mask::chooses) add_all(y[c], mask.addends, a, b, row, h * D);
+        if constexpr (Mask::chooses) {
+          add_all(y[c], mask.addends, a, b, row, h * D);
+          if constexpr (turns) turn_back<D>(y[c], rotary, row, a.T);
+        }
         store_rows<D, BM>(y[c], 1, 1, base + L::q + c * tile + wg * 64 * 128, 1 + wg, dq_map, row, h, b);
       }
     }

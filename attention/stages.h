@@ -31,14 +31,17 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 // dq_compressed (B*T, H D; may be null) and of this branch's. before_dq, if there is one, is called before the first
 // kernel is launched that reads dq or dq_compressed: they may come from another stream.
 // In masked tiles (nsa_selected_in_tiles) it may find more begun: the statistics, as attention_backward does, and the
-// words of bits, nsa_selected_words bytes, that are all the forward has in its scratch. 0: it makes its own.
+// words of bits, nsa_selected_words bytes, that are all the forward has in its scratch. 0: it makes its own. rotary:
+// where nsa_selected_turns(), dq as the sum that it is and dk leave without the rotary positions of this table.
 bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype);
 int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype);
+bool nsa_selected_turns(const Device& dev, const NsaShape& a, Dtype dtype);
 template <class A>
 struct Begun {
   std::function<void()> before_dq;
   const A* stats = nullptr;
   const char* words = nullptr;
+  const A* rotary = nullptr;
 };
 template <class T>
 int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, StatsAt stats = StatsAt::workspace);

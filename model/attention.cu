@@ -270,10 +270,7 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     queries_backward(block, v, dqkv, d_o, std::move(begun));
     v->o.reset(), v->lse.reset(), v->qkv.reset(), v->gate_h.reset();
   }
-  if (rope_table_ && !backward_turns()) {
-    dev_.mark("positions, backward");
-    ops::rope<T>(s, dqkv, rope_table_, M, c_.seq, H + c_.key_heads(), c_.head_dim(), QKV, true);
-  }
+  if (rope_table_) turn_back(dqkv);
   dev_.mark("norms, backward");
   Buffer<T> n = std::move(v->n1);  // then its gradient
   if (!n) {
@@ -300,7 +297,22 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
 // Does attention's backward undo the rotation of q and k on the way?
 template <class T, class G>
 bool BlockAttention<T, G>::backward_turns() const {
-  return rope_table_ && !c_.sparse && dev_.fuse && attention_backward_turns<T>(dev_, dense_shape());
+  if (!rope_table_ || !dev_.fuse) return false;
+  return c_.sparse ? nsa_backward_turns<T>(dev_, nsa_shape()) : attention_backward_turns<T>(dev_, dense_shape());
+}
+
+// Undoes the rotation of what of dqkv attention's backward has not: of NSA's keys it sees to the selected branch's.
+template <class T, class G>
+void BlockAttention<T, G>::turn_back(T* dqkv) {
+  const int64_t D = c_.head_dim();
+  const auto turn = [&](T* x, int64_t heads) {
+    dev_.mark("positions, backward");
+    ops::rope<T>(dev_.compute(), x, rope_table_, M_, c_.seq, heads, D, c_.row(), true);
+  };
+  if (!backward_turns()) return turn(dqkv, c_.heads + c_.key_heads());
+  if (!c_.sparse) return;
+  const NsaShape a = nsa_shape();
+  turn(dqkv + a.k(0), c_.kv_heads), turn(dqkv + a.k(2), c_.kv_heads);
 }
 
 // d_o (M, H*DV) -> the gradient of q, k, v and the gates, dqkv (M, row), before the rotation is undone unless
@@ -323,7 +335,7 @@ void BlockAttention<T, G>::queries_backward(int64_t block, Saved<T>* v, T* dqkv,
       };
     }
     nsa_backward<T, G>(dev_, dqkv, phi_grads(at), d_o, v->qkv, phi_weights(at), std::move(v->nsa), a, kernels_of(block),
-                       std::move(begun), of_gates);
+                       std::move(begun), of_gates, backward_turns() ? rope_table_ : nullptr);
     if (!linear) gates_backward(block, *v, dqkv);
   } else {
     const AttentionShape a = dense_shape();

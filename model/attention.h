@@ -49,6 +49,7 @@ class BlockAttention {
   void queries_backward(int64_t block, Saved<T>* v, T* dqkv, const T* d_o, NsaBegun<T> begun);
   AttentionShape dense_shape() const;
   bool backward_turns() const;
+  void turn_back(T* dqkv);
   NsaShape nsa_shape() const { return c_.nsa_shape(M_ / c_.seq); }
   PhiWeights<const T> phi_weights(const BlockParams& at) const;
   PhiWeights<G> phi_grads(const BlockParams& at) const;

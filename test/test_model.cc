@@ -789,18 +789,21 @@ TEST_CASE("GPU: heads whose keys are wider than values train as on a CPU", "[mod
 TEST_CASE("GPU: who undoes rotary positions changes no more than rounding does", "[model][gpu]") {
   NEEDS_GPU();
   if (test_world().size != 1) SKIP_TEST("is about one rank");
-  Setup s;
-  s.model = small_on_gpu(Arch::rope), s.model.own_head_dim = 64, s.model.heads = 8, s.model.kv_heads = 4;
-  s.model.seq = 1024, s.rows = 8;  // enough for one kernel on Hopper
-  s.lr = 1e-3, s.steps = 1, s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
-  const Outcome fused = train<bf16, bf16>(s, test_world());
-  s.fuse = false;
-  const Outcome apart = train<bf16, bf16>(s, test_world());
-  for (const auto& [name, weights] : apart.trained) {
-    INFO(name);
-    double difference = 0;
-    for (size_t i = 0; i < weights.size(); ++i) difference += std::abs(fused.trained.at(name)[i] - weights[i]);
-    CHECK(difference < 0.2 * s.lr * double(weights.size()));
+  for (bool nsa : {false, true}) {
+    Setup s;
+    s.model = small_on_gpu(Arch::rope), s.model.own_head_dim = 64, s.model.heads = 8, s.model.kv_heads = 4;
+    s.model.seq = 1024, s.rows = 8;  // enough for one kernel on Hopper
+    s.model.sparse = nsa;
+    s.lr = 1e-3, s.steps = 1, s.backend = Backend::gpu, s.fsdp.reduce_dtype = Dtype::bf16;
+    const Outcome fused = train<bf16, bf16>(s, test_world());
+    s.fuse = false;
+    const Outcome apart = train<bf16, bf16>(s, test_world());
+    for (const auto& [name, weights] : apart.trained) {
+      INFO(name << (nsa ? ", NSA" : ""));
+      double difference = 0;
+      for (size_t i = 0; i < weights.size(); ++i) difference += std::abs(fused.trained.at(name)[i] - weights[i]);
+      CHECK(difference < 0.2 * s.lr * double(weights.size()));
+    }
   }
 }
 
