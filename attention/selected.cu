@@ -283,11 +283,12 @@ static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
   using attention::selected::piece_keys;
   const attention::selected::Plan p = attention::selected::plan(a, backward);
   const bool near = !backward && attention::selected::joins_near(a, dev.compute_capability);
-  double blocks = 0, unlisted = 0;  // that the queries of a head select
+  double blocks = 0, unlisted = 0;  // that the queries of a head select; of these, that are in no list
   for (int64_t first = 0; first < a.T; first += a.select_block) {
     const int64_t each = std::min(first / a.select_block + 1, a.selected),
                   queries = std::min(a.select_block, a.T - first);
-    blocks += double(each * queries), unlisted += near ? double(std::min<int64_t>(each, 3) * queries) : 0;
+    blocks += double(each * queries),
+        unlisted += near ? double(std::min<int64_t>(each, attention::selected::near_blocks) * queries) : 0;
   }
   const double visits = double(a.B * a.H * p.parts) * blocks;
   Cost c{Work::attention};

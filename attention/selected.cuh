@@ -7,7 +7,9 @@ namespace attention::selected {
 
 // Most keys that a tile of scores has. A selection block of more is cut into pieces of so many, one after another.
 constexpr int piece_keys = 64;
-constexpr int near_slots = 16;  // most that a query has where its near blocks are not listed (selected_near.cuh)
+// Near a query are block 0, its own and the one before, which NSA always selects (selected_near.cuh). Most slots that a
+// query has where these are in no list.
+constexpr int near_blocks = 3, near_slots = 16;
 
 // How a call is cut, and what lies where in its scratch. A pair is a sequence and a KV head. A launch takes some pairs
 // and one segment of their queries; a query has a slot for every piece that it may select, and a slot holds the group's

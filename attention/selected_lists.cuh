@@ -85,7 +85,7 @@ struct Problem {
   __device__ int pieces_before(int t1) const { return ceil_div(t1, block) * parts; }
   // Have segments before this one left sums of a piece's dK and dV?
   __device__ bool summed_before(int piece, int s) const { return piece < pieces_before(first_query(s)); }
-  // Block 0, that of query t and the one before. j: a block that t may see.
+  // j: a block of which t may see a key.
   __device__ bool is_near(int j, int t) const { return j == 0 || (j + 2) * block > t; }
   // Slot r of query t, whose indices are at `chosen`: the piece, or -1. one: parts is 1.
   template <bool one = false>

@@ -14,9 +14,9 @@ namespace attention::selected::sm90 {
 
 template <int D, int DV>
 struct Near {
-  static constexpr int groups = D > 128 ? 2 : 4, threads = groups * 128, blocks = 3;
+  static constexpr int groups = D > 128 ? 2 : 4, threads = groups * 128;
   static constexpr int stride = near_slots + 4;  // of a row's weights: its slots', and that of the three blocks
-  static constexpr int k = 0, v = k + blocks * N * D * 2, q = v + blocks * N * DV * 2, q_tile = M * D * 2;
+  static constexpr int k = 0, v = k + near_blocks * N * D * 2, q = v + near_blocks * N * DV * 2, q_tile = M * D * 2;
   static constexpr int weights = q + groups * q_tile,
                        info = weights + groups * M * stride * 4;  // [groups][words, lse][M]
   static constexpr int bytes = info + groups * 2 * M * 4 + 1024;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Near<D, DV>::threads, 1)
   const auto load_blocks = [&](uint32_t to, const bf16* from, auto width) {
     constexpr int W = decltype(width)::value, pieces = W / 8;
     from += row0 * a.ld + head * W;
-    for (int x = threadIdx.x; x < L::blocks * N * pieces; x += L::threads) {
+    for (int x = threadIdx.x; x < near_blocks * N * pieces; x += L::threads) {
       const int i = x / (N * pieces), r = x / pieces % N, c = x % pieces, key = (i == 0 ? 0 : own - 2 + i) * N + r;
       const bool there = own + i >= 2 && key < a.T;
       copy16(piece_at(to + i * N * W * 2, r, c), there ? from + key * a.ld + c * 8 : from, there);

@@ -135,7 +135,7 @@ struct Slots {
 
 // Partial outputs. A block owns a unit, a thread parts of two rows of the current tile. Q is read once for each slot,
 // from L2 mostly, and a tile's is fetched as soon as the one before has made its scores; slots are written once,
-// normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 blocks: 4.7 ms in a step, for 1.1 TFLOP,
+// normalised and rounded, with their lse. H200, T 65536, 32/8 heads, D 128, 16 listed: 4.7 ms in a step, for 1.1 TFLOP,
 // 8.6 GB of Q and as much of slots; L1's data pipe and L2 65 % busy, DRAM 46 %.
 template <int D, int DV>
 struct Forward {

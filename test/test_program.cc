@@ -806,6 +806,7 @@ TEST_CASE("advice is a change that fits, with options that are there", "[program
                          "--autocast bf16",
                          "--reduce-dtype fp32",
                          "--gradient-slots 4",
+                         "--keep-cheap 1",
                          "--moments bf16 --clip 0 --optimizer-in-backward 1"};
   const int ranks = 4;
   for (const char* knob : cases) {

@@ -67,10 +67,10 @@ const char told_by_hand[] = "device meta_init";
 const char not_followed[] = "attn norm_eps rope_scaling clip_norm on_nan global_batch val_every save_dtype init resume";
 // It trains the same without: what sizes come from, NSA's own, how ours moves and computes, when it ends, what it says.
 const char ours_alone[] =
-    "preset keep_cheap nsa_block nsa_stride nsa_select_block nsa_selected nsa_window nsa_phi nsa_gate nsa_stats limit_all_gathers "
-    "gradient_slots gather reduce reduce_tail reduce_ctas graph fuse tune_matmul allow_single_rank timeout stall "
-    "stop_after tokens epochs minutes val_data val_batches eval sample sample_every prompt temperature top_k save "
-    "save_every keep export export_dtype export_shard_mb max_positions log log_every tensorboard comm_timing "
+    "preset nsa_block nsa_stride nsa_select_block nsa_selected nsa_window nsa_phi nsa_gate nsa_stats limit_all_gathers "
+    "keep_cheap gradient_slots gather reduce reduce_tail reduce_ctas graph fuse tune_matmul allow_single_rank timeout "
+    "stall stop_after tokens epochs minutes val_data val_batches eval sample sample_every prompt temperature top_k "
+    "save save_every keep export export_dtype export_shard_mb max_positions log log_every tensorboard comm_timing "
     "diagnostics mem_dump_every profile trace plan world gpu show_schedule show_params hardware list_presets "
     "completion version";
 
