@@ -50,6 +50,16 @@ PhiWeights<G> BlockAttention<T, G>::phi_grads(const BlockParams& at) const {
 
 // ------------------------------------------------------------------------------------------------------------- forward
 
+// The norm of the block's input again, from the statistics that were kept: the same bits, and one pass over x less.
+template <class T, class G>
+Buffer<T> BlockAttention<T, G>::input(int64_t block, const Saved<T>& v, const char* name) {
+  const BlockParams& at = blocks_.params[size_t(block)];
+  Buffer<T> n = dev_.mem.take<T>(M_ * c_.dim, name);
+  ops::norm_apply<T>(dev_.compute(), blocks_.norm, n, v.stats1, v.x, schedule_.weight(at.norm1),
+                     schedule_.weight_if_any(at.norm1_bias), M_, c_.dim);
+  return n;
+}
+
 // x -> norm -> q, k, v, with their positions; NSA's gates are due. Fills in the norm's statistics.
 template <class T, class G>
 void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
@@ -58,13 +68,12 @@ void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
   const BlockParams& at = blocks_.params[size_t(block)];
   const int64_t M = M_, C = c_.dim, QKV = c_.row();
   dev_.mark("norms");
-  // Recomputed, the norm takes the statistics that were kept: the same bits, and one pass over x less.
   const bool keeps = c_.keep_cheap && life == Purpose::activations;
-  Buffer<T> n = mem.take<T>(M * C, "normed", keeps ? life : Purpose::temporaries);
+  Buffer<T> n;
   if (v->stats1) {
-    ops::norm_apply<T>(s, blocks_.norm, n, v->stats1, v->x, schedule_.weight(at.norm1),
-                       schedule_.weight_if_any(at.norm1_bias), M, C);
+    n = input(block, *v, "normed");
   } else {
+    n = mem.take<T>(M * C, "normed", keeps ? life : Purpose::temporaries);
     v->stats1 = mem.take<A>(2 * M, "statistics 1", Purpose::activations);
     if (c_.fp8) v->largest1 = mem.take<float>(M, "largest numbers 1", Purpose::activations);
     ops::norm_forward<T>(s, blocks_.norm, n, nullptr, v->stats1, v->x, nullptr, schedule_.weight(at.norm1),
@@ -239,7 +248,6 @@ void BlockAttention<T, G>::recompute_turn(int64_t block, Saved<T>* v) {
 // as early as its inputs allow, so that they can be freed: what lives longest here decides the peak of long sequences.
 template <class T, class G>
 void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
-  Stream& s = dev_.compute();
   Memory& mem = dev_.mem;
   const int64_t M = M_, C = c_.dim, H = c_.heads, K = H * c_.v_head_dim(), QKV = c_.row();
   const BlockParams& at = blocks_.params[size_t(block)];
@@ -273,11 +281,7 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   if (rope_table_) turn_back(dqkv);
   dev_.mark("norms, backward");
   Buffer<T> n = std::move(v->n1);  // then its gradient
-  if (!n) {
-    n = mem.take<T>(M * C, "normed, then its gradient");
-    ops::norm_apply<T>(s, blocks_.norm, n, v->stats1, v->x, schedule_.weight(at.norm1),
-                       schedule_.weight_if_any(at.norm1_bias), M, C);
-  }
+  if (!n) n = input(block, *v, "normed, then its gradient");
   dev_.mark("projections, backward");
   {
     const Fp8Copy dqkv8 = linear_.cast_gradient(dqkv, M, QKV);

@@ -38,6 +38,7 @@ class BlockAttention {
   using A = acc_t<T>;
   using Sides = typename Linear<T>::Sides;
 
+  Buffer<T> input(int64_t block, const Saved<T>& v, const char* name);
   void queries(int64_t block, Saved<T>* v, Purpose life);
   void gates(Stream& s, int64_t block, Saved<T>* v, Purpose life);
   void gates_backward(int64_t block, const Saved<T>& v, T* dqkv);

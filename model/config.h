@@ -66,7 +66,7 @@ struct ModelConfig {
   NsaShape nsa = {};  // its sizes: block, stride, select_block, selected, window, phi; the rest follows from the model
   Recompute recompute = Recompute::none;
   bool keep_attention = false;  // with attn, both, block: only q, k and v are recomputed
-  bool keep_cheap = false;      // with none: norms' and activations' outputs, which the backward else makes again
+  bool keep_cheap = false;      // with none: norms' and activations' outputs are kept, too, and not recomputed
   bool fp8 = false;             // blocks' products with q, k, v, o and the MLP's weights multiply in fp8
   fp8::Scaling fp8_scaling = fp8::Scaling::tensor;  // of those products
   bool gather_fp8 = false;                          // those weights are gathered in fp8 too

@@ -169,12 +169,11 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     if (!v->h) recomputed = v->h8 ? restore_hidden(*v, i, rows) : recompute_hidden(block, v, i, rows);
     T* h = v->h ? v->h + i * UP : recomputed.get();
     Fp8Copy dh8 = activation_backward(block, dx + i * C, h, v->g ? v->g + i * F : nullptr, i, rows, &all);
-    if (i + rows == M_) v->g.reset();
     if (apart) continue;
     if (i == 0) take_up();
     up_backward(block, v, dx + i * C, h, std::move(dh8), i, rows, all);
   }
-  all.down8 = Fp8Copy();
+  v->g.reset(), all.down8 = Fp8Copy();
   round(at.down, &all.down, C * F);
   if (apart) {
     take_up();

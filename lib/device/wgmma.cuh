@@ -51,8 +51,8 @@ __device__ inline uint64_t descriptor(uint32_t tile, uint32_t bytes) {
 #define OUT64(c) D32(c, d, 0), D32(c, d, 32)
 #define OUT96(c) OUT64(c), D32(c, d, 64)
 // ADD 0: a fresh product, which does not read d, and says so to the compiler, which would otherwise wait for the
-// products before it. Both operands in shared memory (SS), or A in registers
-// and B in shared memory, contracted over its rows (RS).
+// products before it. Both operands in shared memory (SS), or A in registers and B in shared memory, contracted over its
+// rows (RS).
 #define WGMMA_SS(N, LIST, A, B, TRANSPOSED, ADD, OUT)                                                         \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #A ", %" #B ", " #ADD \
                ", 1, 1, %" #TRANSPOSED ", %" #TRANSPOSED ";"                                                  \

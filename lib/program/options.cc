@@ -162,7 +162,7 @@ const std::vector<Spec> options_parts::specs = flat({
 {"Memory", {
   {"recompute", "WHAT", &Options::recompute, one_of(names_of(recompute_names)), "what the backward pass recomputes instead of keeping (activation checkpointing); block: all but a block's input"},
   {"keep-attention", "0|1", &Options::keep_attention, from(0, 1), "1: with --recompute attn, both or block, keep attention's output and recompute only q, k and v; for long sequences"},
-  {"keep-cheap", "0|1", &Options::keep_cheap, from(0, 1), "1: with --recompute none, keep what norms and (not in fp8) activations make, too; 0: the backward pass makes it again, which costs little time"},
+  {"keep-cheap", "0|1", &Options::keep_cheap, from(0, 1), "1: with --recompute none, also keep the outputs of norms and (not in fp8) activations; 0: recompute them in the backward pass, which is cheap"},
 }},
 {"Machine", {
   {"graph", "0|1", &Options::graph, from(0, 1), "1: from the third step on, run each step as one CUDA graph, collectives included"},
