@@ -29,7 +29,8 @@ struct Saved {
   NsaSaved<T> nsa;                   // in place of o and lse
   Buffer<T> x2;                      // (M, C) the MLP's input, x + Wo o
   Buffer<A> stats2;                  // (M, 2) of its norm
-  Buffer<T> h;                       // (M, F), SwiGLU (M, 2F): the hidden layer before its activation
+  // (M, F), SwiGLU (M, 2F): the hidden layer before its activation. Recomputed, of the last block: its first rows.
+  Buffer<T> h;
   // Or the same in e4m3, with a scale for each piece that the forward pass made it in.
   Buffer<uint8_t> h8;
   Buffer<float> h8_unscales;

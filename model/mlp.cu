@@ -9,10 +9,32 @@ BlockMlp<T, G>::BlockMlp(Blocks<T, G>& blocks, const Pieces& pieces)
       M_(blocks.M),
       rows_(pieces.hidden),
       forward_rows_(pieces.hidden_forward),
+      last_rows_(rows_of_last(blocks.c, blocks.M, pieces)),
       blocks_(blocks),
       schedule_(blocks.schedule),
       linear_(blocks.linear) {}
 
+// How much of the last block's hidden layer is kept where hidden layers are recomputed: the rows of the backward's
+// first piece. They take no memory of their own where, with them, the rest of the forward and the head need no more
+// than this piece's backward or the forward do without. (Two tensors of (M, C) are there in the forward and the head,
+// one in the backward.)
+template <class T, class G>
+int64_t BlockMlp<T, G>::rows_of_last(const ModelConfig& c, int64_t M, const Pieces& pieces) {
+  constexpr int64_t element = sizeof(T), wide = std::is_same_v<G, A> ? 0 : sizeof(A);
+  const int64_t UP = c.hidden_row(), F = c.hidden, kept = pieces.hidden * UP * element, second = M * c.dim * element;
+  const bool several = pieces.hidden < M;
+  const int64_t forward = pieces.hidden_forward * (UP + F) * element;
+  const int64_t backward = kept + pieces.hidden * F * element + (several ? (UP + F) * c.dim * wide : 0);
+  const int64_t rest = several ? forward : pieces.hidden_forward * F * element;
+  const int64_t head = pieces.logits * c.vocab * element + (pieces.logits < M ? c.vocab * c.dim * wide : 0);
+  return second + kept + std::max(rest, head) <= std::max(backward, second + forward) ? pieces.hidden : 0;
+}
+// Rows of a block's hidden layer that are kept as they are.
+template <class T, class G>
+int64_t BlockMlp<T, G>::kept_rows(int64_t block) const {
+  if (c_.keeps_mlp()) return c_.save_fp8 ? 0 : M_;
+  return block == c_.depth - 1 ? last_rows_ : 0;
+}
 // Rows of the forward's piece that begins at row i; pieces of the backward are made of whole ones.
 template <class T, class G>
 int64_t BlockMlp<T, G>::forward_piece(int64_t i) const {
@@ -52,12 +74,11 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
   const T *in = c_.attends() ? n.get() : v->x.get(), *residual = c_.attends() ? v->x2.get() : v->x.get();
   dev_.mark("MLP");
   Buffer<T> out = mem.take<T>(M_ * C, "block input", Purpose::activations);
-  const bool keeps = keep && c_.keeps_mlp();
-  if (keeps && c_.save_fp8) {
+  const int64_t kept = keep ? kept_rows(block) : 0;
+  if (kept) v->h = mem.take<T>(kept * UP, "MLP hidden", Purpose::activations);
+  if (keep && c_.keeps_mlp() && c_.save_fp8) {
     v->h8 = mem.take<uint8_t>(M_ * UP, "MLP hidden", Purpose::activations);
     v->h8_unscales = mem.take<float>(forward_piece_number(M_ - 1) + 1, "MLP hidden, scales", Purpose::activations);
-  } else if (keeps) {
-    v->h = mem.take<T>(M_ * UP, "MLP hidden", Purpose::activations);
   }
   if (keep && c_.keeps_activated()) v->g = mem.take<T>(M_ * F, "MLP activated", Purpose::activations);
   const Fp8Copy up8 = blocks_.cast_weight(at.up, UP, C, Sides::rows),
@@ -65,9 +86,9 @@ Buffer<T> BlockMlp<T, G>::forward(int64_t block, Saved<T>* v, Buffer<T> n, bool 
   for (int64_t i = 0, rows; i < M_; i += rows) {
     rows = forward_piece(i);
     Buffer<T> here;
-    if (!v->h) here = mem.take<T>(rows * UP, "MLP hidden");
-    T* h = v->h ? v->h + i * UP : here.get();
-    const auto hidden = keeps ? ops::Hidden::kept : ops::Hidden::scratch;
+    if (i >= kept) here = mem.take<T>(rows * UP, "MLP hidden");
+    T* h = here ? here.get() : v->h + i * UP;
+    const auto hidden = v->h8 || !here ? ops::Hidden::kept : ops::Hidden::scratch;
     // The residual is the last product's epilogue: no kernel of its own reads and writes (M, C) once more.
     if (c_.fp8) {
       linear_.forward(h, in + i * C, blocks_.weight(at.up), up8, schedule_.weight_if_any(at.up_bias), nullptr, rows, UP,
@@ -155,23 +176,25 @@ void BlockMlp<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     sum->reset();
   };
   dev_.mark("MLP, backward");
-  if (!c_.keeps_mlp()) schedule_.remark(t.uses, "recompute MLP");
+  const int64_t kept = kept_rows(block);
+  if (kept < M_ && !v->h8) schedule_.remark(t.uses, "recompute MLP");
   if (at.down_bias.exists())
     blocks_.bias_grad(schedule_.grad(at.down_bias), dx, M_, C, /*accumulate=*/false,
                       blocks_.late_bias(at.down_bias, M_, C));
   all.down8 = blocks_.cast_weight(at.down, C, F, Sides::columns);
   // Kept, the hidden layer holds its own gradient when it has been through the activation: the two halves then follow
   // each other, and their sums need not live together. In fp8 the gradient has a place of its own.
-  const bool apart = v->h && !casts_activation(at);
+  const bool apart = kept == M_ && !casts_activation(at);
   for (int64_t i = 0; i < M_; i += rows_) {
     const int64_t rows = std::min(rows_, M_ - i);
     Buffer<T> recomputed;
-    if (!v->h) recomputed = v->h8 ? restore_hidden(*v, i, rows) : recompute_hidden(block, v, i, rows);
-    T* h = v->h ? v->h + i * UP : recomputed.get();
+    if (i >= kept) recomputed = v->h8 ? restore_hidden(*v, i, rows) : recompute_hidden(block, v, i, rows);
+    T* h = recomputed ? recomputed.get() : v->h + i * UP;
     Fp8Copy dh8 = activation_backward(block, dx + i * C, h, v->g ? v->g + i * F : nullptr, i, rows, &all);
     if (apart) continue;
     if (i == 0) take_up();
     up_backward(block, v, dx + i * C, h, std::move(dh8), i, rows, all);
+    if (i + rows >= kept) v->h.reset();
   }
   v->g.reset(), all.down8 = Fp8Copy();
   round(at.down, &all.down, C * F);

@@ -39,6 +39,8 @@ class BlockMlp {
   Buffer<T> recompute_hidden(int64_t block, Saved<T>* v, int64_t i, int64_t rows);
   void save_hidden(Saved<T>* v, const T* h, int64_t i, int64_t rows);
   Buffer<T> restore_hidden(const Saved<T>& v, int64_t i, int64_t rows);
+  static int64_t rows_of_last(const ModelConfig& c, int64_t M, const Pieces& pieces);
+  int64_t kept_rows(int64_t block) const;
   int64_t forward_piece(int64_t i) const;
   int64_t forward_piece_number(int64_t i) const;
   // Does what the activation makes, and its gradients, exist in fp8 alone? A bias wants its layer's gradient itself,
@@ -53,6 +55,7 @@ class BlockMlp {
   Device& dev_;
   const ModelConfig& c_;
   const int64_t M_, rows_, forward_rows_;  // rows; and of Pieces
+  const int64_t last_rows_;                // see rows_of_last
   Blocks<T, G>& blocks_;
   Schedule<T, G>& schedule_;
   Linear<T>& linear_;

@@ -721,6 +721,15 @@ TEST_CASE("a profile has each operation's time under its own name", "[model]") {
   for (const char* part : {"norms", "MLP", "projections", "attention", "positions"})
     names.insert(std::string(part) + ", recomputed");
   CHECK(names_of(profile_of(c)) == names);
+  // The last block's first piece is kept unless the head takes more memory than what goes with it.
+  c.recompute = Recompute::mlp, c.depth = 1, c.hidden_bytes = int64_t(512) << 20;
+  CHECK(names_of(profile_of(c)).count("MLP, recomputed") == 0);
+  for (auto change : {+[](ModelConfig& c) { c.vocab = 16384; }, +[](ModelConfig& c) { c.depth = 2; },
+                      +[](ModelConfig& c) { c.hidden_bytes = 400000; }}) {
+    ModelConfig other = c;
+    change(other);
+    CHECK(names_of(profile_of(other)).count("MLP, recomputed") == 1);
+  }
   ModelConfig nsa = sparse(small(Arch::rope, 16), Phi::mean);
   nsa.recompute = Recompute::attn, nsa.keep_attention = true;
   const auto sparse_names = names_of(profile_of(nsa));
