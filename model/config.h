@@ -30,7 +30,7 @@
 enum class Arch { simple, rope, llama, mlp };
 
 // What a block's backward recomputes instead of keeping it (activation checkpointing), norms and all; the indices of
-// selected blocks are always kept.
+// selected blocks are always kept, and some of the last block's hidden layer where that takes no memory.
 enum class Recompute {
   none,
   mlp,    // the MLP's hidden layer

@@ -9,25 +9,27 @@ BlockMlp<T, G>::BlockMlp(Blocks<T, G>& blocks, const Pieces& pieces)
       M_(blocks.M),
       rows_(pieces.hidden),
       forward_rows_(pieces.hidden_forward),
-      last_rows_(rows_of_last(blocks.c, blocks.M, pieces)),
+      last_rows_(rows_of_last(blocks.c, blocks.M, pieces, blocks.params.back())),
       blocks_(blocks),
       schedule_(blocks.schedule),
       linear_(blocks.linear) {}
 
 // How much of the last block's hidden layer is kept where hidden layers are recomputed: the rows of the backward's
 // first piece. They take no memory of their own where, with them, the rest of the forward and the head need no more
-// than this piece's backward or the forward do without. (Two tensors of (M, C) are there in the forward and the head,
-// one in the backward.)
+// than this piece's backward or the forward do without. `last`: the block's parameters.
 template <class T, class G>
-int64_t BlockMlp<T, G>::rows_of_last(const ModelConfig& c, int64_t M, const Pieces& pieces) {
+int64_t BlockMlp<T, G>::rows_of_last(const ModelConfig& c, int64_t M, const Pieces& pieces, const BlockParams& last) {
   constexpr int64_t element = sizeof(T), wide = std::is_same_v<G, A> ? 0 : sizeof(A);
-  const int64_t UP = c.hidden_row(), F = c.hidden, kept = pieces.hidden * UP * element, second = M * c.dim * element;
+  const int64_t UP = c.hidden_row(), F = c.hidden, kept = pieces.hidden * UP * element;
   const bool several = pieces.hidden < M;
-  const int64_t forward = pieces.hidden_forward * (UP + F) * element;
-  const int64_t backward = kept + pieces.hidden * F * element + (several ? (UP + F) * c.dim * wide : 0);
-  const int64_t rest = several ? forward : pieces.hidden_forward * F * element;
-  const int64_t head = pieces.logits * c.vocab * element + (pieces.logits < M ? c.vocab * c.dim * wide : 0);
-  return second + kept + std::max(rest, head) <= std::max(backward, second + forward) ? pieces.hidden : 0;
+  // Beyond one tensor of (M, C): in the forward the norm's output, in the head its own.
+  const int64_t second = M * c.dim * element, normed = c.attends() ? second : 0;
+  const int64_t forward = normed + pieces.hidden_forward * (UP + F) * element;
+  const int64_t summed = (last.up.frozen ? 0 : UP) + (last.down.frozen ? 0 : F);
+  const int64_t backward = kept + pieces.hidden * F * element + (several ? summed * c.dim * wide : 0);
+  const int64_t rest = several ? forward : normed + pieces.hidden_forward * F * element;
+  const int64_t head = second + pieces.logits * c.vocab * element + (pieces.logits < M ? c.vocab * c.dim * wide : 0);
+  return kept + std::max(rest, head) <= std::max(backward, forward) ? pieces.hidden : 0;
 }
 // Rows of a block's hidden layer that are kept as they are.
 template <class T, class G>

@@ -1,6 +1,6 @@
 // A block's second half: x2 + W2 gelu(W1 n), or SwiGLU (Shazeer 2020), of n, the norm of x2; without attention
 // x + W2 gelu(W1 x). Forward and backward, in pieces of rows, so that no more of the hidden layer exists than the
-// configuration allows.
+// configuration allows, but where more takes no memory (rows_of_last).
 //
 //   Buffer<T> out = mlp.forward_turn(block, &saved, keep);    // out (M, C), the next block's input
 //   mlp.backward_turn(block, &saved, dx);                     // dx (M, C), of out: becomes that of x2
@@ -39,7 +39,7 @@ class BlockMlp {
   Buffer<T> recompute_hidden(int64_t block, Saved<T>* v, int64_t i, int64_t rows);
   void save_hidden(Saved<T>* v, const T* h, int64_t i, int64_t rows);
   Buffer<T> restore_hidden(const Saved<T>& v, int64_t i, int64_t rows);
-  static int64_t rows_of_last(const ModelConfig& c, int64_t M, const Pieces& pieces);
+  static int64_t rows_of_last(const ModelConfig& c, int64_t M, const Pieces& pieces, const BlockParams& last);
   int64_t kept_rows(int64_t block) const;
   int64_t forward_piece(int64_t i) const;
   int64_t forward_piece_number(int64_t i) const;

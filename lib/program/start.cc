@@ -196,17 +196,17 @@ void begin(Job* job) {
   Device& dev = *job->dev;
   const bool over_mpi = job->transport == Transport::mpi || r.fsdp.gather_over_mpi;
   double estimated_ms = -1;
-  if (job->world.rank == 0) {
-    const Chip* chip = r.backend == Backend::gpu ? chip_named(dev.name) : nullptr;
-    if (chip) job->price = price(r, job->world, *chip);
-    if (job->price && !over_mpi) estimated_ms = 1e3 * job->price->seconds;
-    std::printf("%s%s", places_text(job->ranks).c_str(),
-                opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
-    std::fflush(stdout);
-  }
   nlohmann::json opening;
   std::function<void(const std::string&)> note;
   together([&] {
+    if (job->world.rank == 0) {
+      const Chip* chip = r.backend == Backend::gpu ? chip_named(dev.name) : nullptr;
+      if (chip) job->price = price(r, job->world, *chip);
+      if (job->price && !over_mpi) estimated_ms = 1e3 * job->price->seconds;
+      std::printf("%s%s", places_text(job->ranks).c_str(),
+                  opening_text(r, dev, job->world, job->transport, job->data->description, estimated_ms).c_str());
+      std::fflush(stdout);
+    }
     if (r.fsdp.uses_copy_engines() && job->transport == Transport::nccl) use_nccl_memory(dev);
     dev.mem.commit(library_bytes(r.backend, job->transport, r.fsdp.communicators(job->world.size)));
     if (job->world.rank != 0) return;

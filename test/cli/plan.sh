@@ -54,6 +54,21 @@ good "units of a plan" "block.0 to block.31" --plan --world 8 --preset llama-8b
 good "frozen" "frozen" --show-params --preset tiny --freeze embedding
 good "how much is frozen" " parameters (32.8 k frozen)" --plan --preset tiny --freeze embedding
 
+# Rows of the last block's hidden layer are kept only where that takes no memory: a larger vocabulary, which ends that,
+# takes no less.
+no_less() { # NAME LESS MORE OPTION...: arenas with vocabularies of LESS and MORE
+  local name=$1 vocab arena=()
+  for vocab in "$2" "$3"; do
+    arena+=("$(./train --plan --device gpu --gpu h200 --world 8 --data random --recompute mlp --depth 2 --seq 4096 --batch 8 --vocab "$vocab" "${@:4}" | awk '$1 == "arena" { print int($2) }')")
+  done
+  verdict "$name" "$([ "${arena[0]:-1}" -le "${arena[1]:-0}" ] || echo "${arena[0]} and ${arena[1]} MiB")"
+}
+tall=(--arch rope --dim 4096 --heads 32 --kv-heads 32 --attn dense --hidden 16384)
+no_less "memory by vocabulary, recomputed" 32768 34000 "${tall[@]}"
+no_less "memory by vocabulary, recomputed, MLP frozen" 32768 34000 "${tall[@]}" --freeze block.1.mlp.up,block.1.mlp.down
+no_less "memory by vocabulary, recomputed, fp32 gradients" 32768 34000 "${tall[@]}" --reduce-dtype fp32
+no_less "memory by vocabulary, recomputed, no attention" 4096 4104 --arch mlp --dim 1024 --hidden 4096
+
 # All micro-batches but the first and the last follow one plan of memory.
 for with in "" "--autocast bf16" "--param-dtype fp32" "--accum-sync last" "--optimizer-in-backward 1 --clip 0" "--tie-embeddings"; do
   # shellcheck disable=SC2086
@@ -102,10 +117,10 @@ knob 'all_gather [a-z.0-9]+ fp32' 5 0 --param-dtype fp32
 knob 'reduce_scatter [a-z.0-9]+ fp32' 4 0 --reduce-dtype fp32
 knob 'all_gather [a-z.0-9]+ fp32' 5 0 --autocast bf16
 knob ' moments 0.0 0.5 .*moments in bf16;' 1 0 --moments bf16
-knob 'compute recompute MLP block' 2 0 --recompute mlp
+knob 'compute recompute MLP block' 1 0 --recompute mlp
 knob 'compute recompute attention block' 2 0 --recompute attn
-knob 'compute recompute (MLP|attention) block' 4 0 --recompute both
-knob 'recompute attention block.1;compute recompute MLP' 1 0 --recompute block
+knob 'compute recompute (MLP|attention) block' 3 0 --recompute both
+knob 'recompute attention block.0;compute recompute MLP' 1 0 --recompute block
 knob 'sum 0.5 63.8 67.1;' 1 0 --recompute attn --keep-attention 1
 knob 'activations 0.0 0.0 3.0;' 1 0 --save-dtype fp8
 knob 'reduce_scatter ' 8 4 --grad-accum 2
