@@ -285,6 +285,10 @@ std::string loop(Training<T, G>& t) {
     const OlderSteps older = t.bad.amid() ? OlderSteps::stay : OlderSteps::rotate;
     begin_save(t.saver.get(), &t.model.fsdp, saved = n, state_at(r, n), older);
   };
+  const auto norm2 = [&] {  // of the step that is running
+    synchronize(t.slot(step).done);
+    return t.slot(step).trained[0].norm2;
+  };
   t.job.diagnostics->begin(t.first);
   for (; step <= r.last_step; step++) {
     issue_step(t, step);
@@ -297,7 +301,8 @@ std::string loop(Training<T, G>& t) {
     if (t.samples(step)) t.slot(step).sample = write_sample(t.job, t.model, step);
     if (t.saver) {
       t.saver->check();
-      if (t.bad.save_is_due(step, note) && (step == r.last_step || t.saver->idle(step))) save(step);
+      // The last step is saved below, with whatever the run ends by.
+      if (step < r.last_step && t.bad.save_is_due(step, norm2, note) && t.saver->idle(step)) save(step);
     }
     if (r.o.minutes > 0) {  // rank 0's clock counts
       const double minutes = std::chrono::duration<double>(Clock::now() - begin).count() / 60;

@@ -170,6 +170,23 @@ TEST_CASE("bad steps are skipped as far as --on-nan says", "[faults]") {
   CHECK(notes.size() == (test_world().rank == 0 ? 4 : 0));
   CHECK(skips.take(6, bad, units, nullptr, replay, note).find("at most 2 in a row") != std::string::npos);
   CHECK(replays == 6);  // of bad steps alone, and of none whose weights are gone
+  // A save that is due waits for a step that is finite, and asks no step otherwise.
+  r.o.save_every = 3;
+  int asked = 0;
+  const auto is_due = [&](int64_t step, double norm2) {
+    return skips.save_is_due(
+        step, [&] { return asked++, norm2; }, note);
+  };
+  notes.clear();
+  CHECK(!is_due(2, 1));
+  CHECK(asked == 0);
+  CHECK(is_due(3, 1));
+  CHECK(!is_due(6, NAN));
+  CHECK(!is_due(7, INFINITY));
+  CHECK(is_due(8, 1));
+  CHECK(asked == 4);
+  CHECK(!is_due(10, 1));
+  CHECK(notes.size() == (test_world().rank == 0 ? 1 : 0));
   r.fsdp.update_in_backward = true, r.nan_skips = 0;
   CHECK(BadSteps(r).take(7, bad, units, nullptr, replay, note).find("every unit's gradient is finite") !=
         std::string::npos);

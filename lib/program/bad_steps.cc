@@ -83,10 +83,16 @@ std::string BadSteps::take(int64_t step, const StepScalars& of, const std::vecto
   return end + "; nothing is saved from here on; try a lower --lr, a longer --warmup or --clip";
 }
 
-bool BadSteps::save_is_due(int64_t step, const std::function<void(const std::string&)>& note) {
+bool BadSteps::save_is_due(int64_t step, const std::function<double()>& norm2,
+                           const std::function<void(const std::string&)>& note) {
   const bool due = r_.o.save_every > 0 && step % r_.o.save_every == 0;
-  if (!amid()) return std::exchange(save_waits_, false) || due;
-  if (due && !std::exchange(save_waits_, true) && this_rank() == 0)
-    note(strf("step %lld is not saved: the step before was skipped; a save waits for one that is not", ll(step)));
+  if (!due && !save_waits_) return false;
+  if (std::isfinite(norm2())) {
+    save_waits_ = false;
+    return true;
+  }
+  if (!std::exchange(save_waits_, true) && this_rank() == 0)
+    note(strf("step %lld is not saved: its loss or gradient norm is not finite; a save waits for a step that is good",
+              ll(step)));
   return false;
 }

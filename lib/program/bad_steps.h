@@ -36,9 +36,11 @@ class BadSteps {
                    const std::function<std::string()>& replay, const std::function<void(const std::string&)>& note);
   int64_t skipped() const { return skipped_; }  // of this run
   bool amid() const { return in_a_row_ > 0; }   // was the latest step skipped?
-  // For every step, behind take() of the one before: does --save-every save it? While steps are skipped the weights may
-  // be what is wrong: a save waits for a step that is not, which `note` is told on rank 0, once.
-  bool save_is_due(int64_t step, const std::function<void(const std::string&)>& note);
+  // For every step that is not the run's last: does --save-every save it? One that is not finite it does not, for the
+  // weights may be what is wrong: a save waits for a step that is, which `note` is told on rank 0, once. norm2: waits
+  // for the step and gives its StepScalars::norm2; called only if a save is due.
+  bool save_is_due(int64_t step, const std::function<double()>& norm2,
+                   const std::function<void(const std::string&)>& note);
 
  private:
   const Run& r_;

@@ -37,8 +37,8 @@ first=$(sed -n 's/^step *\([0-9]*\): .*skipped (1 in a row.*/\1/p' "$dir/out")
 saved=("$dir"/broken/step-*)
 wrong=""
 [ "$status" = 2 ] && [ "${first:-0}" -gt 1 ] || wrong="exit status $status, first skipped ${first:-none}"
-[ "$(grep -c "is not saved: the step before was skipped" "$dir/out")" = 1 ] || wrong="$wrong; it is not said once that a save waits"
-[ "${#saved[@]}" = 1 ] && [ "${saved[0]##*-}" -le "${first:-0}" ] || wrong="$wrong; there is ${saved[*]##*/}"
+[ "$(grep -c "is not saved: its loss or gradient norm is not finite" "$dir/out")" = 1 ] || wrong="$wrong; it is not said once that a save waits"
+[ "${#saved[@]}" = 1 ] && [ "${saved[0]##*-}" -lt "${first:-0}" ] || wrong="$wrong; there is ${saved[*]##*/}"
 grep -q "resume from ${saved[0]}\$" "$dir/out" || wrong="$wrong; the error leads to no step that was good"
 mpi -np 2 ./train "${broken[@]}" --save "$dir/amid" --stop-after $((first + 3))
 saved=("$dir"/amid/step-*)
