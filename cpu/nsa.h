@@ -204,9 +204,10 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
                           char* /*scratch*/, const NsaShape& a) {
   using namespace attention_detail;
   using A = acc_t<T>;
-  const int64_t D = a.D, DV = a.v_dim(), n = a.selected, L = a.select_block, group = a.H / a.HKV, width = n * L;
+  const int64_t D = a.D, DV = a.v_dim(), n = a.selected, L = a.select_block, group = a.H / a.HKV;
   const int64_t keys = a.select_blocks() * L;  // with the last block padded with zeros
-  std::vector<A> kt(keys * D), vs(keys * DV), qs(BM * D), s(BM * width), part(BM * L), out(BM * DV);
+  std::vector<A> kt(keys * D), vs(keys * DV), qs(BM * D), part(BM * L), out(BM * DV);
+  std::vector<A> s(BM * std::min(n * L, keys));      // of a tile
   std::vector<A> some_q(BM * D), some_out(BM * DV);  // of a block's queries
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t head = 0; head < a.HKV; ++head) {
@@ -215,10 +216,10 @@ void nsa_selected_forward(T* o, acc_t<T>* lse, const T* q, const T* k, const T* 
       for (int64_t h = head * group; h < (head + 1) * group; ++h)
         for (int64_t t0 = 0; t0 < a.T; t0 += BM) {
           const int m = int(std::min<int64_t>(BM, a.T - t0));
-          const int64_t blocks = (t0 + m - 1) / L + 1;
+          const int64_t blocks = (t0 + m - 1) / L + 1, width = std::min(n, blocks) * L;
           const int32_t* lists = indices + ((b * a.HKV + head) * a.T + t0) * n;
           widen(qs.data(), q + (b * a.T + t0) * a.ld + h * D, a.ld, m, D);
-          std::fill(s.begin(), s.end(), A(-INFINITY));  // what a query does not see
+          std::fill(s.begin(), s.begin() + m * width, A(-INFINITY));  // what a query does not see
           std::fill(out.begin(), out.end(), A(0));
           nsa_detail::for_each_block(lists, n, m, blocks, [&](int64_t block, const int* rows, const int* slots, int c) {
             nsa_detail::gather(some_q.data(), qs.data(), rows, c, D);
