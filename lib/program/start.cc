@@ -63,10 +63,11 @@ std::vector<std::string> check_launch(const Options& o, const std::string& typed
   return {alone.notice, fewer_gpus(job->ranks)};
 }
 
-// A model knows the tokens of one tokenizer. What nobody named, built-in or random, is compared with the checkpoint's
+// A model knows the tokens of one tokenizer. A built-in corpus that no step reads is compared with the checkpoint's
 // alone.
 void require_one_kind(const Job& job) {
   const Options& o = job.r.o;
+  const bool trains = job.r.last_step > (job.saved.state.is_null() ? 0 : job.saved.state.at("step").get<int64_t>());
   std::vector<std::pair<std::string, TokenKind>> kinds = {
       {"the data of " + job.saved.step_dir, tokens_of(job.saved.state)}};
   const auto require_same_kind = [&](const std::string& name, const TokenKind& kind) {
@@ -78,6 +79,7 @@ void require_one_kind(const Job& job) {
   const auto add = [&](const std::string& option, const std::string& names, const TokenKind& kind) {
     require_same_kind(names.empty() ? "the built-in corpus" : option + " " + names, kind);
     if (!names.empty()) kinds.push_back({option + " " + names, kind});
+    else if (trains) kinds.push_back({"the built-in corpus (--data)", kind});
   };
   add("--data", o.data, *job.data);
   if (job.val_data && !o.val_data.empty()) add("--val-data", o.val_data, *job.val_data);

@@ -61,6 +61,7 @@ for option in --val-data --eval; do
   bad "$option of another tokenizer" "--data $t/named.bin and $option $t/part_0.txt differ: the tokenizer somebody and bytes" --data "$t/named.bin" \
     --vocab 304 --val-every 1 $option "$t/part_0.txt"
 done
+bad "validation of another tokenizer than the built-in corpus" "the built-in corpus (--data) and --val-data $t/named.bin differ" --vocab 304 --val-every 1 --val-data "$t/named.bin"
 mpi -np 2 ./train "${small[@]}" --data "$t/named.bin" --vocab 304 --save "$t/of-named"
 mpi -np 2 ./train "${small[@]}" --data "$dir/mine/text" --vocab 304 --resume "$t/of-named"
 judge "data of another tokenizer than the checkpoint's" "the data of $t/of-named/step-2 and --data $dir/mine/text differ"
