@@ -21,6 +21,7 @@ import array
 import collections
 import concurrent.futures.process
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -384,7 +385,9 @@ class Output:
         try:
             yield
         except OSError as e:
-            raise Wrong(f"--out: {self.made[-1][0]}: {e.strerror}; make room there, or choose another place") from e
+            full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            what_to_do = "make room there, or choose another place" if full else "choose another place"
+            raise Wrong(f"--out: {self.made[-1][0]}: {e.strerror}; {what_to_do}") from e
 
     def finish(self):
         if self.file:

@@ -99,9 +99,9 @@ TokenHeader read_token_header(const std::string& path, const uint8_t* p, int64_t
                  ll(n));
   };
   if (bytes >= 6 && std::memcmp(p, "TOKENS", 6) == 0) {
-    need(24);
-    if (std::memcmp(p, "TOKENS02", 8) == 0) {
-      need(256);
+    const bool second = bytes >= 8 && std::memcmp(p, "TOKENS02", 8) == 0;
+    need(second ? 256 : 24);
+    if (second) {
       read_named(file, p, &h);
       return h;
     }
