@@ -68,14 +68,14 @@ void catch_signals() {
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
-  for (int signal : {SIGTERM, SIGINT, SIGUSR1}) {
+  for (int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1}) {
     struct sigaction before;
     sigaction(signal, nullptr, &before);
     if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);  // nohup and a shell's & mean it
   }
 }
 void release_signals() {
-  for (int signal : {SIGTERM, SIGINT, SIGUSR1, SIGCONT}) {
+  for (int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGCONT}) {
     struct sigaction now;
     sigaction(signal, nullptr, &now);
     if (now.sa_handler == on_signal || now.sa_sigaction == on_continue) std::signal(signal, SIG_DFL);

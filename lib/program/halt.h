@@ -1,6 +1,6 @@
-// Stopping a run that is asked to: by SIGTERM, SIGINT or SIGUSR1 at any rank (a scheduler that wants the machine,
-// Ctrl-C; mpirun passes SIGUSR1 on to its ranks and itself goes on), or by a file .HALT in the directory that it saves
-// to.
+// Stopping a run that is asked to: by SIGTERM, SIGINT, SIGHUP or SIGUSR1 at any rank (a scheduler that wants the
+// machine, Ctrl-C, a terminal that is closed; mpirun passes SIGUSR1 on to its ranks and itself goes on), or by a file
+// .HALT in the directory that it saves to.
 //
 //   halt::catch_signals();                     // until the first step a signal ends this rank at once
 //   halt::finish_steps();                      // from here on it asks
