@@ -77,11 +77,12 @@ struct StepInFlight {
   HostBuffer<NsaSums> nsa_sums{dev, r.model.diagnostics ? r.model.depth : 1};  // of each block
   HostBuffer<NsaMaxima> nsa_maxima{dev, r.model.diagnostics ? r.model.depth : 1};
   std::vector<NsaKernels> kernels = {};
-  double fetch_seconds = 0;  // the host's, to make the micro-batches
-  Finding sample = {};       // what was written behind the step, to be told behind its line
-  Graph graph{dev};          // of this step and every second one after it: it holds addresses of this struct
-  Event copied{dev};         // the device has read the micro-batches
-  Event results{dev};        // the host has what it is told of the step, but for its time
+  double fetch_seconds = 0;          // the host's, to make the micro-batches
+  std::string validation_left = {};  // why it was ended early; empty: it was not
+  Finding sample = {};               // what was written behind the step, to be told behind its line
+  Graph graph{dev};                  // of this step and every second one after it: it holds addresses of this struct
+  Event copied{dev};                 // the device has read the micro-batches
+  Event results{dev};                // the host has what it is told of the step, but for its time
   Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
 };
 
@@ -180,12 +181,15 @@ void issue_step(Training<T, G>& t, int64_t step) {
 }
 
 // Enqueues a validation behind the step: the loss of val_rows, dealt out to ranks and micro-batches as a step's are.
+// Who asks to stop does not wait for it: then it ends early on all ranks, and has no result.
 template <class T, class G>
 void issue_validation(Training<T, G>& t, int64_t step) {
   const Run& r = t.r;
   StepInFlight& now = t.slot(step);
-  for (int64_t at = 0; at < t.val_rows; at += r.global_batch) {
+  now.validation_left = "";
+  for (int64_t at = 0; at < t.val_rows && now.validation_left.empty(); at += r.global_batch) {
     synchronize(t.val_copied);
+    now.validation_left = agree(halt::reason(halt::summand(), r.o.save));
     fetch(t, t.val_sampler, at, std::min(r.global_batch, t.val_rows - at), t.val_batches.get());
     for (int64_t m = 0; m < r.grad_accum; m++)
       validation_program(t.dev, t.model, t.val_batches.get() + m * batch_ints(r.model, r.batch), at + m == 0,
@@ -205,7 +209,9 @@ StepRecord step_record(Training<T, G>& t, int64_t step) {
   s.step = step;
   s.grad_norm = std::sqrt(was.trained[0].norm2);
   s.loss = was.trained[0].loss / double(r.tokens_per_step());
-  s.val_loss = t.validates(step) ? was.validated[0].loss / double(t.val_rows * r.model.seq) : std::nan("");
+  s.val_loss = t.validates(step) && was.validation_left.empty()
+                   ? was.validated[0].loss / double(t.val_rows * r.model.seq)
+                   : std::nan("");
   s.lr = learning_rate(r, step);
   s.step_ms = elapsed_ms(was.started, was.done);
   if (step == t.first) s.ended = t.first_ended;
@@ -238,6 +244,8 @@ std::string report_step(Training<T, G>& t, int64_t step) {
     if (r.o.nsa_stats) s.more.update(stats_json(was.nsa_sums.get(), was.nsa_maxima.get(), was.kernels));
     t.job.telemetry->step(s);
   }
+  if (t.validates(step) && !was.validation_left.empty() && t.speaks())
+    t.job.telemetry->note(strf("the validation of step %lld is left out: %s", ll(step), was.validation_left.c_str()));
   if (step == t.first) t.job.diagnostics->count_fallbacks(was.kernels);
   if (const Finding f = std::exchange(was.sample, {}); t.speaks() && !f.line.empty()) t.job.telemetry->tell(f);
   const bool counts = t.model.nsa_sums() != nullptr;
@@ -385,6 +393,7 @@ std::string train(const Job& job) {
     wrong = loop(t);
     if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty()) return;
+    t.profiler.tell(t.stop);
     wrong = !t.unsaved.empty() ? t.unsaved : agree(t.profiler.failed());
     flight::set_phase("exporting the model");
     try {
@@ -412,6 +421,7 @@ void run(const Options& o, const World& world, const std::string& command) {
   std::string error;
   or_abort([&] { with_types(job.r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(job); }); });
   if (!error.empty()) throw UsageError(error);
+  if (world.rank == 0) terminal::flush_output();
 }
 
 int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }

@@ -40,40 +40,49 @@ void StepProfiler::begin(int64_t step, int64_t first) {
 
 void StepProfiler::end(int64_t step) {
   if (!asked_ || step != job_.r.last_step) return;
-  const double host_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - from_).count();
+  host_ms_ = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - from_).count();
   Device& dev = *job_.dev;
-  const Device::Profile marks = dev.take_profile();
+  marks_ = dev.take_profile();
+  ended_ = true;
   for (Stream* s : {&dev.compute(), &dev.gather(), &dev.reduce()}) s->synchronize();
-  if (!speaks_) return;
-  std::vector<Span> ran;
-  if (std::exchange(recording_, false)) {
-    try {
-      const StreamNumbers numbers = {activity::stream_number(dev.compute()), activity::stream_number(dev.gather()),
-                                     activity::stream_number(dev.reduce())};
-      ran = spans_of(activity::stop(), marks, numbers);
-      if (ran.empty()) job_.telemetry->note("CUPTI has recorded nothing of the last step");
-    } catch (const CudaError& e) { job_.telemetry->note(e.what()); }  // the run has ended well
-  }
-  if (job_.r.o.profile) report(marks, host_ms, ran);
-  if (!job_.r.o.trace.empty()) write(marks, ran, step);
+  if (sampler_) gpu_ = sampler_->summary(sampled_from_, unix_seconds());
+  sampler_.reset();
+  if (!speaks_ || !std::exchange(recording_, false)) return;
+  try {
+    const StreamNumbers numbers = {activity::stream_number(dev.compute()), activity::stream_number(dev.gather()),
+                                   activity::stream_number(dev.reduce())};
+    ran_ = spans_of(activity::stop(), marks_, numbers);
+    if (ran_.empty()) job_.telemetry->note("CUPTI has recorded nothing of the last step");
+  } catch (const CudaError& e) { job_.telemetry->note(e.what()); }  // the run has ended well
 }
 
-void StepProfiler::report(const Device::Profile& marks, double host_ms, const std::vector<Span>& ran) {
+void StepProfiler::tell(const std::string& stop) {
+  if (!asked_ || !speaks_) return;
+  if (!ended_) {
+    const bool both = job_.r.o.profile && !job_.r.o.trace.empty();
+    const char* what = both ? "--profile and --trace are" : job_.r.o.profile ? "--profile is" : "--trace is";
+    return job_.telemetry->note(strf("%s left out, as the last step did not run: %s", what,
+                                     stop.empty() ? "there was none to run" : stop.c_str()));
+  }
+  if (job_.r.o.profile) report();
+  if (!job_.r.o.trace.empty()) write();
+}
+
+void StepProfiler::report() {
   StepProfile p;
-  p.marks = sums(marks.device), p.host_ms = host_ms;
-  p.kernels = rows_of(ran, /*kernels=*/true), p.copies = rows_of(ran, /*kernels=*/false);
-  p.nccl_share = nccl_share(ran);
-  if (!ran.empty()) p.shares = shares_of(ran, job_.price ? std::optional(job_.price->limits) : std::nullopt);
-  if (sampler_) p.gpu = sampler_->summary(sampled_from_, unix_seconds());
-  sampler_.reset();
+  p.step = job_.r.last_step, p.marks = sums(marks_.device), p.host_ms = host_ms_;
+  p.kernels = rows_of(ran_, /*kernels=*/true), p.copies = rows_of(ran_, /*kernels=*/false);
+  p.nccl_share = nccl_share(ran_);
+  if (!ran_.empty()) p.shares = shares_of(ran_, job_.price ? std::optional(job_.price->limits) : std::nullopt);
+  p.gpu = gpu_;
   report_profile(p, job_.telemetry.get());
 }
 
-void StepProfiler::write(const Device::Profile& marks, const std::vector<Span>& ran, int64_t step) {
+void StepProfiler::write() {
   Trace t;
-  t.source = ran.empty() ? "marks" : "cupti";
-  t.device = ran.empty() ? marks.device : ran;
-  t.host = marks.host;
+  t.source = ran_.empty() ? "marks" : "cupti";
+  t.device = ran_.empty() ? marks_.device : ran_;
+  t.host = marks_.host;
   t.begin = std::numeric_limits<double>::infinity(), t.end = -t.begin;
   for (const Span& s : t.device)
     if (s.lane == Span::compute) t.begin = std::min(t.begin, s.from), t.end = std::max(t.end, s.to);
@@ -86,8 +95,8 @@ void StepProfiler::write(const Device::Profile& marks, const std::vector<Span>& 
                  {"ranks", job_.world.size},
                  {"rank", job_.world.rank},
                  {"chip", job_.dev->name},
-                 {"step", step}});
-    job_.telemetry->note("wrote the trace of step " + std::to_string(step) + " to " + job_.r.o.trace);
+                 {"step", job_.r.last_step}});
+    job_.telemetry->note("wrote the trace of step " + std::to_string(job_.r.last_step) + " to " + job_.r.o.trace);
   } catch (const Error& e) { failed_ = e.what(); }  // the disk is full: the run goes on to its end
 }
 

@@ -7,8 +7,9 @@
 //   for (...) {
 //     profiler.begin(step, first);
 //     issue(step);
-//     profiler.end(step);                                // of the last step: waits for it, reports, writes the file
+//     profiler.end(step);                                // of the last step: waits for it
 //   }
+//   profiler.tell(stop);                                 // behind the lines of all steps: reports, writes the file
 #pragma once
 
 #include <chrono>
@@ -34,19 +35,26 @@ class StepProfiler {
   explicit StepProfiler(const Job& job);
   void begin(int64_t step, int64_t first);  // of this run
   void end(int64_t step);
+  void tell(const std::string& stop);                    // why the run ended before its last step, or nothing
   const std::string& failed() const { return failed_; }  // why the trace was not written, at the rank that writes it
 
  private:
-  void report(const Device::Profile& marks, double host_ms, const std::vector<Span>& ran);
-  void write(const Device::Profile& marks, const std::vector<Span>& ran, int64_t step);
+  void report();
+  void write();
 
   const Job& job_;
   const bool asked_, speaks_;
   bool recording_ = false;  // CUPTI is
+  // Of the last step, once it has ended: marks, how long the host took, and what CUPTI has.
+  bool ended_ = false;
+  Device::Profile marks_;
+  double host_ms_ = 0;
+  std::vector<Span> ran_;
   std::string failed_;
   std::chrono::steady_clock::time_point from_;
   double sampled_from_ = 0;
   std::unique_ptr<GpuSampler> sampler_;
+  std::optional<GpuSummary> gpu_;
 };
 
 // The numbers that CUPTI has for the device's streams.

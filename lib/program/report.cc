@@ -398,7 +398,7 @@ void report_profile(const StepProfile& p, Telemetry* telemetry) {
   for (const auto& t : p.marks)
     telemetry->note(strf("  %-36s %9.3f  %5.1f %%", t.first.c_str(), t.second, 100 * t.second / sum));
   telemetry->note(strf("  %-36s %9.3f", "sum", sum));
-  json j = {{"profile_ms", marks}, {"host_ms", p.host_ms}};
+  json j = {{"profile_step", p.step}, {"profile_ms", marks}, {"host_ms", p.host_ms}};
   if (!p.kernels.empty()) {
     constexpr size_t most_rows = 24;
     note_rows("its kernels, ms, share and number", p.kernels, most_rows, telemetry);

@@ -57,6 +57,7 @@ struct StepProfile {
     double ms = 0;
     double limit_ms = -1;  // the least that the chip allows; negative: nothing is known of it
   };
+  int64_t step = 0;
   std::vector<std::pair<std::string, double>> marks;  // milliseconds by name, on the compute stream
   double host_ms = 0;
   std::vector<Row> kernels, copies;    // by name, those that take longest first; empty without CUPTI

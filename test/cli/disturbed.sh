@@ -118,6 +118,24 @@ done
 mpi -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 3 --steps 100000 --minutes 0.01 --save "$dir/killed" --resume latest
 [ "$status" = 0 ] && grep -q "resuming after step" "$dir/out" || wrong="it does not go on: exit status $status"
 verdict "a killed run goes on from what it had saved" "$wrong"
+# Who asks a run to stop does not wait for the end of a validation, here of some minutes.
+head -c 8000000 /dev/zero | tr '\0' a >"$dir/letters"
+rm -f "$dir/out"
+start=$SECONDS
+# shellcheck disable=SC2086
+timeout -k 5 $limit mpirun $MPIRUN_FLAGS -np 2 ./train --device cpu --preset tiny --seq 64 --global-batch 2 --steps 100000 \
+  --val-every 3 --val-batches 60000 --val-data "$dir/letters" --save "$dir/validated" --trace "$dir/trace.json" >"$dir/out" 2>&1 </dev/null &
+await '^step *1/'
+sleep 0.3
+pkill -USR1 -f -- "^\./train .*--save $dir/validated"
+wait $!
+status=$?
+wrong=""
+[ "$status" = 0 ] || wrong="exit status $status after $((SECONDS - start)) s"
+grep -q "the validation of step 3 is left out: a signal" "$dir/out" || wrong="$wrong; it is not said that there is no validation"
+grep -q "stopped after step [345]: .*--resume latest goes on" "$dir/out" || wrong="$wrong; it does not say how to go on"
+grep -q "^--trace is left out, as the last step did not run: a signal" "$dir/out" || wrong="$wrong; nothing is said of the trace"
+verdict "a validation ends where a run is asked to stop" "$wrong"
 # A save that fails while training goes on: here its directory is moved away. The run ends as it would have, but says
 # that its last step is not saved.
 move_away() {

@@ -39,7 +39,7 @@ bad "heads that do not divide dim" "dim|100|heads|3" --dim 100 --heads 3 --kv-he
 bad "kv-heads that do not divide heads" "heads|4|kv-heads|3" --dim 64 --heads 4 --kv-heads 3
 bad "log that cannot be written" "--log $dir/none/log|no directory" --log "$dir/none/log"
 if [ -w /dev/full ]; then
-  for words in --help --list-presets "--plan --device cpu"; do
+  for words in --help --list-presets "--plan --device cpu" "--device cpu --preset tiny --seq 64 --batch 1 --stop-after 0 --sample 5"; do
     # shellcheck disable=SC2086 # words
     ./train $words >/dev/full 2>"$dir/out"
     status=$?
