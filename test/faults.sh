@@ -272,6 +272,7 @@ full() {
     expect='' asked "SIGUSR1 at mpirun" $n "USR1 mpirun"
     expect='' asked ".HALT" $n file
   done
+  expect='' asked "SIGHUP at rank 1" 2 "HUP 1"
   second_signal
   for n in 2 4; do asynchronous $n; done
   alone starved "the same, its watchdogs seldom at the processor" 2 30 "all ranks wait"

@@ -63,6 +63,7 @@ for word in '"source":"marks"' '"command":"mpirun -np 2' '"step":2' '"name":"all
   grep -q "$word" "$dir/trace.json" || wrong="$wrong; no $word in the trace"
 done
 grep -q '"profile_ms"' "$dir/profile.jsonl" || wrong="$wrong; no profile in the log"
+[ "$(grep -nE '^step *2/2|^the last step on the device' "$dir/out" | sed 's/.*:\(step\|the\).*/\1/' | xargs)" = "step the" ] || wrong="$wrong; the profile is not behind its step"
 [ "$(grep -c '"ended":"20' "$dir/profile.jsonl")" = 1 ] || wrong="$wrong; not one step says when it ended"
 verdict "the trace of a run" "$wrong"
 # shellcheck disable=SC2016 # another shell's
