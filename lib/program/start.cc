@@ -77,9 +77,9 @@ void require_one_kind(const Job& job) {
             strf("%s and %s differ: %s; use those of one kind", other_name.c_str(), name.c_str(), differs.c_str()));
   };
   const auto add = [&](const std::string& option, const std::string& names, const TokenKind& kind) {
-    require_same_kind(names.empty() ? "the built-in corpus" : option + " " + names, kind);
-    if (!names.empty()) kinds.push_back({option + " " + names, kind});
-    else if (trains) kinds.push_back({"the built-in corpus (--data)", kind});
+    const std::string name = names.empty() ? "the built-in corpus (--data)" : option + " " + names;
+    require_same_kind(name, kind);
+    if (!names.empty() || trains) kinds.push_back({name, kind});
   };
   add("--data", o.data, *job.data);
   if (job.val_data && !o.val_data.empty()) add("--val-data", o.val_data, *job.val_data);
