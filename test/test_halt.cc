@@ -100,22 +100,20 @@ TEST_CASE("a launcher's SIGCONT asks a rank that was not stopped", "[halt]") {
     halt::finish_steps();
     return look_for(3000);
   };
-  pid_t child = start(rank);
-  // One that comes before the handler is there, or while the rank itself stands still, asks nothing.
-  for (int i = 0; i < 25; i++) kill(child, SIGCONT), sleep_ms(100);
-  CHECK(status_of(child) == int(halt::Asked::by_signal));
-  // Stopped and continued, as by Ctrl-Z and fg.
-  child = start(rank);
-  sleep_ms(500);
-  kill(child, SIGSTOP);
-  sleep_ms(1000);
-  kill(child, SIGCONT);
-  CHECK(status_of(child) == int(halt::Asked::no));
-  // From another process than the launcher.
-  child = start(rank);
-  sleep_ms(500);
-  status_of([=] { return kill(child, SIGCONT); });
-  CHECK(status_of(child) == int(halt::Asked::no));
+  const pid_t asked = start(rank), stopped = start(rank), beside = start(rank);
+  for (int i = 0; i < 25; i++) {
+    // One that comes before the handler is there, or while the rank itself stands still, asks nothing.
+    kill(asked, SIGCONT);
+    // Stopped and continued, as by Ctrl-Z and fg.
+    if (i == 5) kill(stopped, SIGSTOP);
+    if (i == 15) kill(stopped, SIGCONT);
+    // From another process than the launcher.
+    if (i == 10) status_of([=] { return kill(beside, SIGCONT); });
+    sleep_ms(100);
+  }
+  CHECK(status_of(asked) == int(halt::Asked::by_signal));
+  CHECK(status_of(stopped) == int(halt::Asked::no));
+  CHECK(status_of(beside) == int(halt::Asked::no));
 }
 
 TEST_CASE("what ends all ranks names its rank once, the lower the sooner", "[halt]") {
