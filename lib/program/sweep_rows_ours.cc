@@ -36,6 +36,7 @@ static SweepRow rope_with(const SweepMachine& m, const std::string& options, con
 Rows knobs(const SweepMachine& m) {
   const char* const all[] = {"",
                              "--gather nccl",
+                             "--reduce nccl",
                              "--shard grad",
                              "--shard none",
                              "--shard hybrid:2",
@@ -62,12 +63,13 @@ Rows knobs(const SweepMachine& m) {
                              "--recompute both --keep-attention 1",
                              "--recompute block",
                              "--recompute block --keep-attention 1",
+                             "--keep-cheap 1",
                              "--fuse 0",
                              "--tune-matmul 0",
                              "--graph 1"};
   Rows rows;
   for (const std::string options : all) {
-    if (!m.gpu && (options == "--graph 1" || options == "--gather nccl")) continue;
+    if (!m.gpu && (options == "--graph 1" || options == "--gather nccl" || options == "--reduce nccl")) continue;
     if (options == "--shard hybrid:2" && m.ranks % 2) continue;
     rows.push_back(rope_with(m, options, "as it is"));
   }
