@@ -419,7 +419,8 @@ Words options_of(const json& row) {
 // With rings where it ran with rings, though copy engines may be the default by now.
 Words as_it_ran(const json& row) {
   Words options = options_of(row);
-  if (row.at("config").value("reduce", "NCCL") == "NCCL") options.insert(options.end(), {"--reduce", "nccl"});
+  const bool said = std::find(options.begin(), options.end(), "--reduce") != options.end();
+  if (!said && row.at("config").value("reduce", "NCCL") == "NCCL") options.insert(options.end(), {"--reduce", "nccl"});
   return options;
 }
 

@@ -311,6 +311,26 @@ TEST_CASE("errors are told in a word", "[tables]") {
   CHECK(error_word("no room in memory: the plan asks for 192332 MiB") == "OOM");
 }
 
+TEST_CASE("what most rows were not measured at is named with its rows", "[tables]") {
+  const ScratchDirectory dir;
+  std::vector<json> rows;
+  const auto add = [&](int number, const char* who, const char* commit) {
+    rows.push_back(result_row(number, std::to_string(1 << number), who, 350.25, 11078));
+    rows.back()["commit"] = commit;
+  };
+  for (int n : {1, 2, 3}) add(n, "PyTorch", "0ld0ne5");
+  for (int n : {1, 2}) add(n, "fsdp.cu", "abc1234");
+  const auto says = [&](const char* commits) {
+    rows_in(dir, "depth-2gpu.jsonl", rows);
+    return has(render(find_table("depth"), dir.path), std::string("(NVIDIA H200), ") + commits + ", 2026-11-22");
+  };
+  CHECK(says("commits abc1234, 0ld0ne5 (PyTorch's)"));
+  add(3, "fsdp.cu", "0ld0ne5"), add(4, "fsdp.cu", "def5678"), add(4, "PyTorch", "def5678");
+  CHECK(says("commits abc1234, 0ld0ne5 (`8`), def5678 (`16`)"));
+  for (int n = 5; n < 14; n++) add(n, "fsdp.cu", "abc1234"), add(n + 10, "fsdp.cu", "def5678");
+  CHECK(says("commits abc1234, def5678 (10 rows), 0ld0ne5 (`8`)"));
+}
+
 TEST_CASE("every table of the documents can be made, and says what made it", "[tables]") {
   const ScratchDirectory dir;
   for (const Table& t : tables()) {

@@ -198,21 +198,45 @@ std::string listed(const std::set<std::string>& all, const char* between) {
   return text;
 }
 
+// ", commit abc1234"; ", commits abc1234, def5678 (`8`; `16`), 1a2b3c4 (PyTorch's)": that of most of our rows first,
+// and with each other one those of ours that were measured at it.
+std::string commits_of(const std::vector<json>& rows) {
+  constexpr size_t most_names = 8;
+  std::vector<std::pair<std::string, Words>> commits;  // and the names of our rows
+  for (const json& row : rows) {
+    if (!row.contains("commit")) continue;
+    const std::string name = row.value("commit", "");
+    auto at = std::find_if(commits.begin(), commits.end(), [&](const auto& c) { return c.first == name; });
+    if (at == commits.end()) at = commits.insert(at, {name, {}});
+    if (row.value("who", "fsdp.cu") == "fsdp.cu") add_note("`" + row.value("row", "") + "`", &at->second);
+  }
+  std::stable_sort(commits.begin(), commits.end(),
+                   [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
+  std::string text;
+  for (const auto& [name, of] : commits) {
+    text += (!text.empty() ? ", " : commits.size() > 1 ? ", commits " : ", commit ") + name;
+    if (name == commits[0].first) continue;
+    text += of.empty()               ? " (PyTorch's)"
+            : of.size() > most_names ? strf(" (%zu rows)", of.size())
+                                     : " (" + together(of) + ")";
+  }
+  return text;
+}
+
 // "`./bench --sweep depth --peer` on 2 x NVIDIA H200, commit abc1234, 2026-11-22, PyTorch 2.11.0: [depth-2gpu](...)"
 std::string provenance(const std::string& file, const std::vector<json>& rows, Table::Form form,
                        const std::string& links) {
-  std::set<std::string> machines, commits, dates, beside;
+  std::set<std::string> machines, dates, beside;
   for (const json& row : rows) {
     if (row.contains("hardware") && (is_plan(file) || !is_planned(row)))
       machines.insert(row["hardware"].value("name", "?"));
-    if (row.contains("commit")) commits.insert(row.value("commit", ""));
     if (row.contains("date")) dates.insert(row.value("date", "").substr(0, 10));
     for (const std::string& of : {torch_of(row), torchao_of(row)})
       if (!of.empty()) beside.insert(of);
   }
   std::string text = command_of(file, form) + (is_plan(file) ? ", planned" : " on " + machine_of(file));
   if (!machines.empty()) text += " (" + listed(machines, ", ") + ")";
-  if (!commits.empty()) text += strf(", commit%s ", commits.size() > 1 ? "s" : "") + listed(commits, ", ");
+  text += commits_of(rows);
   if (!dates.empty()) text += ", " + (dates.size() > 1 ? *dates.begin() + " to " + *dates.rbegin() : *dates.begin());
   if (!beside.empty()) text += ", " + listed(beside, ", ");
   return text + ": [" + file + "](" + links + file + ".jsonl)";

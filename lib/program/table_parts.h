@@ -18,6 +18,9 @@ bool is_planned(const nlohmann::json& row);
 bool is_training(const nlohmann::json& row);
 // A row's result, with what a plan has for what was not measured.
 nlohmann::json figures_of(const nlohmann::json& row);
+// Notes of a line or below a table: each once, and all of them with "; " between.
+void add_note(const std::string& text, Words* notes);
+std::string together(const Words& notes);
 
 // ------------------------------------------------------------------------------------- figures (table_figures.cc)
 

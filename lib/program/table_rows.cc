@@ -189,6 +189,15 @@ std::string error_word(const std::string& error) {
   return "failed";
 }
 
+void add_note(const std::string& text, Words* notes) {
+  if (!text.empty() && std::find(notes->begin(), notes->end(), text) == notes->end()) notes->push_back(text);
+}
+std::string together(const Words& notes) {
+  std::string all;
+  for (const std::string& n : notes) all += (all.empty() ? "" : "; ") + n;
+  return all;
+}
+
 std::string who_of(const json& row) {
   const std::string variant = string_of(row, "variant");
   return string_of(row, "who") + (variant.empty() ? "" : " " + variant);

@@ -252,15 +252,6 @@ std::string title(const Column& c, const std::string& machine, const std::string
   return "";
 }
 
-void add_note(const std::string& text, Words* notes) {
-  if (!text.empty() && std::find(notes->begin(), notes->end(), text) == notes->end()) notes->push_back(text);
-}
-std::string together(const Words& notes) {
-  std::string all;
-  for (const std::string& n : notes) all += (all.empty() ? "" : "; ") + n;
-  return all;
-}
-
 // What a run's line has beside its figures.
 Words notes_of(const json& row) {
   Words notes;
