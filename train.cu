@@ -332,18 +332,23 @@ std::string loop(Training<T, G>& t) {
   return "";
 }
 
-// What is found out by the last weights, unless somebody wants the machine.
+// What is found out by the last weights, unless somebody wants the machine. Returns what could not be found out, or
+// nothing.
 template <class T, class G>
-void conclude(Training<T, G>& t) {
+std::string conclude(Training<T, G>& t) {
   // Everything is written. Who asked too late for the last step to tell, while the model was exported, is heard here.
   halt::end_at_once();
   if (!t.halted) t.stop = agree(halt::reason(halt::summand(), t.r.o.save)), t.halted = !t.stop.empty();
   const bool asked = t.job.eval || t.r.o.sample > 0;
   if (t.halted && asked && t.speaks()) t.job.telemetry->note("--eval and --sample are left out: " + t.stop);
-  if (t.halted) return;
+  if (t.halted) return "";
   const bool sampled = t.issued >= t.first && t.samples(t.issued);
-  for (const Finding& f : last_findings(t.job, t.model, std::max(t.issued, t.first - 1), sampled))
-    if (t.speaks()) t.job.telemetry->tell(f);
+  std::string wrong;
+  for (const Finding& f : last_findings(t.job, t.model, std::max(t.issued, t.first - 1), sampled)) {
+    if (wrong.empty()) wrong = f.wrong;
+    if (t.speaks() && f.wrong.empty()) t.job.telemetry->tell(f);
+  }
+  return wrong;
 }
 
 // Returns what is wrong, the same on all ranks, with what the user asked for, or nothing. What else goes wrong throws.
@@ -405,7 +410,8 @@ std::string train(const Job& job) {
       if (t.speaks() && !made.empty()) note(made);
     } catch (const Error& e) { wrong = e.what(); }
     flight::set_phase("");
-    conclude(t);
+    const std::string unknown = conclude(t);
+    if (wrong.empty()) wrong = unknown;
   });
   // One that came too late to stop this run is not for the next.
   const std::string left = t.speaks() && !r.o.save.empty() ? halt::remove_file(r.o.save) : "";

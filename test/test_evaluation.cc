@@ -127,7 +127,7 @@ TEST_CASE("every token of a file but the first is a target once, at any number o
       CHECK(losses[size_t(i)] == Approx(here).epsilon(1e-5));
       sum += here;
     }
-    const nlohmann::json found = set->result(losses).record.at("eval");
+    const nlohmann::json found = evaluated(*set, losses).record.at("eval");
     CHECK(found.at("targets") == 106);
     CHECK(found.at("loss").get<double>() == Approx(sum / 106).epsilon(1e-5));
     CHECK(found.at("perplexity").get<double>() == Approx(std::exp(sum / 106)).epsilon(1e-4));
@@ -178,7 +178,7 @@ TEST_CASE("questions are answered by the lowest mean loss, at any number of rank
   REQUIRE(set->sequences() == 28);
   const std::vector<double> losses = h.losses(*set);
   for (size_t i = 0; i < losses.size(); i++) CHECK(losses[i] == Approx(of_answers[i]).epsilon(1e-5));
-  const Finding f = set->result(losses);
+  const Finding f = evaluated(*set, losses);
   const nlohmann::json found = f.record.at("eval");
   CHECK(found.at("right_norm") == by_mean);
   CHECK(found.at("questions") == 7);
@@ -186,6 +186,12 @@ TEST_CASE("questions are answered by the lowest mean loss, at any number of rank
   INFO(f.line);
   CHECK(f.line.find("acc_norm 0.7143 (5 of 7 questions)") != std::string::npos);
   CHECK(f.line.find("4 contexts are cut to --seq 32") != std::string::npos);
+  // A NaN is less than nothing and nothing is less than it: the first answer would be the best.
+  std::vector<double> broken = losses;
+  broken[3] = NAN;
+  const Finding unknown = evaluated(*set, broken);
+  CHECK(unknown.record.is_null());
+  CHECK(unknown.wrong.find("the loss of sequence 4 of 28 is nan") != std::string::npos);
 }
 
 TEST_CASE("what follows a row does not change its logits, in any architecture", "[evaluation]") {

@@ -3,7 +3,7 @@
 // their order.
 //
 //   std::unique_ptr<EvalSet> set = open_eval("val.bin", model.vocab, model.seq);
-//   const Finding f = set->result(sequence_losses(dev, world, model, config, batch, *set));  // collective
+//   const Finding f = evaluated(*set, sequence_losses(dev, world, model, config, batch, *set));  // collective
 //   note(f.line);   // "evaluated val.bin: loss 2.137142, perplexity 8.4752, ..."
 #pragma once
 
@@ -19,11 +19,12 @@
 
 struct EvalSet {
   virtual ~EvalSet() = default;
-  TokenKind kind = {};  // of its tokens
+  TokenKind kind = {};     // of its tokens
+  std::string names = {};  // its files, as they were asked for
   virtual int64_t sequences() const = 0;
   // seq numbers each. A target of -1 is not wanted, and has no loss.
   virtual void sequence(int64_t i, int32_t* inputs, int32_t* targets) const = 0;
-  // losses: of each sequence, the sum over its targets, in nats.
+  // losses: of each sequence, the sum over its targets, in nats; finite.
   virtual Finding result(const std::vector<double>& losses) const = 0;
 };
 
@@ -32,6 +33,9 @@ struct EvalSet {
 // answered right, by the lowest mean loss of an answer's tokens. Throws UsageError as open_whole_corpus and
 // read_questions do.
 std::unique_ptr<EvalSet> open_eval(const std::string& names, int64_t vocab, int64_t seq, Reader reader = {});
+
+// What is made of the losses of all sequences; of some that are not finite, what is wrong.
+Finding evaluated(const EvalSet& set, const std::vector<double>& losses);
 
 // A micro-batch on its way: two take turns, so that the device computes while the host prepares and adds up.
 template <class A>

@@ -8,4 +8,5 @@
 struct Finding {
   std::string line = {};
   nlohmann::json record = {};
+  std::string wrong = {};  // why nothing was found out, if so
 };

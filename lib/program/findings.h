@@ -26,7 +26,7 @@ std::vector<Finding> last_findings(const Job& job, Model<T, G>& model, int64_t s
   std::vector<Finding> all;
   flight::set_phase("evaluating the model");
   if (job.eval)
-    all.push_back(job.eval->result(sequence_losses(*job.dev, job.world, model, r.model, r.batch, *job.eval)));
+    all.push_back(evaluated(*job.eval, sequence_losses(*job.dev, job.world, model, r.model, r.batch, *job.eval)));
   if (r.o.sample > 0 && !sampled) all.push_back(write_sample(job, model, step));
   return all;
 }
