@@ -451,6 +451,12 @@ TEST_CASE("a header that names its tokenizer", "[data]") {
   ScratchFile all_of_two_bytes(largest.file(t));
   CHECK(refusal(all_of_two_bytes.path, 65536).empty());
   refused(with([](Named* n) { n->text_bytes = ~uint64_t(0); }), {"18446744073709551615 bytes of text"});
+  refused(with([](Named* n) { n->text_bytes = uint64_t(1) << 61; }), {"2305843009213693952 bytes of text in"});
+  std::vector<uint16_t> beyond = t;
+  beyond[1] = 100;
+  ScratchFile of_another(named.file(beyond));
+  refused(refusal(of_another.path),
+          {"token 100 at index 1 (byte 258) is not below the vocabulary in the file's header, 100"});
   refused(with([](Named* n) { n->end = 100; }), {"token 100 ends a document"});
   refused(with([](Named* n) { n->tokenizer = ""; }), {"no name of a tokenizer"});
   refused(with([](Named* n) { n->tokenizer = "\x1b[31m"; }), {"no name of a tokenizer"});

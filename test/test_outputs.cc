@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "lib/device/device.h"
+#include "lib/program/checkpoint_directory.h"
 #include "lib/program/outputs.h"
 #include "lib/program/telemetry.h"
 #include "test/catch.h"
@@ -103,6 +104,23 @@ TEST_CASE("no output is part of a checkpoint", "[outputs]") {
     CHECK(refusal(o) == "--log " + o.log + " is inside a checkpoint in " + o.save + "; choose another file");
     o.log = dir / "none/log";
     CHECK(refusal(o) == "");
+  }
+  // By a name alone, as most people write it.
+  const fs::path was = fs::current_path();
+  fs::current_path(dir.path);
+  o.save = "none", o.log = "none/step-2";
+  CHECK(refusal(o) == "--log none/step-2 is inside a checkpoint in none; choose another file");
+  fs::current_path("run/step-10");
+  CHECK(has(error_of<UsageError>([] { check_save("new", ""); }), "--save new is inside the checkpoint"));
+  fs::current_path(was);
+  // Of another run.
+  for (const char* name : {"run/step-10", "run/latest", "other/step-10/more/x"}) {
+    INFO(name);
+    for (std::string Options::*option : {&Options::log, &Options::export_to, &Options::diagnostics}) {
+      o = Options();
+      o.*option = start + name;
+      CHECK(has(refusal(o), "is inside the checkpoint"));
+    }
   }
 }
 

@@ -179,7 +179,27 @@ TEST_CASE("a config.json of a model that is not here is refused by name", "[safe
   CHECK(has(refused(changed(llama(), "rope_scaling", {{"type", "llama3"}, {"factor", 4}})),
             "C: there is no \"rope_scaling.low_freq_factor\""));
   CHECK(has(refused(changed(llama(), "rope_scaling", 3)), "C: \"rope_scaling\" is 3, not an object"));
-  CHECK(refused(changed(llama(), "rope_scaling", {{"rope_type", "default"}})).empty());
+  for (const json& rope : {json::object(), {{"rope_type", "default"}}, {{"type", "default"}, {"factor", 1.0}}})
+    for (const char* key : {"rope_scaling", "rope_parameters"}) CHECK(refused(changed(llama(), key, rope)).empty());
+  // What no type or another place says would be passed over.
+  CHECK(
+      has(refused(changed(llama(), "rope_scaling", {{"factor", 8.0}})), "C: \"rope_scaling.factor\" is 8.0, not null"));
+  CHECK(has(refused(changed(llama(), "rope_scaling", {{"rope_type", "default"}, {"type", "linear"}, {"factor", 8.0}})),
+            "C: \"rope_scaling.type\" is \"linear\", not \"default\""));
+  CHECK(has(refused(changed(llama(), "rope_parameters", {{"full_attention", {{"rope_type", "linear"}}}})),
+            "C: \"rope_parameters.full_attention\" is "));
+  json both = changed(llama(), "rope_parameters", {{"rope_type", "default"}, {"rope_theta", 10000}});
+  CHECK(refused(both).empty());
+  both["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 8.0}};
+  CHECK(has(refused(both), "C: \"rope_scaling.rope_type\" is \"linear\""));
+  json mistral = changed(changed(llama(), "model_type", "mistral"), "sliding_window", nullptr);
+  mistral["num_key_value_heads"] = mistral["num_attention_heads"];
+  CHECK(refused(mistral).empty());
+  for (const char* key : {"sliding_window", "num_key_value_heads"}) {
+    json without = mistral;
+    without.erase(key);
+    CHECK(has(refused(without), strf("C: there is no \"%s\"", key)));
+  }
 }
 
 TEST_CASE("our own config.json is refused without a field", "[safetensors]") {

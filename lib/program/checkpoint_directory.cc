@@ -63,10 +63,16 @@ int64_t step_of(const std::string& name) {
 std::string tmp_of(const std::string& dir, int64_t step) { return dir + "/" + tmp_start + name_of_step(step); }
 std::string old_of(const std::string& dir, int64_t step) { return dir + "/" + old_start + name_of_step(step); }
 
+// By which a directory is known before it is there: weakly_canonical leaves a relative path relative where nothing is.
+static fs::path full_path(const std::string& dir) {
+  std::error_code none;
+  return fs::weakly_canonical(fs::absolute(files::without_slash(dir), none), none);
+}
+
 bool in_checkpoint(const std::string& path, const std::string& dir) {
   std::error_code none;
   const bool is_step = fs::exists(dir + "/" + manifest_name, none);
-  const fs::path to_be = fs::weakly_canonical(files::without_slash(dir), none);  // where there is no directory yet
+  const fs::path to_be = full_path(dir);  // where there is no directory yet
   for (fs::path at = path; at.has_relative_path(); at = at.parent_path()) {
     const std::string name = at.filename();
     if (is_step && fs::equivalent(at, dir, none)) return true;
@@ -76,6 +82,13 @@ bool in_checkpoint(const std::string& path, const std::string& dir) {
       return true;
   }
   return false;
+}
+
+std::string checkpoint_around(const std::string& path) {
+  std::error_code none;
+  for (fs::path at = full_path(path); at.has_relative_path(); at = at.parent_path())
+    if (step_of(at.filename()) >= 0 && fs::exists(at / manifest_name, none)) return at;
+  return "";
 }
 
 // --------------------------------------------------------------------------------------------------------------- steps
@@ -141,10 +154,10 @@ Steps check_save(const std::string& dir, const std::string& resume) {
                            to.c_str(), name.c_str(), manifest_name.c_str()));
     } catch (const Error& e) { throw UsageError(strf("--save %s: %s", dir.c_str(), e.what())); }
   }
+  const std::string around = checkpoint_around(to);
+  REQUIRE_USER(around.empty(), "--save %s is inside the checkpoint %s; choose another directory", dir.c_str(),
+               around.c_str());
   std::error_code none;
-  for (fs::path at = fs::weakly_canonical(to, none); at.has_relative_path(); at = at.parent_path())
-    REQUIRE_USER(step_of(at.filename()) < 0 || !fs::exists(at / manifest_name, none),
-                 "--save %s is inside the checkpoint %s; choose another directory", dir.c_str(), at.c_str());
   try {
     there = find_checkpoint(to, to);
   } catch (const UsageError&) { return steps; }  // none

@@ -34,6 +34,8 @@ std::string old_of(const std::string& dir, int64_t step);
 // Whether a file of that absolute path without links, be it there or not, is part of a checkpoint in dir, or of dir if
 // that is a step's own directory.
 bool in_checkpoint(const std::string& path, const std::string& dir);
+// The checkpoint, of whichever run, that this path is or lies inside; empty: none.
+std::string checkpoint_around(const std::string& path);
 
 // ------------------------------------------------------------------------------------------------------------ steps
 

@@ -59,8 +59,12 @@ std::vector<std::string> data_files(const std::string& names) {
     for (const std::string& path : pattern ? matches(name) : std::vector<std::string>{name}) paths.push_back(path);
   }
   std::set<std::string> seen;
-  for (const std::string& path : paths)
-    REQUIRE_USER(seen.insert(path).second, "data files %s: %s is named twice", names.c_str(), path.c_str());
+  std::set<std::pair<dev_t, ino_t>> there;  // one file may have several names
+  for (const std::string& path : paths) {
+    struct stat s;
+    const bool again = ::stat(path.c_str(), &s) == 0 && !there.insert({s.st_dev, s.st_ino}).second;
+    REQUIRE_USER(seen.insert(path).second && !again, "data files %s: %s is named twice", names.c_str(), path.c_str());
+  }
   return paths;
 }
 

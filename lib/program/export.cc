@@ -200,6 +200,22 @@ std::string index_text(const Layout& all, const std::map<std::string, std::strin
   return json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
 }
 
+bool holds(const std::string& path, const std::string& text) {
+  try {
+    return files::read_all(path, int64_t(text.size())) == text;
+  } catch (const Error&) { return false; }  // longer, or unreadable
+}
+
+// What a directory has already stays there: "; kept DIR/tokenizer.json, which is not the model's" for each that
+// differs.
+std::string kept_files(const std::string& dir, const std::map<std::string, std::string>& texts) {
+  std::string kept;
+  for (const auto& [name, text] : texts)
+    if (const std::string path = dir + "/" + name; files::kind_of(path) != 0 && !holds(path, text))
+      kept += "; kept " + path + ", which is not the model's";
+  return kept;
+}
+
 }  // namespace
 
 void check_export(const std::string& path) {
@@ -280,7 +296,14 @@ void export_folder(const std::string& path, const std::map<std::string, std::str
       return files::flush_dir(files::parent_of(dir));
     }
     require_no_model(dir);
-    for (const std::string& name : in_order) files::rename_new(tmp + "/" + name, dir + "/" + name);
+    size_t moved = 0;
+    try {
+      for (; moved < in_order.size(); moved++)
+        files::rename_new(tmp + "/" + in_order[moved], dir + "/" + in_order[moved]);
+    } catch (const Error&) {  // the model is whole in one place
+      while (moved-- > 0) ::rename((dir + "/" + in_order[moved]).c_str(), (tmp + "/" + in_order[moved]).c_str());
+      throw;
+    }
     e.model = dir;
     files::remove_dir(tmp);
     files::flush_dir(dir);
@@ -309,6 +332,7 @@ std::string export_model(const Run& r, Device& dev, const World& world, const st
     if (!beside.found) without += strf("; without tokenizer and token ids: %s is not there any more", r.o.init.c_str());
   }
   texts[config_name] = config.dump(2) + "\n";
+  if (world.rank == 0) without += kept_files(files::without_slash(to), texts);
   export_folder(to, texts, names, r.o.export_shard_mb << 20, dtype, dev, world, parts);
   return strf("exported the model to %s (%s)%s", to.c_str(),
               is_llama(r.model) ? "LlamaForCausalLM, for transformers" : "for --init and peers/read_export.py",

@@ -27,10 +27,30 @@ double positive(const CheckedJson& value) {
   return value.value().get<double>();
 }
 
-// Of version 5 of transformers, "rope_parameters", which hold the base too; before that "rope_scaling" and
-// "rope_theta".
+bool is_empty(const CheckedJson& config, const char* key) {
+  return !says(config, key) || config.at(key).value().empty();
+}
+
+// "default", "llama3" or what this program has not. What a default has no place for would make it another model, too.
+std::string type_of(const CheckedJson& rope) {
+  const char* type_key = says(rope, "type") ? "type" : "rope_type";  // "type" of old
+  if (says(rope, "type") && says(rope, "rope_type") && rope.at("type").value() != rope.at("rope_type").value())
+    rope.at("type").refuse(rope.at("rope_type").value().dump() + ", which rope_type says");
+  const std::string type = says(rope, type_key) ? rope.at(type_key).text() : "default";
+  if (type != "default" && type != "llama3")
+    rope.at(type_key).refuse("default or llama3, and this program has no other");
+  if (type == "default")
+    for (const auto& [key, value] : rope.value().items())
+      if (key != "type" && key != "rope_type" && key != "rope_theta" && key != "partial_rotary_factor" &&
+          !value.is_null() && !(key == "factor" && value == 1))
+        rope.at(key.c_str()).refuse("null, and no rope_type but default is named");
+  return type;
+}
+
+// Of version 5 of transformers, "rope_parameters", which hold the base too; before that "rope_scaling", which version 5
+// prefers where it has both, and "rope_theta".
 void take_positions(const CheckedJson& config, json* settings) {
-  const char* key = says(config, "rope_parameters") ? "rope_parameters" : "rope_scaling";
+  const char* key = is_empty(config, "rope_scaling") ? "rope_parameters" : "rope_scaling";
   (*settings)["rope_scaling"] = "none";
   take_or("rope-base", config, "rope_theta", 10000.0, settings);
   if (!says(config, key)) return;
@@ -39,11 +59,7 @@ void take_positions(const CheckedJson& config, json* settings) {
   if (says(rope, "rope_theta")) take("rope-base", rope.at("rope_theta"), settings);
   if (says(rope, "partial_rotary_factor") && rope.at("partial_rotary_factor").value() != 1)
     rope.at("partial_rotary_factor").refuse("1, and this program has no other");
-  const char* type_key = says(rope, "rope_type") ? "rope_type" : "type";  // of old
-  if (!says(rope, type_key)) return;
-  const std::string& type = rope.at(type_key).text();
-  if (type == "default") return;
-  if (type != "llama3") rope.at(type_key).refuse("default or llama3, and this program has no other");
+  if (type_of(rope) == "default") return;
   const double factor = positive(rope.at("factor")), low = positive(rope.at("low_freq_factor")),
                high = positive(rope.at("high_freq_factor"));
   const int64_t original = rope.at("original_max_position_embeddings").whole(1, 1 << 24);
@@ -65,6 +81,9 @@ json settings_of_llama(const CheckedJson& config) {
   for (const auto& [key, value] : only)
     if (says(config, key.c_str()) && config.at(key.c_str()).value() != value)
       config.at(key.c_str()).refuse((value.is_null() ? "null" : value.dump()) + ", and this program has no other");
+  // Where Mistral's says nothing it means a window of 4096 and 8 key heads.
+  if (type == "mistral")
+    for (const char* key : {"sliding_window", "num_key_value_heads"}) (void)config.at(key);
   json settings = {{"arch", "llama"}, {"attn", "dense"}, {"tie_embeddings", false}};
   take("dim", config.at("hidden_size"), &settings);
   take("depth", config.at("num_hidden_layers"), &settings);

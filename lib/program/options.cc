@@ -156,7 +156,7 @@ const std::vector<Spec> options_parts::specs = flat({
     "a checkpoint found by --resume takes precedence", "random weights"},
   {"export", "PATH", &Options::export_to, any, "write the unsharded model at the end: to a directory with config.json, in Hugging Face's names for llama with dense attention; or to one file, if the name ends in .safetensors", "not written"},
   {"export-shard-mb", "MiB", &Options::export_shard_mb, from(1, 1 << 20), "--export to a directory: cut the weights into files of at most this size"},
-  {"max-positions", "N", &Options::max_positions, from(1, 1 << 24), "--export to a directory: max_position_embeddings in config.json", "the model's of --init, else --seq"},
+  {"max-positions", "N", &Options::max_positions, from(1, 1 << 24), "--export to a directory: max_position_embeddings in config.json", "--seq, or the model's of --init where that is more"},
   {"export-dtype", "TYPE", &Options::export_dtype, one_of({"bf16", "fp32"}), "type of the exported weights"},
 }},
 {"Memory", {

@@ -69,6 +69,13 @@ bool has_directory(const Options& o, const char* option, const std::string& path
   return false;
 }
 
+// Of another run than this one's, too.
+void require_no_checkpoint_around(const char* option, const std::string& path) {
+  const std::string around = checkpoint_around(resolved(path));
+  REQUIRE_USER(around.empty(), "%s %s is inside the checkpoint %s; choose another place", option, path.c_str(),
+               around.c_str());
+}
+
 }  // namespace
 
 void check_outputs(const Options& o) {
@@ -87,12 +94,14 @@ void check_outputs(const Options& o) {
     for (const std::string& dir : checkpoint_directories(o))
       REQUIRE_USER(!in_checkpoint(resolved(path), dir), "%s %s is inside a checkpoint in %s; choose another file",
                    option, path.c_str(), dir.c_str());
+    require_no_checkpoint_around(option, path);
     REQUIRE_USER(o.diagnostics.empty() || identity_of(files::parent_of(resolved(path))) != identity_of(o.diagnostics) ||
                      !is_diagnostics_file(resolved(path).filename()),
                  "%s %s is one of the files of --diagnostics %s; choose another", option, path.c_str(),
                  o.diagnostics.c_str());
   }
   if (!o.diagnostics.empty()) {
+    require_no_checkpoint_around("--diagnostics", o.diagnostics);
     for (const std::string& dir : checkpoint_directories(o))
       REQUIRE_USER(
           identity_of(o.diagnostics) != identity_of(dir) && !in_checkpoint(resolved(o.diagnostics), dir),
@@ -101,6 +110,7 @@ void check_outputs(const Options& o) {
     check_diagnostics(o.diagnostics, !o.resume.empty());
   }
   if (!o.tensorboard.empty()) {
+    require_no_checkpoint_around("--tensorboard", o.tensorboard);
     for (const std::string& dir : checkpoint_directories(o))
       REQUIRE_USER(identity_of(o.tensorboard) != identity_of(dir) && !in_checkpoint(resolved(o.tensorboard), dir),
                    "--tensorboard %s is where checkpoints are (%s); choose another directory, or a new one inside it",

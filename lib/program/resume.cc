@@ -27,6 +27,11 @@ std::string change(const json& then, const json& now) {
     return std::find_if(files.begin(), files.end(), [&](const json& f) { return f.at("file") == name; });
   };
   auto tokens = [](const json& f) { return f.at("tokens").dump(); };
+  // By its place first: files of several directories may have the same name.
+  for (size_t i = 0; i < std::min(then.size(), now.size()); i++)
+    if (then[i].at("file") == now[i].at("file") && then[i].at("tokens") != now[i].at("tokens"))
+      return strf("%s, file %zu, has ", now[i].at("file").get<std::string>().c_str(), i + 1) + tokens(now[i]) +
+             " tokens, and had " + tokens(then[i]);
   for (const json& f : then) {
     const auto same = named(now, f.at("file"));
     if (same == now.end()) return f.at("file").get<std::string>() + " is missing";

@@ -5,6 +5,7 @@
 //   with_types(r, [&](auto t, auto g) { Model<decltype(t), decltype(g)> model(...); });
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,10 @@ struct Run {
   std::vector<DataFile> data_files = {};         // that --data names, once they are open
   TokenKind tokens = {};                         // of the data, then
   int64_t tokens_per_step() const { return global_batch * model.seq; }
-  int64_t max_positions() const { return o.max_positions ? o.max_positions : model.seq; }
+  // Of an exported model: what is asked for, else no less than it is trained at.
+  int64_t max_positions() const {
+    return o.gives("max-positions") ? o.max_positions : std::max(o.max_positions, model.seq);
+  }
 };
 
 // gpus: those that this process can use. before: --tokens counts from the first token of all, whatever was the length

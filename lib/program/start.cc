@@ -10,6 +10,7 @@
 #include "lib/comm/gpus.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/export.h"
+#include "lib/program/files.h"
 #include "lib/program/halt.h"
 #include "lib/program/init.h"
 #include "lib/program/outputs.h"
@@ -17,6 +18,7 @@
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
 #include "lib/program/sampling.h"
+#include "lib/program/token_file.h"
 
 #ifndef FSDP_NCCL
 #define FSDP_NCCL 0
@@ -76,10 +78,18 @@ void require_one_kind(const Job& job) {
         throw UsageError(
             strf("%s and %s differ: %s; use those of one kind", other_name.c_str(), name.c_str(), differs.c_str()));
   };
+  // A folder does not say what its tokenizer is called in token files, but that it is none of bytes.
+  const bool other_than_bytes = job.init && files::kind_of(job.init->dir + "/tokenizer.json") != 0;
   const auto add = [&](const std::string& option, const std::string& names, const TokenKind& kind) {
     const std::string name = names.empty() ? "the built-in corpus (--data)" : option + " " + names;
     require_same_kind(name, kind);
-    if (!names.empty() || trains) kinds.push_back({name, kind});
+    const bool read = !names.empty() || trains;
+    REQUIRE_USER(
+        !other_than_bytes || kind.tokenizer != bytes_tokenizer || !(read || o.sample > 0),
+        "--init %s has a tokenizer.json, and %s is text, a byte a token; make a token file with that tokenizer "
+        "(data/prepare.py)%s",
+        o.init.c_str(), name.c_str(), read ? "" : ", or give --data random and --prompt as token ids");
+    if (read) kinds.push_back({name, kind});
   };
   add("--data", o.data, *job.data);
   if (job.val_data && !o.val_data.empty()) add("--val-data", o.val_data, *job.val_data);

@@ -137,7 +137,7 @@ TokenHeader read_token_header(const std::string& path, const uint8_t* p, int64_t
   return h;
 }
 
-TokenFile::TokenFile(const std::string& path, int64_t vocab) : path_(path), vocab_(vocab) {
+TokenFile::TokenFile(const std::string& path, int64_t vocab) : path_(path), below_(vocab) {
   const char* file = path.c_str();
   fd_ = open(file, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // of a FIFO it would wait for a writer
   REQUIRE_USER(fd_ >= 0, "data file %s cannot be opened: %s", file, std::strerror(errno));
@@ -154,6 +154,11 @@ TokenFile::TokenFile(const std::string& path, int64_t vocab) : path_(path), voca
                  "data file %s: the vocabulary in its header, %lld%s, is larger than the model's, %lld; use --vocab "
                  "%lld, or data of another tokenizer",
                  file, ll(header_.vocab), of.c_str(), ll(vocab), ll((header_.vocab + 7) / 8 * 8));
+    if (header_.vocab > 0) below_ = header_.vocab;
+    constexpr int64_t most_a_token = int64_t(1) << 16;  // bytes; of known vocabularies none has a token of a hundredth
+    REQUIRE_USER(header_.text_bytes / most_a_token <= count(),
+                 "data file %s: its header says %lld bytes of text in %lld tokens; make the file again", file,
+                 ll(header_.text_bytes), ll(count()));
   } catch (...) {
     close(fd_);
     throw;
@@ -176,7 +181,7 @@ void TokenFile::require_length() const {
 }
 
 void TokenFile::check_tokens(int rank, int ranks) const {
-  if (!may_reach(header_.width, vocab_)) return;  // nothing is read for nothing
+  if (!may_reach(header_.width, below_)) return;  // nothing is read for nothing
   const int64_t most = int64_t(1) << 20;          // tokens at once
   std::vector<uint8_t> part;
   posix_fadvise(fd_, 0, 0, POSIX_FADV_SEQUENTIAL);
@@ -217,14 +222,16 @@ void TokenFile::read_bytes(int64_t at, std::vector<uint8_t>* to) const {
 // tokens: the bytes of those from number `index` on.
 void TokenFile::require_tokens(const std::vector<uint8_t>& tokens, int64_t index) const {
   const int width = header_.width;
-  const int64_t bad = first_bad(tokens.data(), width, int64_t(tokens.size()) / width, vocab_);
+  const int64_t bad = first_bad(tokens.data(), width, int64_t(tokens.size()) / width, below_);
   if (bad < 0) return;
   uint32_t token = 0;
   std::memcpy(&token, tokens.data() + bad * width, size_t(width));
-  throw UsageError(
-      strf("data file %s: token %u at index %lld (byte %lld) is not below the vocabulary, %lld: raise "
-           "--vocab, or make the file for this vocabulary",
-           path_.c_str(), token, ll(index + bad), ll(header_.bytes + (index + bad) * width), ll(vocab_)));
+  const std::string at = strf("data file %s: token %u at index %lld (byte %lld)", path_.c_str(), token, ll(index + bad),
+                              ll(header_.bytes + (index + bad) * width));
+  throw UsageError(strf(header_.vocab > 0 ? "%s is not below the vocabulary in the file's header, %lld: make it again"
+                                          : "%s is not below the vocabulary, %lld: raise --vocab, or make the file for "
+                                            "this vocabulary",
+                        at.c_str(), ll(below_)));
 }
 
 void TokenFile::cut(int64_t at) const {

@@ -63,7 +63,7 @@ class TokenFile {
   int fd_ = -1;
   struct stat opened_ = {};  // what it was
   TokenHeader header_;
-  int64_t vocab_;
+  int64_t below_;  // every token is: the vocabulary of the header where it says one, else the model's
   mutable bool said_gone_ = false;
 };
 

@@ -26,6 +26,10 @@ echo '{"model": "somebody'"'"'s"}' >"$dir/begun/tokenizer.json"
 mpi -np 2 ./train --device cpu --resume "$dir/hf-saved" --stop-after 0 --export "$dir/hf-handed-on"
 cmp -s "$dir/begun/tokenizer.json" "$dir/hf-handed-on/tokenizer.json" || wrong="$wrong; the tokenizer is lost"
 [ "$(grep -c '"[be]os_token_id": [0-9]' "$dir/hf-handed-on/config.json")" = 2 ] || wrong="$wrong; the tokens' ids are lost"
+mkdir "$dir/hf-kept" && echo mine >"$dir/hf-kept/tokenizer.json"
+mpi -np 2 ./train --device cpu --init "$dir/begun" --batch 1 --seq 192 --data random --stop-after 0 --export "$dir/hf-kept"
+[ "$status" = 0 ] && grep -q "kept $dir/hf-kept/tokenizer.json, which is not the model's" "$dir/out" || wrong="$wrong; another tokenizer stays without a word"
+grep -q '"max_position_embeddings": 192' "$dir/hf-kept/config.json" || wrong="$wrong; positions that it is trained at are not in config.json"
 rm -r "$dir/begun"
 mpi -np 2 ./train "${hf[@]}" --resume latest --log "$dir/hf.jsonl" --export "$dir/hf-out"
 [ "$status" = 0 ] || wrong="$wrong; exit status $status"
@@ -36,6 +40,16 @@ mpi -np 2 ./train "${hf[@]:0:10}" --steps 4 --log "$dir/whole.jsonl"
 [ "$(losses "$dir/whole.jsonl" | wc -l)" = 1 ] && [ "$(losses "$dir/whole.jsonl")" = "$(losses "$dir/hf.jsonl")" ] || wrong="$wrong; the losses are not those of the unbroken run"
 grep -q '"rms_norm_eps": 0.0003' "$dir/hf-out/config.json" || wrong="$wrong; the exported model has another eps"
 verdict "a run that began with a folder is resumed by the same command" "$wrong"
+# A model of another tokenizer than bytes, which a vocabulary of 256 could be.
+mpi -np 1 ./train --allow-single-rank --device cpu --arch llama --attn dense --dim 16 --depth 1 --heads 2 --hidden 16 --vocab 256 \
+  --seq 16 --batch 1 --data random --stop-after 0 --export "$dir/words"
+echo '{}' >"$dir/words/tokenizer.json"
+mpi -np 2 ./train --device cpu --init "$dir/words" --batch 1 --steps 1
+judge "a model of another tokenizer and the built-in corpus" "$dir/words has a tokenizer.json" "the built-in corpus" "data/prepare.py"
+mpi -np 2 ./train --device cpu --init "$dir/words" --batch 1 --stop-after 0 --sample 3 --prompt Once
+judge "a model of another tokenizer and a prompt of bytes" "$dir/words has a tokenizer.json" "--data random"
+mpi -np 2 ./train --device cpu --init "$dir/words" --batch 1 --stop-after 0 --data random --sample 3 --prompt 1,2
+verdict "a model of another tokenizer and a prompt of its tokens" "$([ "$status" = 0 ] || echo "exit status $status")"
 mpi -np 2 ./train --init test/hf-llama --attn nsa --nsa-block 8 --nsa-stride 4 --nsa-select-block 8 --nsa-selected 3 --device cpu \
   --seq 48 --batch 1 --data random --steps 2
 verdict "sparse attention begins with dense weights, and that is said in a line" \
