@@ -9,7 +9,7 @@
 #   --hostfile FILE  mpirun's ("host slots=8"); before each start the hosts that ssh does not reach are left out
 #
 # Exit status: 0 as ./train's, 2 for what starting again cannot mend (an option, a path), else the last fault's.
-# SIGTERM and SIGINT go to the ranks, which save and end; nothing is started again then.
+# SIGTERM, SIGINT and SIGHUP go to the ranks, which save and end; nothing is started again then.
 set -uo pipefail
 home=$(cd "$(dirname "$0")" && pwd) || exit 1
 # shellcheck source=probe.sh disable=SC1091
@@ -129,7 +129,7 @@ pass_on() {
   [ -z "$pid" ] || kill -s "$([ -z "$ended" ] && echo USR1 || echo TERM)" "$pid" 2>/dev/null
   ended=yes
 }
-trap pass_on TERM INT
+trap pass_on TERM INT HUP
 
 for ((left = restarts, pause = 0; ; left--)); do
   choose_ranks

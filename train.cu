@@ -399,19 +399,20 @@ std::string train(const Job& job) {
     if (!wrong.empty()) job.diagnostics->end(wrong);
     if (!wrong.empty()) return;
     t.profiler.tell(t.stop);
-    wrong = !t.unsaved.empty() ? t.unsaved : agree(t.profiler.failed());
+    std::vector<std::string> failed = {t.unsaved, agree(t.profiler.failed())};
     flight::set_phase("exporting the model");
     try {
       // A run that is to go on from its checkpoint would find this export in its way.
-      const bool goes_on = !t.stop.empty() && t.issued < r.last_step && !r.o.save.empty() && wrong.empty();
+      const bool goes_on = !t.stop.empty() && t.issued < r.last_step && !r.o.save.empty() && t.unsaved.empty();
       const bool asked = !r.o.export_to.empty();
       if (asked && goes_on && t.speaks()) note("--export is left out: " + t.stop);
       const std::string made = asked && !goes_on ? export_model(r, dev, job.world, own_parts) : "";
       if (t.speaks() && !made.empty()) note(made);
-    } catch (const Error& e) { wrong = e.what(); }
+    } catch (const Error& e) { failed.push_back(e.what()); }
     flight::set_phase("");
-    const std::string unknown = conclude(t);
-    if (wrong.empty()) wrong = unknown;
+    failed.push_back(conclude(t));
+    for (const std::string& what : failed)
+      if (!what.empty()) wrong += (wrong.empty() ? "" : "; ") + what;
   });
   // One that came too late to stop this run is not for the next.
   const std::string left = t.speaks() && !r.o.save.empty() ? halt::remove_file(r.o.save) : "";
@@ -427,7 +428,9 @@ void run(const Options& o, const World& world, const std::string& command) {
   std::string error;
   or_abort([&] { with_types(job.r, [&](auto t, auto g) { error = train<decltype(t), decltype(g)>(job); }); });
   if (!error.empty()) throw UsageError(error);
-  if (world.rank == 0) terminal::flush_output();
+  if (world.rank != 0) return;
+  const bool finds = !o.eval.empty() || o.sample > 0;
+  terminal::flush_output(finds ? terminal::Reader::reads_all : terminal::Reader::may_leave);
 }
 
 int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }
@@ -435,6 +438,7 @@ int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2
 }  // namespace
 
 int main(int argc, char** argv) {
+  terminal::fill_standard_streams();
   Options o;
   std::string text, error, command;
   for (int i = 0; i < argc; i++) command += std::string(i ? " " : "") + argv[i];
@@ -455,19 +459,32 @@ int main(int argc, char** argv) {
   World world;
   std::unique_ptr<Watchdog> watchdog;
   int status = 0;
+  // Where nothing is said of it, hosts have longer to start than a rank has to answer.
+  const double starts_in =
+      o.timeout == 0 || o.gives("timeout") ? double(o.timeout) : std::max(300.0, double(o.timeout));
+  auto starting = std::make_unique<Deadline>(
+      starts_in,
+      strf("error: MPI has not started for %.0f s: see whether all ranks and hosts are there, and run", starts_in), 1);
   try {
     world = init_mpi(&argc, &argv);
     error = agree(error);
     if (!error.empty()) throw UsageError(error);
     watchdog = std::make_unique<Watchdog>(world, watchdog_options(o, world));
+    starting.reset();
     halt::catch_signals();
     run(o, world, command);
-  } catch (const Error& e) {  // agreed on: the same on all ranks
-    status = exit_status(e);
+  } catch (const Error& e) {
+    if (is_fault(e)) abort_all_ranks(e);
+    status = exit_status(e);  // agreed on: the same on all ranks
     if (world.rank == 0) terminal::say(strf("error: %s", e.what()));
-  } catch (const std::exception& e) { abort_all_ranks(strf("rank %d: %s", world.rank, e.what()), 1); }
+  } catch (const std::exception& e) { abort_all_ranks(e); }
+  starting.reset();
   halt::release_signals();
   watchdog.reset();
+  const Deadline ending(
+      o.timeout,
+      strf("warning: MPI has not ended for %lld s, after everything was done: a rank stands still", ll(o.timeout)),
+      status);
   finish_mpi();
   return status;
 }

@@ -216,6 +216,31 @@ alone() {
   needs_collectives=1
   judge_fault "$name, $ranks ranks" "$limit" "$@"
 }
+# An MPI call of the start fails on one rank, in a library that stands before MPI's own.
+unlucky_call() {
+  local t
+  cat >"$dir/unlucky.cc" <<'END'
+#include <cstdlib>
+#include <cstring>
+#include <mpi.h>
+extern "C" int MPI_Bcast(void* data, int count, MPI_Datatype type, int root, MPI_Comm comm) {
+  const char* rank = getenv("OMPI_COMM_WORLD_RANK");
+  if (rank && strcmp(rank, "1") == 0) return MPI_ERR_OTHER;
+  return PMPI_Bcast(data, count, type, root, comm);
+}
+END
+  if ! mpicxx -shared -fPIC -o "$dir/unlucky.so" "$dir/unlucky.cc" >"$dir/build" 2>&1; then
+    failed=$((failed + 1))
+    echo "FAILED: a library before MPI's: $(head -n 3 "$dir/build")"
+    return
+  fi
+  t=$(now)
+  LD_PRELOAD=$dir/unlucky.so begin 2
+  processes
+  needs_collectives=''
+  ranks_end "$t" 30
+  judge_fault "an MPI call of the start that fails, rank 1 of 2" $((timeout + 4)) "MPI_Bcast" "on rank 1"
+}
 deadlock() { # RANKS
   alone deadlock "a collective that one never comes to" "$1" 20 "all ranks wait" "barrier" "agreement"
 }
@@ -245,6 +270,7 @@ short() {
   expect='' asked ".HALT" 3 file
   expect='' deadlock 2
   asynchronous 3
+  unlucky_call
   expect="did not apply it" not_finite "a step that is not finite"
 }
 
@@ -274,6 +300,7 @@ full() {
   done
   expect='' asked "SIGHUP at rank 1" 2 "HUP 1"
   second_signal
+  unlucky_call
   for n in 2 4; do asynchronous $n; done
   alone starved "the same, its watchdogs seldom at the processor" 2 30 "all ranks wait"
   expect="did not apply it" not_finite "a step that is not finite, --on-nan stop"

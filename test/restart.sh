@@ -51,6 +51,15 @@ check "it says from where it goes on" says "going on from step-"
 check "the last step is there" [ -e "$dir/save/step-300" ]
 check "the log has every step" [ "$(grep -o '"step":[0-9]*,' "$dir/log" | sort -u | wc -l)" = 300 ]
 
+# A terminal that is closed: what a run of its own session does not hear, its launcher passes on.
+begin -n 2 --restart 1 "${train[@]/#300/100000}"
+check "a run begins to save" saved
+kill -HUP "$launcher"
+end
+check "SIGHUP lets the ranks save and end" [ "$status" = 0 ]
+check "the step at which it stopped is saved" says "stopped after step $(readlink "$dir/save/latest" | tr -dc 0-9):"
+check "no rank is left" [ -z "$(ranks_running)" ]
+
 begin -n 2 "${train[@]}" --dmi 3
 end
 check "an option that is wrong is not tried again" [ "$status" = 2 ]

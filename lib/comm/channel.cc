@@ -175,7 +175,7 @@ Channel::Channel(Device& dev, Stream& stream, const World& world, Transport tran
   ASSERT(most.received <= most.any);
   if (links == Links::planned || transport == Transport::none) return;
   MPI_CHECK(MPI_Comm_split(all_ranks(), world.group, world.rank, &impl_->mpi));
-  MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN));
   if (transport == Transport::nccl) {
 #if FSDP_NCCL
     ncclUniqueId id;

@@ -215,13 +215,18 @@ void share_with_host(int rank, int ranks) {
   if (ranks == 1) return;
   MPI_Comm mates;
   MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &mates));
-  MPI_Comm_set_errhandler(mates, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_set_errhandler(mates, MPI_ERRORS_RETURN));
   int size = 0;
   MPI_CHECK(MPI_Comm_rank(mates, &own_index));
   MPI_CHECK(MPI_Comm_size(mates, &size));
   void* memory = nullptr;
   const MPI_Aint bytes = MPI_Aint(sizeof(Record) + alignof(Record));
-  MPI_CHECK(MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, mates, &memory, &window));
+  try {
+    MPI_CHECK(MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, mates, &memory, &window));
+  } catch (const MpiError& e) {
+    throw MpiError(
+        strf("%s, and whether /dev/shm has room for %lld bytes a rank", e.what(), static_cast<long long>(bytes)));
+  }
   for (int i = 0; i < size; i++) {
     MPI_Aint there = 0;
     int unit = 0;

@@ -101,7 +101,7 @@ struct Watchdog::Impl {
 void Watchdog::Impl::begin() {
   if (world.size == 1) return;
   MPI_CHECK(MPI_Comm_dup(all_ranks(), &mpi));
-  MPI_Comm_set_errhandler(mpi, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_set_errhandler(mpi, MPI_ERRORS_RETURN));
   const size_t ranks = world.rank == 0 ? size_t(world.size) : 1;
   board.resize(ranks), incoming.resize(ranks), outgoing.resize(ranks), heard.assign(ranks, 0);
   receiving.assign(ranks, MPI_REQUEST_NULL), sending.assign(ranks, MPI_REQUEST_NULL);

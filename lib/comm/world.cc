@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <set>
 #include <sstream>
@@ -41,6 +42,28 @@ void finish(MPI_Request* request) {
   }
 }
 
+Deadline::Deadline(double seconds, const std::string& line, int status) {
+  if (seconds <= 0) return;
+  const char* number = std::getenv("OMPI_COMM_WORLD_RANK");  // MPI may not have told yet
+  const double left = seconds + (number && std::strcmp(number, "0") != 0 ? 1 : 0);
+  thread_ = std::thread([=] {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (met_.wait_for(lock, std::chrono::duration<double>(left), [&] { return is_met_; })) return;
+    terminal::say(line);
+    _exit(status);
+  });
+}
+
+Deadline::~Deadline() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_met_ = true;
+  }
+  met_.notify_one();
+  thread_.join();
+}
+
 World init_mpi(int* argc, char*** argv) {
   // Ranks on one host talk through shared memory only; copying out of another process's memory is often forbidden in
   // containers, and Open MPI then prints a page about it.
@@ -50,7 +73,7 @@ World init_mpi(int* argc, char*** argv) {
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   int provided = 0;
   MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
-  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
   int rank = 0, host = 0;
   MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
   set_this_rank(rank);
@@ -90,7 +113,7 @@ World number_by_host(int host) {
   w.rank = mine;
   if (numbered != MPI_COMM_NULL) MPI_CHECK(MPI_Comm_free(&numbered));
   MPI_CHECK(MPI_Comm_split(MPI_COMM_WORLD, 0, mine, &numbered));
-  MPI_Comm_set_errhandler(numbered, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_set_errhandler(numbered, MPI_ERRORS_RETURN));
   set_this_rank(mine);
   return w;
 }
@@ -142,23 +165,23 @@ void abort_all_ranks(const std::string& text, int status, Cause cause) {
   _exit(status);
 }
 
-namespace {
 bool is_fault(const std::exception& e) {
   return dynamic_cast<const CudaError*>(&e) || dynamic_cast<const CublasError*>(&e) ||
          dynamic_cast<const NcclError*>(&e) || dynamic_cast<const MpiError*>(&e);
 }
-}  // namespace
+
+void abort_all_ranks(const std::exception& e) {
+  const std::string rank = strf("rank %d", this_rank()), what = e.what();
+  const bool says_rank = what.find(rank) != std::string::npos;
+  // What all ranks run into, a file that was cut, is said by the lowest, which ends the others meanwhile.
+  std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::clamp(this_rank(), 0, 20));
+  abort_all_ranks(says_rank ? what : rank + ": " + what, 1, is_fault(e) ? Cause::fault : Cause::error);
+}
 
 void or_abort(const std::function<void()>& f) {
   try {
     f();
-  } catch (const std::exception& e) {
-    const std::string rank = strf("rank %d", this_rank()), what = e.what();
-    const bool says_rank = what.find(rank) != std::string::npos;
-    // What all ranks run into, a file that was cut, is said by the lowest, which ends the others meanwhile.
-    std::this_thread::sleep_for(std::chrono::milliseconds(100) * std::clamp(this_rank(), 0, 20));
-    abort_all_ranks(says_rank ? what : rank + ": " + what, 1, is_fault(e) ? Cause::fault : Cause::error);
-  }
+  } catch (const std::exception& e) { abort_all_ranks(e); }
 }
 
 void barrier() {
@@ -252,7 +275,7 @@ struct TextChannel::Impl {
 TextChannel::TextChannel(const World& world) : world_(world), impl_(std::make_unique<Impl>()) {
   if (world.size == 1) return;
   MPI_CHECK(MPI_Comm_dup(all_ranks(), &impl_->mpi));
-  MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN);
+  MPI_CHECK(MPI_Comm_set_errhandler(impl_->mpi, MPI_ERRORS_RETURN));
   impl_->lane = flight::open_lane("texts");
 }
 TextChannel::~TextChannel() {

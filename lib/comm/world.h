@@ -17,9 +17,12 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "lib/device/error.h"
@@ -39,6 +42,22 @@ World replica_group(const World& world, int ranks);
 // Whether this rank's group of `ranks` neighbours is on one host, if hosts have runs of neighbours. Ranks may differ.
 bool on_one_host(const World& world, int ranks);
 
+// Ends this process with a line on standard error and this status unless it is destroyed within so many seconds (0:
+// never): where no watchdog looks, while MPI starts and ends. Rank 0's launcher ends the others then, which else say
+// the same a second later.
+class Deadline {
+ public:
+  Deadline(double seconds, const std::string& line, int status);
+  ~Deadline();
+  Deadline(const Deadline&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable met_;
+  bool is_met_ = false;
+  std::thread thread_;
+};
+
 // Starts MPI (once a process) and tells who we are. Errors: MpiError. MPI's own numbers are seen by nobody else.
 World init_mpi(int* argc, char*** argv);
 // The number that each rank gets: hosts in the order of their lowest ranks, and a host's ranks in the order that they
@@ -54,8 +73,12 @@ void finish_mpi();
 enum class Cause { error, fault };
 [[noreturn]] void abort_all_ranks(const std::string& text, int status, Cause cause = Cause::error);
 
-// Runs f. What it throws, other ranks cannot know of and may be waiting for in a collective: it ends them all. Errors
-// of CUDA, NCCL and MPI are faults.
+// Errors of CUDA, cuBLAS, NCCL and MPI are faults: they meet one rank, and the others cannot know of them.
+bool is_fault(const std::exception& e);
+// With what this rank has met, named by its number.
+[[noreturn]] void abort_all_ranks(const std::exception& e);
+
+// Runs f. What it throws, other ranks cannot know of and may be waiting for in a collective: it ends them all.
 void or_abort(const std::function<void()>& f);
 
 // Host-side collectives on all ranks, for set-up and between steps; never inside one.

@@ -1,6 +1,7 @@
 #include "lib/device/terminal.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -69,9 +70,23 @@ void say(const std::string& line) {
   std::fflush(stderr);
 }
 
-void flush_output() {
-  if (std::fflush(stdout) != 0 || std::ferror(stdout))
-    throw Error(strf("standard output cannot be written: %s", std::strerror(errno)));
+void flush_output(Reader reader) {
+  const bool fails = std::fflush(stdout) != 0;
+  const std::string now = strf(": %s", std::strerror(errno));
+  if (!fails && !std::ferror(stdout)) return;
+  const bool closed = (fcntl(out, F_GETFL) & O_ACCMODE) == O_RDONLY;  // since fill_standard_streams
+  pollfd end = {out, POLLOUT, 0};
+  const bool left = poll(&end, 1, 0) > 0 && end.revents & POLLERR;
+  if (left && reader == Reader::may_leave) return;
+  throw Error("standard output cannot be written" + (left     ? ": its reader has left"
+                                                     : closed ? ": it is closed"
+                                                     : fails  ? now
+                                                              : "; see whether its disk has room"));
+}
+
+void fill_standard_streams() {
+  for (int fd : {0, 1, 2})
+    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);  // the lowest number that is free
 }
 
 }  // namespace terminal

@@ -28,7 +28,13 @@ std::string with_colours(Stream s, const std::string& line);
 // A line on standard error, in one piece.
 void say(const std::string& line);
 
-// Throws Error if what was printed could not be written: standard output is full or closed.
-void flush_output();
+// Throws Error if what was printed could not be written: standard output is full or closed, or its reader has left, who
+// may have seen enough of a run that has written what it made elsewhere.
+enum class Reader { reads_all, may_leave };
+void flush_output(Reader reader);
+
+// Opens what a process was started without of standard input, output and error, so that no other file gets these
+// numbers and lines that are meant for them; writing to them still fails.
+void fill_standard_streams();
 
 }  // namespace terminal

@@ -31,6 +31,9 @@ static std::string key(const json& j) {
          std::to_string(j.value("round", 1));
 }
 
+// Of a sweep before the one that has begun anew, and there until that has this row.
+static bool is_stale(const json& j) { return j.value("stale", false); }
+
 const json* ResultFile::find(const json& like) const {
   for (const json& j : rows)
     if (key(j) == key(like)) return &j;
@@ -47,7 +50,7 @@ static std::string without_log(std::string command) {
 
 const json* ResultFile::kept(const json& like) const {
   const json* there = find(like);
-  if (!there || there->contains("error")) return nullptr;
+  if (!there || there->contains("error") || is_stale(*there)) return nullptr;
   const auto same = [&](const char* key, auto none) { return there->value(key, none) == like.value(key, none); };
   const auto chip = [](const json& row) { return row.value(json::json_pointer("/hardware/name"), ""); };
   const bool same_command = without_log(there->value("command", "")) == without_log(like.value("command", ""));
@@ -71,7 +74,7 @@ void ResultFile::put(const json& row) {
   const bool peers_go = before_it && trains_otherwise(*before_it, row);
   const auto goes = [&](const json& j) {
     const bool same_run = is(j, row.value("who", "").c_str()) && j.value("variant", "") == row.value("variant", "");
-    return key(j) == key(row) || (peers_go && is(j, theirs)) ||
+    return key(j) == key(row) || (peers_go && is(j, theirs)) || (same_run && is_stale(j)) ||
            (same_run && without_log(j.value("command", "")) != without_log(row.value("command", "")));
   };
   rows.erase(std::remove_if(rows.begin(), rows.end(), goes), rows.end());
@@ -85,6 +88,12 @@ void ResultFile::put(const json& row) {
   };
   std::stable_sort(rows.begin(), rows.end(), before);
   write();
+}
+
+void ResultFile::drop_stale() {
+  const size_t all = rows.size();
+  rows.erase(std::remove_if(rows.begin(), rows.end(), is_stale), rows.end());
+  if (rows.size() != all) write();
 }
 
 void ResultFile::write() const {
@@ -118,8 +127,16 @@ ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks) {
     const auto stays = [&](const Task& t) { return t.row.name == row && (!t.refused.empty() || beside); };
     return !j.contains("result") || std::none_of(tasks.begin(), tasks.end(), stays);
   };
-  if (run.begin == Begin::anew && run.only.empty())
-    file.rows.erase(std::remove_if(file.rows.begin(), file.rows.end(), goes), file.rows.end());
+  if (run.begin == Begin::anew && run.only.empty()) {
+    const auto runs_again = [&](const json& j) {
+      const auto is_its = [&](const Task& t) { return t.row.name == j.value("row", ""); };
+      return j.contains("result") && std::any_of(tasks.begin(), tasks.end(), is_its);
+    };
+    for (json& j : file.rows)
+      if (goes(j) && runs_again(j)) j["stale"] = true;
+    const auto is_nobodys = [&](const json& j) { return goes(j) && !runs_again(j); };
+    file.rows.erase(std::remove_if(file.rows.begin(), file.rows.end(), is_nobodys), file.rows.end());
+  }
   file.write();  // what cannot be written is said before the first row takes its time
   return file;
 }

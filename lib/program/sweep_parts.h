@@ -31,6 +31,7 @@ struct ResultFile {
   // Replaces the same one. With it go other rounds of it by another command, and PyTorch's where it trains otherwise
   // than the row that they stood beside.
   void put(const json& row);
+  void drop_stale();  // at the end of a sweep: rows of before that nothing has replaced
   void write() const;
 };
 // ---- sweep_task.cc
@@ -48,7 +49,8 @@ struct Task {
 };
 std::vector<Task> tasks_of(const SweepRun& run);
 bool trains_otherwise(const json& before, const json& now);  // of ours: than PyTorch was told
-// Begun anew it is empty but for what was measured of rows that are now refused.
+// Begun anew its rows are "stale", but for those that are now refused: they stay until put() has others, so that a
+// sweep that is interrupted loses nothing, and --continue makes them again.
 ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks);
 bool runs(const Task& t);
 // What a row's processes write: this process's own, since another sweep of the same name may run beside it. Goes with

@@ -129,6 +129,7 @@ int run_sweep(const SweepRun& run) {
     run_rows(run, tasks, round, &file);
     if (run.peers == Peers::on) run_all_peers(run, tasks, round, &file);
   }
+  if (run.only.empty()) file.drop_stale();
   const auto is_good = [&](const json& j) {
     const auto is_its = [&](const Task& t) { return t.number == j.value("number", int64_t(0)); };
     return j.contains("result") && std::any_of(tasks.begin(), tasks.end(), is_its);

@@ -92,11 +92,17 @@ head -n 1 "$dir/once/training_fsdp.csv" | grep -q '^1,' || wrong="$wrong; so hav
 [ -z "$(find "$dir/once" -name '.*.lock')$(find "$dir/again.events" -name '*tfevents*')" ] || wrong="$wrong; files are left"
 verdict "two runs do not write one log, one directory of events or one of diagnostics" "$wrong"
 timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 50 --log "$dir/unread.jsonl" --save "$dir/unread" 2>"$dir/out" | head -n 1 >/dev/null
-wrong=""
-[ "${PIPESTATUS[0]}" = 0 ] || wrong="it did not end well"
+status=${PIPESTATUS[0]} wrong=""
+[ "$status" = 0 ] || wrong="it did not end well: exit status $status"
 [ "$(grep -c '"step":' "$dir/unread.jsonl")" = 50 ] || wrong="$wrong; the log does not have all steps"
 [ -e "$dir/unread/latest" ] || wrong="$wrong; nothing was saved"
 verdict "a run whose output nobody reads goes on" "$wrong"
+timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 50 --sample 3 --prompt a 2>"$dir/out" | head -n 1 >/dev/null
+status=${PIPESTATUS[0]}
+judge "a sample that nobody reads" "standard output cannot be written: its reader has left"
+timeout -k 5 $limit ./train "${small[@]:0:6}" --steps 2 2>"$dir/out" >&- <&-
+status=$?
+judge "a run without standard output" "standard output cannot be written: it is closed"
 
 # Killed at any moment: whatever is there then can be resumed from.
 wrong=""

@@ -98,6 +98,26 @@ grep -q '1, bf16, seed 1: the row that .*refused.jsonl has stays; now it is refu
 [ "$(grep -c '"result"' "$dir/refused.jsonl")$(grep -c '"fp8_scaling":"row"' "$dir/refused.jsonl")" = 21 ] || wrong="$wrong; not a row as it was and one anew"
 head -n 1 "$dir/refused.jsonl" | cmp - "$dir/first.jsonl" >>"$dir/out" || wrong="$wrong; the first is another"
 verdict "a row that is refused keeps its result" "$wrong"
+# One that is interrupted before its last row leaves the rest as it was, and goes on with what it did not come to.
+cp "$dir/depth.jsonl" "$dir/before.jsonl"
+rows_before=$(wc -l <"$dir/before.jsonl")
+CUDA_VISIBLE_DEVICES='' ./bench --sweep depth "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1 >"$dir/out" 2>&1 &
+interrupted=$!
+for ((i = 0; i < 400; i++)); do
+  if grep -q '^depth 1,' "$dir/out"; then break; fi
+  sleep 0.05
+done
+kill -TERM $interrupted
+wait $interrupted
+wrong=""
+[ "$(wc -l <"$dir/depth.jsonl")" = "$rows_before" ] || wrong="$(wc -l <"$dir/depth.jsonl") rows of $rows_before are there"
+grep -q '"row":"1".*"stale":true' "$dir/depth.jsonl" && wrong="$wrong; the first is told as one of before"
+grep -q '"row":"8".*"stale":true' "$dir/depth.jsonl" || wrong="$wrong; the last is not"
+bench --sweep depth --continue "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
+[ "$(grep -c stale "$dir/depth.jsonl") $(wc -l <"$dir/depth.jsonl")" = "0 4" ] || wrong="$wrong; --continue leaves some"
+[ "$(grep -cxFf "$dir/before.jsonl" "$dir/depth.jsonl")" = 0 ] || wrong="$wrong; --continue takes old ones for its own"
+verdict "a sweep that is interrupted loses no row, and goes on" "$wrong"
+
 cp "$dir/depth.jsonl" "$dir/before.jsonl"
 bench --sweep depth --only 3 "${tiny_steps[@]}" --out "$dir/depth.jsonl" -- --seq 64 --batch 1
 rows "$dir/depth.jsonl" 4
