@@ -39,7 +39,8 @@
 //                 part of every rank's, and add their sum to that shard (reduce_by_copy_engine)
 //   end_step()    global gradient norm, whose terms the last reductions have left; clip, AdamW on the shards
 //
-// There are as many slots as the options say, and no other buffers: their number is the rate limiter.
+// There are as many slots as the options say, and one more for units that are much larger than the others, as embedding
+// and head may be: their number is the rate limiter.
 //
 // A shard group is all ranks, or fewer, and then the groups are replicas of each other: gradients are summed within the
 // group by the reduce_scatter, and between the replicas of a shard by an all_reduce. A group of one rank is plain data

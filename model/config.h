@@ -72,7 +72,7 @@ struct ModelConfig {
   bool gather_fp8 = false;                          // those weights are gathered in fp8 too
   bool save_fp8 = false;                            // the MLP's hidden layer, where it is kept, is kept in fp8
   bool diagnostics = false;                         // count what every block's gates and selection do; and NsaKernels
-  int64_t logits_bytes = int64_t(256) << 20;        // the most that exist at one time, but for the last of 128 tokens
+  int64_t logits_bytes = int64_t(256) << 20;        // of logits that exist at one time; see Pieces
   int64_t hidden_bytes = int64_t(512) << 20;        // of the MLP's hidden layer; see Pieces
   Wrap wrap = Wrap::block;
   int64_t wrap_min_params = 0, bucket_params = 0;  // bucket_params: small neighbours are not merged beyond; 0: no limit
@@ -139,8 +139,8 @@ double flops_per_token(const ModelConfig& c);
 // The module that the backward pass ends with, the first of a block: nothing before it is trained.
 int last_of_backward(const ModelConfig& c);
 
-// Rows of a micro-batch that go through a module at one time, so that no more of what it makes exists than the limits
-// of ModelConfig say.
+// Rows of a micro-batch that go through a module at one time, so that what it makes takes the bytes that ModelConfig
+// allows, or what rounding rows up to whole tiles of 128 adds.
 struct Pieces {
   int64_t logits;          // rows whose logits exist at one time
   int64_t hidden;          // whose hidden layers do, in the backward

@@ -230,8 +230,11 @@ void Channel::open_window() {
   Graph graph(dev_);
   graph.make(carry);
   dev_.mode = mode;
+  if (!graph.nodes().known)
+    throw NcclError(strf("NCCL: the driver of rank %d cannot tell whether copy engines are used; update it, or use %s",
+                         this_rank(), without));
   if (graph.nodes().nccl_kernels > 0)
-    throw NcclError(strf("NCCL: %s of rank %d would run on SMs and not on copy engines; %s is that",
+    throw NcclError(strf("NCCL: %s of rank %d would run on SMs and not on copy engines; %s does without them",
                          engines_ == CopyEngines::all_gather ? "gathers" : "reductions", this_rank(), without));
 #endif
 }

@@ -41,6 +41,7 @@ Graph::Nodes count_nodes(cudaGraph_t graph) {
       !driver_function("cuGraphKernelNodeGetParams", 12030, &params_of) ||
       !driver_function("cuFuncGetName", 12030, &name_of) || !driver_function("cuKernelGetName", 12030, &name_of_kernel))
     return count;
+  count.known = true;
   for (cudaGraphNode_t node : nodes_of(graph)) {
     CUgraphNodeType type;
     if (type_of(node, &type) != CUDA_SUCCESS) {

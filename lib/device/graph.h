@@ -25,6 +25,7 @@ class Graph {
   // How many kernels, and of them NCCL's; how many copies and clears.
   struct Nodes {
     int kernels = 0, nccl_kernels = 0, copies = 0, others = 0;
+    bool known = false;  // or the driver is too old to tell
   };
   const Nodes& nodes() const { return nodes_; }
 

@@ -19,7 +19,8 @@
 
 namespace ops {
 
-// Hopper's kernels may use 64 MiB for split-K sums and scheduling.
+// Hopper's kernels may use 64 MiB for split-K sums and scheduling; what is left of them holds the pieces of columns'
+// sums (model/schedule.h), for which no plan grew.
 void keep_workspace(Device& dev) {
   if (dev.backend == Backend::cpu) return;
   dev.blas_workspace_bytes = int64_t(60) << 20;
@@ -83,7 +84,8 @@ Call fp8_call(T* z, const Fp8Factor& a, const Fp8Factor& b, Fp8Sums sums, const 
 }
 
 // How many g are further from gelu(h) than roundings of h and of g explain: gelu's slope is at most 1.13 and
-// |gelu(h)| <= |h|, so two roundings of 2^-8 make at most 2.13 * 2^-8 |h|.
+// |gelu(h)| <= |h|, so two roundings of 2^-8 make at most 2.13 * 2^-8 |h|. The sum is of whole numbers: any order will
+// do.
 __global__ void wrong_gelus_kernel(unsigned long long* out, const bf16* g, const bf16* h, int64_t n) {
   unsigned long long wrong = 0;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {

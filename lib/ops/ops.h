@@ -3,7 +3,8 @@
 // Mode::plan it does nothing. Matrices are row major. M: rows (tokens), C: model dim, V: vocabulary.
 //
 // T is the compute dtype: float, bf16, or double (CPU only: gradient checks). G is the dtype of the gradient slot:
-// T, or float where T is bf16. Sums, softmax and statistics are in acc_t<T>. All results are deterministic: no atomics.
+// T, or float where T is bf16. Sums, softmax and statistics are in acc_t<T>. All results are deterministic: no atomics
+// on floating-point numbers.
 // Pointers are 16-byte aligned; C, V and hidden sizes are multiples of 8 on a GPU in bf16 (checked by the model).
 #pragma once
 
@@ -109,8 +110,7 @@ template <class T>
 void activation_to_fp8(Stream& s, Activation kind, const Fp8Matrix& g, const T* h, float* amax, float* partials,
                        int64_t R, int64_t F);
 // dh, of h's shape and e5m2, and g (R,F) in e4m3, from dg (R,F) and h. amax (2), of dh and of g, is written. partials:
-// 2
-// * sum_partials() numbers.
+// sum_partials() numbers for each of them.
 template <class T>
 void activation_backward_to_fp8(Stream& s, Activation kind, const Fp8Matrix& dh, const Fp8Matrix& g, const T* dg,
                                 const T* h, float* amax, float* partials, int64_t R, int64_t F);

@@ -397,6 +397,7 @@ Run resolve(const Options& o, int world_size, int gpus, const Trained& before) {
   if (o.tf32 && (!gpu || r.dtype != Dtype::f32))
     r.notices.push_back(std::string("--tf32 has no effect") +
                         (gpu ? strf(": matmuls run in %s", name_of(r.dtype)) : " on the CPU"));
+  if (o.gives("tune-matmul") && !gpu) r.notices.push_back("--tune-matmul has no effect on the CPU");
   shard(o, world_size, autocast ? Dtype::f32 : r.dtype, &r);
   resolve_batch(o, p, world_size, &r);
   if (o.accum_sync == "last" && r.grad_accum == 1)
