@@ -7,7 +7,6 @@
 #include <memory>
 
 #include "lib/comm/flight.h"
-#include "lib/comm/watchdog.h"
 #include "lib/device/terminal.h"
 #include "lib/program/bad_steps.h"
 #include "lib/program/checkpoint.h"
@@ -19,6 +18,7 @@
 #include "lib/program/launch.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
+#include "lib/program/ranks.h"
 #include "lib/program/replay.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
@@ -433,8 +433,6 @@ void run(const Options& o, const World& world, const std::string& command) {
   terminal::flush_output(finds ? terminal::Reader::reads_all : terminal::Reader::may_leave);
 }
 
-int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -456,35 +454,5 @@ int main(int argc, char** argv) {
       return exit_status(e);
     }
   }
-  World world;
-  std::unique_ptr<Watchdog> watchdog;
-  int status = 0;
-  // Where nothing is said of it, hosts have longer to start than a rank has to answer.
-  const double starts_in =
-      o.timeout == 0 || o.gives("timeout") ? double(o.timeout) : std::max(300.0, double(o.timeout));
-  auto starting = std::make_unique<Deadline>(
-      starts_in,
-      strf("error: MPI has not started for %.0f s: see whether all ranks and hosts are there, and run", starts_in), 1);
-  try {
-    world = init_mpi(&argc, &argv);
-    error = agree(error);
-    if (!error.empty()) throw UsageError(error);
-    watchdog = std::make_unique<Watchdog>(world, watchdog_options(o, world));
-    starting.reset();
-    halt::catch_signals();
-    run(o, world, command);
-  } catch (const Error& e) {
-    if (is_fault(e)) abort_all_ranks(e);
-    status = exit_status(e);  // agreed on: the same on all ranks
-    if (world.rank == 0) terminal::say(strf("error: %s", e.what()));
-  } catch (const std::exception& e) { abort_all_ranks(e); }
-  starting.reset();
-  halt::release_signals();
-  watchdog.reset();
-  const Deadline ending(
-      o.timeout,
-      strf("warning: MPI has not ended for %lld s, after everything was done: a rank stands still", ll(o.timeout)),
-      status);
-  finish_mpi();
-  return status;
+  return run_ranks(&argc, &argv, o, error, [&](const World& world) { run(o, world, command); });
 }
