@@ -104,7 +104,7 @@ template <class T, class G>
 Buffer<T> Model<T, G>::forward(const int32_t* host, Event& copied) {
   schedule_.begin_evaluation();
   Buffer<T> x = load_and_embed(host, copied);
-  for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, nullptr, std::move(x), false);
+  for (int64_t i = 0; i < c_.depth; i++) x = block_forward(i, nullptr, std::move(x), /*keep=*/false);
   dev_.compute().wait(indexed_);
   return x;
 }
@@ -233,7 +233,7 @@ Buffer<T> Model<T, G>::head(Pass pass, Buffer<T> x, double scale, bool first, A*
       if (!backward) continue;
       if (wide) ops::matmul_wgrad<T, A>(s, sum, logits, n + i * C, rows, V, C, i > 0);
       else if (!head_.frozen) ops::matmul_wgrad<T, G>(s, schedule_.grad(head_), logits, n + i * C, rows, V, C, i > 0);
-      ops::matmul_dgrad<T>(s, n + i * C, logits, schedule_.weight(head_), rows, V, C, false);
+      ops::matmul_dgrad<T>(s, n + i * C, logits, schedule_.weight(head_), rows, V, C);
     }
     if constexpr (!std::is_same_v<G, A>)
       if (wide) ops::cast<G, A>(s, schedule_.grad(head_), sum, V * C);

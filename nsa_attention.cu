@@ -178,16 +178,16 @@ Kernel compress_backward(Device& dev, T* dx, Parameters<G> dphi, const T* dout, 
       T* block = blocks + head * rows * in;
       const T* d = dy + head * rows * a.D;
       if (a.phi == Phi::linear) {
-        ops::matmul_wgrad<T>(s, dphi.w1 + head * a.D * in, d, block, rows, a.D, in, false);
-        ops::matmul_dgrad(s, block, d, phi.w1 + head * a.D * in, rows, a.D, in, false);
+        ops::matmul_wgrad<T>(s, dphi.w1 + head * a.D * in, d, block, rows, a.D, in);
+        ops::matmul_dgrad(s, block, d, phi.w1 + head * a.D * in, rows, a.D, in);
       } else {
         const T* w1 = phi.w1 + head * F * in;
         ops::matmul<T>(s, h, block, w1, none, none, rows, F, in);
-        ops::matmul_dgrad<T>(s, dg, d, phi.w2 + head * a.D * F, rows, a.D, F, false);
+        ops::matmul_dgrad<T>(s, dg, d, phi.w2 + head * a.D * F, rows, a.D, F);
         ops::gelu_backward<T>(s, dg, h, rows * F);  // leaves g in dg, and the hidden layer's gradient in h
-        ops::matmul_wgrad<T>(s, dphi.w2 + head * a.D * F, d, dg, rows, a.D, F, false);
-        ops::matmul_wgrad<T>(s, dphi.w1 + head * F * in, h, block, rows, F, in, false);
-        ops::matmul_dgrad<T>(s, block, h, w1, rows, F, in, false);
+        ops::matmul_wgrad<T>(s, dphi.w2 + head * a.D * F, d, dg, rows, a.D, F);
+        ops::matmul_wgrad<T>(s, dphi.w1 + head * F * in, h, block, rows, F, in);
+        ops::matmul_dgrad<T>(s, block, h, w1, rows, F, in);
       }
     }
   }

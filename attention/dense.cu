@@ -204,7 +204,8 @@ template Kernel attention_backward(cudaStream_t, int, bf16*, bf16*, bf16*, const
 // lower the clock (results/kernels-1gpu.jsonl). Float's products are three of TF32, which take twice as long as bf16's,
 // and reach three quarters of those shares (results/precision-2gpu.jsonl, row `fp32, dense`).
 template <class T>
-static Cost cost(const AttentionShape& a, bool backward) {
+static Cost cost(const AttentionShape& a, AttentionPass pass) {
+  const bool backward = pass == AttentionPass::backward;
   const double around = a.D > 64 && a.sees != Sees::causal ? (backward ? 1.75 : 1) : 2.5;
   double tiles = 0;
   attention::with_mask(a, [&](const auto& mask) {
@@ -227,7 +228,7 @@ template <class T>
 Kernel attention_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const AttentionShape& a,
                          float* amax) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, false)), Kernel();
+  if (s.off()) return s.spend(cost<T>(a, AttentionPass::forward)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");
@@ -284,7 +285,7 @@ Kernel attention_backward(Stream& s, T* dq, T* dk, T* dv, const T* d_o, const T*
                           const acc_t<T>* lse, acc_t<T>* workspace, const AttentionShape& a, Gate<T> gate,
                           const acc_t<T>* stats, const acc_t<T>* rotary) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(a, true)), Kernel();
+  if (s.off()) return s.spend(cost<T>(a, AttentionPass::backward)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("attention: no fp64 kernels on a GPU");

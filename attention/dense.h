@@ -57,6 +57,8 @@ constexpr bool has_gpu_kernels(Dtype t, int64_t D, int64_t DV) {
   return (D == DV && (D == 64 || D == 128)) || (D == 192 && DV == 128);
 }
 
+enum class AttentionPass { forward, backward };
+
 // Which kernel a call launched, for logs and tests.
 struct Kernel {
   const char* code = nullptr;  // sm90, sm80, cuda or fp32 (any GPU; fp32: of float), plain loops; null: none ran

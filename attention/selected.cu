@@ -46,7 +46,8 @@ namespace attention::selected {
 // 512 MiB or one pair's in one segment. The latter has the rows that fit in an H200's L2 (16 MiB at a slot a query); in
 // the backward, which adds to dK and dV once a segment, twice as many. These and a unit's length are what was fastest
 // there.
-Plan plan(const NsaShape& a, bool backward, int64_t segment) {
+Plan plan(const NsaShape& a, AttentionPass pass, int64_t segment) {
+  const bool backward = pass == AttentionPass::backward;
   Plan p{};
   const auto up = [](int64_t x, int64_t to) { return (x + to - 1) / to * to; };
   const int64_t group = a.H / a.HKV, row = (backward ? a.D : a.v_dim()) * 2;  // a slot's, of a head
@@ -97,10 +98,10 @@ static bool joins_near(const NsaShape& a, int arch) {
   return arch == 90 && a.select_block == piece_keys && a.selected <= near_slots && a.H >= 4 * a.HKV;
 }
 
-int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment, StatsAt stats) {
-  const bool masked = arch == 90 && is_masked(a, backward, segment);
+int64_t scratch_bytes(const NsaShape& a, int arch, AttentionPass pass, int64_t segment, StatsAt stats) {
+  const bool masked = arch == 90 && is_masked(a, pass, segment);
   ASSERT(masked || stats == StatsAt::workspace);
-  return masked ? masked_bytes(a, backward, segment, stats) : plan(a, backward, segment).bytes;
+  return masked ? masked_bytes(a, pass, segment, stats) : plan(a, pass, segment).bytes;
 }
 
 #if FSDP_CUDA
@@ -212,10 +213,10 @@ template <class T>
 Kernel nsa_selected_forward(cudaStream_t stream, [[maybe_unused]] int arch, T* o, float* lse, const T* q, const T* k,
                             const T* v, const int32_t* indices, char* scratch, const NsaShape& shape, int64_t segment) {
   using namespace attention::selected;
-  const Plan p = plan(shape, false, segment);
+  const Plan p = plan(shape, AttentionPass::forward, segment);
   attention::selected::check<T>(shape, p, {o, q, k, v, scratch});
   if constexpr (std::is_same_v<T, bf16>) {
-    if (arch == 90 && is_masked(shape, false, segment)) {
+    if (arch == 90 && is_masked(shape, AttentionPass::forward, segment)) {
       masked_forward(stream, o, lse, q, k, v, indices, scratch, shape);
       return {"sm90", "masked tiles"};
     }
@@ -234,11 +235,11 @@ Kernel nsa_selected_backward(cudaStream_t stream, [[maybe_unused]] int arch, T* 
                              const float* lse, const int32_t* indices, char* scratch, const NsaShape& shape,
                              Gate<T> gate, int64_t segment, const Begun<float>& begun) {
   using namespace attention::selected;
-  const Plan p = plan(shape, true, segment);
+  const Plan p = plan(shape, AttentionPass::backward, segment);
   attention::selected::check<T>(shape, p, {dq, dk, dv, dq_compressed, d_o, q, k, v, o, scratch});
   constexpr bool narrow = std::is_same_v<T, bf16>;
   if constexpr (narrow)
-    if (arch == 90 && is_masked(shape, true, segment)) {
+    if (arch == 90 && is_masked(shape, AttentionPass::backward, segment)) {
       masked_backward(stream, dq, dk, dv, dq_compressed, d_o, q, k, v, o, lse, indices, scratch, shape, gate, segment,
                       begun);
       return {"sm90", "masked tiles"};
@@ -279,9 +280,10 @@ INSTANTIATE(bf16)
 // backward is bound by its products. In float a warp goes query by query, and its keys come from L2
 // (results/precision-2gpu.jsonl, `fp32, nsa`).
 template <class T>
-static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
+static Cost cost(const Device& dev, const NsaShape& a, AttentionPass pass) {
+  const bool backward = pass == AttentionPass::backward;
   using attention::selected::piece_keys;
-  const attention::selected::Plan p = attention::selected::plan(a, backward);
+  const attention::selected::Plan p = attention::selected::plan(a, pass);
   const bool near = !backward && attention::selected::joins_near(a, dev.compute_capability);
   double blocks = 0, unlisted = 0;  // that the queries of a head select; of these, that are in no list
   for (int64_t first = 0; first < a.T; first += a.select_block) {
@@ -297,7 +299,7 @@ static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
   c.launches = int(backward ? 4 + 3 * rounds : 3 + 2 * rounds);
   const double both = double(a.D + a.v_dim()), products = 2 * (backward ? 2 * both + double(a.D) : both) * piece_keys;
   if (c.dtype == Dtype::f32) c.flops = visits * products, c.share = 0.035;
-  else if (dev.compute_capability == 90 && attention::selected::is_masked(a, backward, 0)) {
+  else if (dev.compute_capability == 90 && attention::selected::is_masked(a, pass, /*segment=*/0)) {
     const double rows = double((a.T + 127) / 128), dims = backward ? 2 * both + double(a.D) : both;
     c.flops = 2 * double(a.B * a.H) * dims * rows * ((rows + 1) / 2 + 2.5) * 128 * 128;
     c.share = backward ? 0.4 : a.D > 64 ? 0.6 : 0.45, c.launches = 2;
@@ -311,14 +313,15 @@ static Cost cost(const Device& dev, const NsaShape& a, bool backward) {
 template <class T>
 int64_t nsa_selected_forward_scratch(const Device& dev, const NsaShape& a) {
   check(a);
-  return std::is_same_v<T, bf16> ? attention::selected::scratch_bytes(a, dev.compute_capability, false) : 0;
+  return std::is_same_v<T, bf16> ? attention::selected::scratch_bytes(a, dev.compute_capability, AttentionPass::forward)
+                                 : 0;
 }
 
 template <class T>
 Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T* k, const T* v, const int32_t* indices,
                             char* scratch, const NsaShape& a) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(s.device(), a, false)), Kernel();
+  if (s.off()) return s.spend(cost<T>(s.device(), a, AttentionPass::forward)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");
@@ -332,7 +335,7 @@ Kernel nsa_selected_forward(Stream& s, T* o, acc_t<T>* lse, const T* q, const T*
 
 bool nsa_selected_in_tiles(const Device& dev, const NsaShape& a, Dtype dtype) {
   return dtype == Dtype::bf16 && dev.compute_capability == 90 &&
-         attention::selected::is_masked(a, /*backward=*/true, /*segment=*/0);
+         attention::selected::is_masked(a, AttentionPass::backward, /*segment=*/0);
 }
 
 bool nsa_selected_turns(const Device& dev, const NsaShape& a, Dtype dtype) {
@@ -346,7 +349,8 @@ int64_t nsa_selected_words(const Device& dev, const NsaShape& a, Dtype dtype) {
 template <class T>
 int64_t nsa_selected_backward_scratch(const Device& dev, const NsaShape& a, StatsAt stats) {
   check(a);
-  if (std::is_same_v<T, bf16>) return attention::selected::scratch_bytes(a, dev.compute_capability, true, 0, stats);
+  if (std::is_same_v<T, bf16>)
+    return attention::selected::scratch_bytes(a, dev.compute_capability, AttentionPass::backward, /*segment=*/0, stats);
   return std::is_same_v<T, float> ? a.B * a.T * a.H * 8 : 0;
 }
 
@@ -355,7 +359,7 @@ Kernel nsa_selected_backward(Stream& s, T* dq, T* dk, T* dv, const T* dq_compres
                              const T* k, const T* v, const T* o, const acc_t<T>* lse, const int32_t* indices,
                              char* scratch, const NsaShape& a, Gate<T> gate, const Begun<acc_t<T>>& begun) {
   check(a);
-  if (s.off()) return s.spend(cost<T>(s.device(), a, true)), Kernel();
+  if (s.off()) return s.spend(cost<T>(s.device(), a, AttentionPass::backward)), Kernel();
 #if FSDP_CUDA
   if (s.on_gpu()) {
     if constexpr (std::is_same_v<T, double>) throw Error("selected attention: no fp64 kernels on a GPU");

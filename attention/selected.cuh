@@ -25,10 +25,10 @@ struct Plan {
   int64_t lists, entries, stats, slot_stats, slot_rows, sums, split_sums, bytes;
 };
 // segment: 0 or less for the default, else a number of queries, of which 256 is a divisor.
-Plan plan(const NsaShape& a, bool backward, int64_t segment = 0);
+Plan plan(const NsaShape& a, AttentionPass pass, int64_t segment = 0);
 // Bytes of scratch for bf16 on a GPU of compute capability `arch`: the plan's, or what masked tiles need there
 // (selected_masked.cuh). 0: any GPU, without those.
-int64_t scratch_bytes(const NsaShape& a, int arch, bool backward, int64_t segment = 0,
+int64_t scratch_bytes(const NsaShape& a, int arch, AttentionPass pass, int64_t segment = 0,
                       StatsAt stats = StatsAt::workspace);
 
 }  // namespace attention::selected

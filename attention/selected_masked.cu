@@ -26,12 +26,12 @@ static bool in_one(const NsaShape& a, int64_t segment) {
   return segment == masked_in_one ||
          (units >= 32 && units * ((a.T + 127) / 128) >= 256 && (a.D == 64 || a.H <= 4 * a.HKV));
 }
-bool masked_turns(const NsaShape& a) { return is_masked(a, /*backward=*/true, /*segment=*/0) && in_one(a, 0); }
+bool masked_turns(const NsaShape& a) { return is_masked(a, AttentionPass::backward, /*segment=*/0) && in_one(a, 0); }
 // One kernel's counts are cleared with the words: it makes them again.
 int64_t masked_words(const NsaShape& a) { return in_one(a, 0) ? 0 : word_bytes(a); }
 // Words; in the backward behind them statistics, and the sums of dQ with their counts or of parts of dK and dV.
-int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats) {
-  if (!backward) return word_bytes(a);
+int64_t masked_bytes(const NsaShape& a, AttentionPass pass, int64_t segment, StatsAt stats) {
+  if (pass == AttentionPass::forward) return word_bytes(a);
   const AttentionShape shape = dense_shape(a);
   const Problem p(shape);
   const DqOrder order(p);

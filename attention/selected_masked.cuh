@@ -36,12 +36,12 @@ constexpr int64_t masked_tiles = -1, masked_in_one = -2;
 constexpr int64_t masked_tokens = 4096;  // of a sequence, at most: of 64 blocks there is a bit each
 // Of a shape, not of a GPU: Hopper has kernels for it. In longer sequences, and in the forward of 4096 tokens where few
 // heads leave a large GPU idle, lists are as fast or faster (results/gpu-tests-2026-11-25.log).
-inline bool is_masked(const NsaShape& a, bool backward, int64_t segment) {
+inline bool is_masked(const NsaShape& a, AttentionPass pass, int64_t segment) {
   if (a.select_block != 64 || a.T > masked_tokens || (a.D != 64 && a.D != 128) || a.D != a.v_dim()) return false;
   if (segment != 0) return segment < 0;
-  return a.T <= 2048 || (!backward && a.B * a.H * ((a.T + 127) / 128) >= 256);
+  return a.T <= 2048 || (pass == AttentionPass::forward && a.B * a.H * ((a.T + 127) / 128) >= 256);
 }
-int64_t masked_bytes(const NsaShape& a, bool backward, int64_t segment, StatsAt stats);
+int64_t masked_bytes(const NsaShape& a, AttentionPass pass, int64_t segment, StatsAt stats);
 int64_t masked_words(const NsaShape& a);  // bytes that the backward would rather not make again
 bool masked_turns(const NsaShape& a);     // can the backward undo rotary positions?
 

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Few<D, heads>::threads)
       wgmma_wait<0>();
       pin(s);
       exponentials(s, shift, a);
-      store_scores<true, heads, L::groups>(s, scores, 4 * j + warp, false, a);
+      store_scores<true, heads, L::groups>(s, scores, 4 * j + warp, /*add=*/false, a);
     }
     __syncthreads();
   }

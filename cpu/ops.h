@@ -126,11 +126,11 @@ void multiply(G* out, bool ta, bool tb, const T* a, const T* b, int64_t M, int64
     for (int64_t i = 0; i < M * N; ++i) out[i] = sum[i];
 }
 template <class T>
-void matmul_dgrad(T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate) {
+void matmul_dgrad(T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate = false) {
   multiply(dx, false, false, dy, w, M, K, N, accumulate);
 }
 template <class T, class G>
-void matmul_wgrad(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate) {
+void matmul_wgrad(G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate = false) {
   multiply(dw, true, false, dy, x, N, K, M, accumulate);
 }
 

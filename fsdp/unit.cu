@@ -54,8 +54,8 @@ void lay_out(Unit* u, int shards) {
     if (!p.joined) u->scaled.push_back({u->in_fp8, 0});
     u->scaled.back().numel += p.numel, u->in_fp8 += p.numel;
   }
-  u->with_gradient = append_flat(u, true, shards);
-  u->without_gradient = append_flat(u, false, shards);
+  u->with_gradient = append_flat(u, /*with_gradient=*/true, shards);
+  u->without_gradient = append_flat(u, /*with_gradient=*/false, shards);
 }
 
 }  // namespace

@@ -87,7 +87,7 @@ void BlockAttention<T, G>::queries(int64_t block, Saved<T>* v, Purpose life) {
   else n.reset();
   if (rope_table_) {
     dev_.mark("positions");
-    ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, false);
+    ops::rope<T>(s, v->qkv, rope_table_, M, c_.seq, c_.heads + c_.key_heads(), c_.head_dim(), QKV, /*inverse=*/false);
   }
   v->gates_due = c_.sparse;
 }
@@ -128,9 +128,9 @@ void BlockAttention<T, G>::gates_backward(int64_t block, const Saved<T>& v, T* d
   Buffer<T> da = mem.take<T>(M * F, "gradient of activated, then activated");
   ops::copy_columns<T>(s, dg, columns, M, N, N, QKV);
   ops::bias_grad<T, G>(s, schedule_.grad(at.gate_w2_bias), dg, partials, M, N, N);
-  ops::matmul_dgrad<T>(s, da, dg, schedule_.weight(at.gate_w2), M, N, F, false);
+  ops::matmul_dgrad<T>(s, da, dg, schedule_.weight(at.gate_w2), M, N, F);
   ops::silu_backward<T>(s, da, columns, v.gate_h, M, F, QKV);
-  if (!at.gate_w2.frozen) ops::matmul_wgrad<T, G>(s, schedule_.grad(at.gate_w2), dg, da, M, N, F, /*accumulate=*/false);
+  if (!at.gate_w2.frozen) ops::matmul_wgrad<T, G>(s, schedule_.grad(at.gate_w2), dg, da, M, N, F);
   ops::bias_grad<T, G>(s, schedule_.grad(at.gate_w1_bias), columns, partials, M, F, QKV);
 }
 
@@ -261,7 +261,8 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
     Buffer<T> d_o = mem.take<T>(M * K, "gradient of attention");
     dev_.mark("projections, backward");
     Fp8Copy dx8 = linear_.cast_gradient(dx, M, C);
-    linear_.dgrad(d_o, dx, dx8, blocks_.weight(at.o), blocks_.cast_weight(at.o, C, K, Sides::columns), M, C, K, false);
+    linear_.dgrad(d_o, dx, dx8, blocks_.weight(at.o), blocks_.cast_weight(at.o, C, K, Sides::columns), M, C, K,
+                  /*accumulate=*/false);
     // Who recomputes q, k and v has no memory for what a backward of NSA that is begun apart takes.
     NsaBegun<T> begun;
     if (!v->o && c_.keeps_queries() && nsa_begins_at_once<T>(dev_, nsa_shape())) {
@@ -271,7 +272,7 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
       recompute_gated_sum(block, v);
     }
     dev_.mark("projections, backward");
-    blocks_.wgrad(at.o, dx, dx8, v->o, M, C, K, false, blocks_.maxima(v->largest_o, 0, 1));
+    blocks_.wgrad(at.o, dx, dx8, v->o, M, C, K, /*accumulate=*/false, blocks_.maxima(v->largest_o, 0, 1));
     dx8 = Fp8Copy();
     if (c_.sparse) v->o.reset();
     if (!dqkv) dqkv = mem.take<T>(M * QKV, "gradient of q, k, v");
@@ -285,9 +286,9 @@ void BlockAttention<T, G>::backward_turn(int64_t block, Saved<T>* v, T* dx) {
   dev_.mark("projections, backward");
   {
     const Fp8Copy dqkv8 = linear_.cast_gradient(dqkv, M, QKV);
-    blocks_.wgrad(at.qkv, dqkv, dqkv8, n, M, QKV, C, false, blocks_.maxima(v->largest1, 0, M));
+    blocks_.wgrad(at.qkv, dqkv, dqkv8, n, M, QKV, C, /*accumulate=*/false, blocks_.maxima(v->largest1, 0, M));
     linear_.dgrad(n, dqkv, dqkv8, blocks_.weight(at.qkv), blocks_.cast_weight(at.qkv, QKV, C, Sides::columns), M, QKV,
-                  C, false);
+                  C, /*accumulate=*/false);
   }
   dqkv.reset();
   dev_.mark("norms, backward");
@@ -311,7 +312,7 @@ void BlockAttention<T, G>::turn_back(T* dqkv) {
   const int64_t D = c_.head_dim();
   const auto turn = [&](T* x, int64_t heads) {
     dev_.mark("positions, backward");
-    ops::rope<T>(dev_.compute(), x, rope_table_, M_, c_.seq, heads, D, c_.row(), true);
+    ops::rope<T>(dev_.compute(), x, rope_table_, M_, c_.seq, heads, D, c_.row(), /*inverse=*/true);
   };
   if (!backward_turns()) return turn(dqkv, c_.heads + c_.key_heads());
   if (!c_.sparse) return;

@@ -46,6 +46,10 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
     for (const std::string& some : c.frozen) p.frozen = p.frozen || is_among(p.name, some);
     params.push_back(std::move(p));
   };
+  // With the parameter before it, as further rows of one matrix.
+  auto join = [&](const std::string& name, std::vector<int64_t> shape, double std) {
+    add(name, std::move(shape), /*mean=*/0, std, /*joined=*/true);
+  };
   // Small init (Nguyen & Salazar 2019), and 1/sqrt(2L) on what writes into the residual stream (Radford et al. 2019).
   // Where positions are added to the embedding, or no norm comes before its first use, the embedding must be as large
   // as they are.
@@ -70,11 +74,11 @@ std::vector<ModuleParam> all_parameters(const ModelConfig& c) {
       const std::pair<const char*, int64_t> kinds[] = {{"attention.k", D}, {"attention.v", DV}};
       const std::pair<const char*, int64_t> phis[] = {{"attention.phi_k", D}, {"attention.phi_v", DV}};
       for (const auto& [kind, width] : kinds)
-        for (const char* branch : branches) add(std::string(kind) + branch, {c.kv_heads * width, C}, 0, small, true);
+        for (const char* branch : branches) join(std::string(kind) + branch, {c.kv_heads * width, C}, small);
       if (c.sparse) {
         const int64_t hidden = c.gate_hidden();
-        if (hidden > 0) add("attention.gate.w1", {hidden, C}, 0, small, true);
-        else add("attention.gate", {c.gates(), C}, 0, small, true);
+        if (hidden > 0) join("attention.gate.w1", {hidden, C}, small);
+        else join("attention.gate", {c.gates(), C}, small);
         if (hidden > 0) add("attention.gate.w2", {c.gates(), hidden}, 0, small);
         // phi, for keys and for values.
         for (const auto& [of, width] : phis) {

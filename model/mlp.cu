@@ -229,7 +229,7 @@ Fp8Copy BlockMlp<T, G>::activation_backward(int64_t block, const T* dx, T* h, T*
   const Fp8Copy dx8 = linear_.cast_gradient(dx, rows, C);
   const auto late = blocks_.late_bias(at.up_bias, rows, F);
   const bool fuses = !c_.fp8 && !late.pieces;
-  if (!fuses) linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all->down8, rows, C, F, false);
+  if (!fuses) linear_.dgrad(g, dx, dx8, blocks_.weight(at.down), all->down8, rows, C, F, /*accumulate=*/false);
   if (casts_activation(at)) {
     auto of = linear_.cast_activation_backward(activation(), g, h, rows, F);
     scratch.reset();

@@ -258,8 +258,9 @@ void run_gpu(Call<T>& c, int arch, int64_t segment = 0) {
   constexpr bool narrow = std::is_same_v<T, bf16>;
   Arrays gpu(s);
   char* at[2];
+  constexpr AttentionPass passes[2] = {AttentionPass::forward, AttentionPass::backward};
   for (int i : {0, 1})
-    at[i] = gpu.scratch<char>(narrow && arch ? scratch_bytes(a, arch, i == 1, segment)
+    at[i] = gpu.scratch<char>(narrow && arch ? scratch_bytes(a, arch, passes[i], segment)
                               : i            ? nsa_selected_backward_scratch<T>(s.device(), a)
                                              : nsa_selected_forward_scratch<T>(s.device(), a));
   const T* x = gpu.up(c.x.v) + a.ld;
@@ -363,7 +364,7 @@ void check_kernels(const NsaShape& a, Choice choice = Choice::random, int64_t se
     const Errors twin = errors(rounded, exact);
     for (int arch : archs())
       if (arch != 86 || a.D == 128 || a.DV) check_kernel<bf16>(exact, twin, arch, segment ? segment : lists);
-    if (archs().front() == 90 && !segment && is_masked(a, true, masked_tiles))
+    if (archs().front() == 90 && !segment && is_masked(a, AttentionPass::backward, masked_tiles))
       for (int64_t tiles : {masked_tiles, attention::selected::masked_in_one})
         check_kernel<bf16>(exact, twin, 90, tiles);
   }
@@ -653,7 +654,8 @@ TEST_CASE("GPU: selected attention, milliseconds", "[.time]") {
       float* lse = reinterpret_cast<float*>(take(B * T * H * 4));
       int32_t* chosen = reinterpret_cast<int32_t*>(take(int64_t(indices.size()) * 4));
       s.copy(chosen, indices.data(), int64_t(indices.size()) * 4);
-      const int64_t bytes[2] = {scratch_bytes(a, arch, false, segment), scratch_bytes(a, arch, true, segment)};
+      const int64_t bytes[2] = {scratch_bytes(a, arch, AttentionPass::forward, segment),
+                                scratch_bytes(a, arch, AttentionPass::backward, segment)};
       char* scratch = take(std::max(bytes[0], bytes[1]));
       Event e[3] = {Event(s.device(), Event::timed), Event(s.device(), Event::timed), Event(s.device(), Event::timed)};
       std::vector<float> forward, backward;

@@ -147,7 +147,8 @@ void add(const CUpti_Activity* any) {
     }
     case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
       const auto& k = *reinterpret_cast<const CUpti_ActivityKernel9*>(any);
-      return push(Record::kernel, short_name(k.name ? k.name : "a kernel without a name").c_str(), k, 0, false);
+      return push(Record::kernel, short_name(k.name ? k.name : "a kernel without a name").c_str(), k, 0,
+                  /*peer=*/false);
     }
     case CUPTI_ACTIVITY_KIND_MEMCPY: {
       const auto& c = *reinterpret_cast<const CUpti_ActivityMemcpy5*>(any);
@@ -156,11 +157,11 @@ void add(const CUpti_Activity* any) {
     }
     case CUPTI_ACTIVITY_KIND_MEMCPY2: {
       const auto& c = *reinterpret_cast<const CUpti_ActivityMemcpyPtoP4*>(any);
-      return push(Record::copy, name_of_copy(CUPTI_ACTIVITY_MEMCPY_KIND_PTOP), c, int64_t(c.bytes), true);
+      return push(Record::copy, name_of_copy(CUPTI_ACTIVITY_MEMCPY_KIND_PTOP), c, int64_t(c.bytes), /*peer=*/true);
     }
     case CUPTI_ACTIVITY_KIND_MEMSET: {
       const auto& c = *reinterpret_cast<const CUpti_ActivityMemset4*>(any);
-      return push(Record::clear, "clear", c, int64_t(c.bytes), false);
+      return push(Record::clear, "clear", c, int64_t(c.bytes), /*peer=*/false);
     }
     default:
       return;

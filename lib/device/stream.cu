@@ -95,7 +95,8 @@ struct Stream::Worker {
   Device& dev;
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<std::pair<std::function<void()>, bool>> queue;  // work, and whether it runs after a failure too
+  enum class Runs { until_a_failure, always };
+  std::deque<std::pair<std::function<void()>, Runs>> queue;
   bool stop = false, busy = false;
   std::thread thread;
 
@@ -108,10 +109,10 @@ struct Stream::Worker {
     }
     thread.join();
   }
-  void push(std::function<void()> work, bool always) {
+  void push(std::function<void()> work, Runs when) {
     {
       std::lock_guard<std::mutex> lock(mutex);
-      queue.emplace_back(std::move(work), always);
+      queue.emplace_back(std::move(work), when);
     }
     changed.notify_all();
   }
@@ -128,7 +129,7 @@ struct Stream::Worker {
       queue.pop_front();
       busy = true;
       lock.unlock();
-      if (item.second || !dev.failed()) {
+      if (item.second == Runs::always || !dev.failed()) {
         try {
           item.first();
         } catch (...) { dev.fail(std::current_exception()); }
@@ -166,13 +167,13 @@ bool Stream::on_gpu() const { return dev_.backend == Backend::gpu; }
 void Stream::enqueue(std::function<void()> work) {
   if (off()) return;
   ASSERT(worker_);
-  worker_->push(std::move(work), false);
+  worker_->push(std::move(work), Worker::Runs::until_a_failure);
 }
 
 void Stream::host(std::function<void()> work) {
   if (off()) return;
   if (worker_) {
-    worker_->push(std::move(work), false);
+    worker_->push(std::move(work), Worker::Runs::until_a_failure);
     return;
   }
 #if FSDP_CUDA
@@ -206,7 +207,7 @@ void Stream::record(Event& e) {
   }
 #endif
   auto flag = e.s_->flag = std::make_shared<Flag>();
-  worker_->push([flag] { flag->raise(); }, true);
+  worker_->push([flag] { flag->raise(); }, Worker::Runs::always);
 }
 
 void Stream::wait(const Event& e) {
@@ -222,7 +223,7 @@ void Stream::wait(const Event& e) {
     return;
   }
 #endif
-  if (auto flag = e.s_->flag) worker_->push([flag] { flag->wait(); }, true);
+  if (auto flag = e.s_->flag) worker_->push([flag] { flag->wait(); }, Worker::Runs::always);
 }
 
 void Stream::copy(void* to, const void* from, int64_t bytes) {

@@ -249,7 +249,7 @@ struct RopeTable {
 };
 template <class T>
 void rope_table(cudaStream_t stream, float* table, int64_t T_, int64_t D, const Rope& how) {
-  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, how}, T_ * (D / 2), false);
+  each<1>(stream, RopeTable{reinterpret_cast<float2*>(table), D / 2, D, how}, T_ * (D / 2), /*vectors=*/false);
 }
 
 // x (M,ld), table (T_,D/2,2). threadIdx.x runs along the D / 2 pairs of a head, threadIdx.y and blockIdx.x along rows,
@@ -413,7 +413,8 @@ template <class W>
 void init_normal(cudaStream_t stream, W w, uint64_t seed, uint32_t tensor, int64_t first, int64_t n, float mean,
                  float std) {
   if (n == 0) return;
-  each<1>(stream, InitNormal<W>{w, seed, tensor, first, n, mean, std}, (first + n - 1) / 4 - first / 4 + 1, false);
+  each<1>(stream, InitNormal<W>{w, seed, tensor, first, n, mean, std}, (first + n - 1) / 4 - first / 4 + 1,
+          /*vectors=*/false);
 }
 
 template <class W>

@@ -525,7 +525,8 @@ void sum_parts(cudaStream_t stream, To* to, const E* mine, int rank, const E* ot
 
 inline void total_power(cudaStream_t stream, ops::GradNorm p, double* out, const double* pieces, int64_t n) {
   with_term(p, [&](auto term) {
-    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, out, pieces, n, false);
+    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, out, pieces, n,
+           /*accumulate=*/false);
   });
 }
 // x (1), loss (1) or none.

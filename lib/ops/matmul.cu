@@ -319,7 +319,7 @@ void matmul_dgrad_activation(Stream& s, Activation kind, T* g, Activated activat
   if constexpr (std::is_same_v<T, bf16>)
     if (fused && s.on_gpu()) return dgrad_activation(s, kind, g, activated, h_dh, dy, w, M, N, F);
 #endif
-  matmul_dgrad(s, g, dy, w, M, N, F, /*accumulate=*/false);
+  matmul_dgrad(s, g, dy, w, M, N, F);
   if (kind == Activation::gelu) gelu_backward(s, g, h_dh, M * F);
   else swiglu_backward(s, g, h_dh, M, F);
 }

@@ -47,7 +47,7 @@ template <class T>
 void matmul_swiglu(Stream& s, T* g, T* h, Hidden hidden, const T* x, const T* w, int64_t M, int64_t F, int64_t K);
 // dx (M,K) = dy (M,N) w (N,K); added to dx if accumulate.
 template <class T>
-void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate);
+void matmul_dgrad(Stream& s, T* dx, const T* dy, const T* w, int64_t M, int64_t N, int64_t K, bool accumulate = false);
 // Through W2 and an activation to its hidden layer: dy (M,N) is the gradient of g w^T, g (M,F) = activation(h), w
 // (N,F). h_dh, (M,F) or of SwiGLU (M,2F), comes as h and leaves as its gradient; g is written, unless it is given. One
 // call, so that the GPU can make it in one kernel (bf16, tuned, compute capability 9.0), with the bits of two.
@@ -59,7 +59,7 @@ enum class Pass { forward, backward };
 bool in_one_kernel(const Device& dev, Pass pass, Activation kind, int64_t M, int64_t F, int64_t K);
 // dw (N,K) = dy^T (N,M) x (M,K); added to dw if accumulate.
 template <class T, class G>
-void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate);
+void matmul_wgrad(Stream& s, G* dw, const T* dy, const T* x, int64_t M, int64_t N, int64_t K, bool accumulate = false);
 // ---- fp8 (lib/device/fp8.h). Current scaling: a matrix is cast with a scale of its own, from its own largest number,
 // or with one for each row (and, of its transpose, for each column), from that row's. On a GPU (compute capability 8.9
 // and later) matrices are bf16, and M, N, K, R and C multiples of 16.

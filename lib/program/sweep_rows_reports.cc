@@ -33,9 +33,10 @@ static std::vector<Comm> comm_matrix(const SweepMachine& m) {
   for (const auto& w : wraps)
     for (const char* gather : {"copy-engine", "nccl"}) {
       if (!m.gpu && *gather == 'c') continue;
-      all.push_back({w.first, w.second, true, true, gather});
-      all.push_back({w.first, w.second, true, false, gather});
-      all.push_back({w.first, w.second, false, true, gather});  // nothing is gathered twice: no limit to set
+      all.push_back({w.first, w.second, /*reshard=*/true, /*limit=*/true, gather});
+      all.push_back({w.first, w.second, /*reshard=*/true, /*limit=*/false, gather});
+      // Nothing is gathered twice: no limit to set.
+      all.push_back({w.first, w.second, /*reshard=*/false, /*limit=*/true, gather});
     }
   return all;
 }
