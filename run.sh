@@ -122,14 +122,23 @@ choose_ranks() {
 }
 
 # mpirun kills its ranks two seconds after a SIGTERM, and waits as long for ranks that are dead already. So it gets
-# SIGUSR1, which it passes on: they finish the step, save and end. A second signal ends them at once.
+# SIGUSR1, which it passes on: they finish the step, save and end. A second signal, a second or more later, ends them at
+# once; but not SIGHUP, of which a terminal that is closed sends several.
 pid=
-ended=
-pass_on() {
-  [ -z "$pid" ] || kill -s "$([ -z "$ended" ] && echo USR1 || echo TERM)" "$pid" 2>/dev/null
-  ended=yes
+ended= # when it was asked for, in microseconds
+pass_on() { # SIGNAL
+  local now=${EPOCHREALTIME//[.,]/}
+  if [ -z "$ended" ]; then
+    ended=$now
+    [ -z "$pid" ] || kill -s USR1 "$pid" 2>/dev/null
+  elif [ "$1" != HUP ] && [ $((now - ended)) -ge 1000000 ]; then
+    [ -z "$pid" ] || kill -s TERM "$pid" 2>/dev/null
+  fi
 }
-trap pass_on TERM INT HUP
+for signal in TERM INT HUP; do
+  # shellcheck disable=SC2064 # of this turn
+  trap "pass_on $signal" $signal
+done
 
 for ((left = restarts, pause = 0; ; left--)); do
   choose_ranks
