@@ -130,7 +130,8 @@ bool copy_engines_pay(const Device& dev, const World& world) {
 #if COPY_ENGINES
   int version = 0;
   if (ncclGetVersion(&version) != ncclSuccess || version < NCCL_VERSION(2, 28, 3)) return false;
-  bool all = dev.backend == Backend::gpu && dev.compute_capability >= 90 && gpu_count() >= world.local_size;
+  bool all = dev.backend == Backend::gpu && dev.compute_capability >= 90 && gpu_count() >= world.local_size &&
+             Graph::can_know_nodes();  // see open_window
   for (int other = 0; all && other < gpu_count(); other++) {
     int reached = other == dev.ordinal;
     if (!reached) CUDA_CHECK(cudaDeviceCanAccessPeer(&reached, dev.ordinal, other));

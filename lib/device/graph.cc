@@ -30,29 +30,35 @@ std::vector<cudaGraphNode_t> nodes_of(cudaGraph_t graph) {
   return nodes;
 }
 
-// The runtime knows neither the kernels of libraries that launch through the driver nor all kinds of nodes.
-Graph::Nodes count_nodes(cudaGraph_t graph) {
+// What a driver tells of a graph's nodes. The runtime knows neither the kernels of libraries that launch through the
+// driver nor all kinds of nodes.
+struct NodeTeller {
   CUresult (*type_of)(CUgraphNode, CUgraphNodeType*) = nullptr;
   CUresult (*params_of)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*) = nullptr;
   CUresult (*name_of)(const char**, CUfunction) = nullptr;
   CUresult (*name_of_kernel)(const char**, CUkernel) = nullptr;
+  const bool known = driver_function("cuGraphNodeGetType", 12030, &type_of) &&
+                     driver_function("cuGraphKernelNodeGetParams", 12030, &params_of) &&
+                     driver_function("cuFuncGetName", 12030, &name_of) &&
+                     driver_function("cuKernelGetName", 12030, &name_of_kernel);
+};
+
+Graph::Nodes count_nodes(cudaGraph_t graph) {
+  const NodeTeller driver;
   Graph::Nodes count;
-  if (!driver_function("cuGraphNodeGetType", 12030, &type_of) ||
-      !driver_function("cuGraphKernelNodeGetParams", 12030, &params_of) ||
-      !driver_function("cuFuncGetName", 12030, &name_of) || !driver_function("cuKernelGetName", 12030, &name_of_kernel))
-    return count;
-  count.known = true;
+  count.known = driver.known;
+  if (!count.known) return count;
   for (cudaGraphNode_t node : nodes_of(graph)) {
     CUgraphNodeType type;
-    if (type_of(node, &type) != CUDA_SUCCESS) {
+    if (driver.type_of(node, &type) != CUDA_SUCCESS) {
       count.others++;
     } else if (type == CU_GRAPH_NODE_TYPE_KERNEL) {
       CUDA_KERNEL_NODE_PARAMS params = {};
       const char* name = "";
       count.kernels++;
-      if (params_of(node, &params) != CUDA_SUCCESS) continue;
-      if (params.func) name_of(&name, params.func);
-      else name_of_kernel(&name, params.kern);
+      if (driver.params_of(node, &params) != CUDA_SUCCESS) continue;
+      if (params.func) driver.name_of(&name, params.func);
+      else driver.name_of_kernel(&name, params.kern);
       count.nccl_kernels += activity::is_nccl_kernel(name);
     } else {
       const bool copies = type == CU_GRAPH_NODE_TYPE_MEMCPY || type == CU_GRAPH_NODE_TYPE_MEMSET;
@@ -134,6 +140,14 @@ void Graph::make(const std::function<void()>& work) {
   if (!dev_.after_graph) dev_.after_graph = std::make_unique<Event>(dev_);
 #else
   (void)work;
+#endif
+}
+
+bool Graph::can_know_nodes() {
+#if FSDP_CUDA
+  return NodeTeller().known;
+#else
+  return false;
 #endif
 }
 

@@ -28,6 +28,7 @@ class Graph {
     bool known = false;  // or the driver is too old to tell
   };
   const Nodes& nodes() const { return nodes_; }
+  static bool can_know_nodes();  // whether the driver tells
 
  private:
   Device& dev_;
