@@ -675,6 +675,18 @@ TEST_CASE("CPU ranks share their host's memory", "[comm]") {
   CHECK(a.world_gpus == 0);
 }
 
+TEST_CASE("no GPU is an error of all ranks, and no rank's fault", "[comm]") {
+  if (gpus() > 0) return;  // and none is missing
+  std::string text;
+  try {
+    assign_device(Backend::gpu, test_world());
+  } catch (const Error& e) {
+    text = e.what();
+    CHECK_FALSE(is_fault(e));
+  }
+  CHECK(has(text, "rank 0 sees no GPU"));
+}
+
 TEST_CASE("GPU: each rank takes one, and all know who shares", "[comm][gpu][hosts]") {
   NEEDS_GPU();
   const World& w = test_world();

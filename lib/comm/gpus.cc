@@ -76,7 +76,7 @@ DeviceAssignment assign_device(Backend backend, const World& world) {
     for (int i = 0; i < seen; i++) cards += " " + name_gpu(i).card;
   } catch (const Error& e) { error = e.what(); }
   error = agree(error);
-  if (!error.empty()) throw CudaError(error);
+  if (!error.empty()) throw Error(error);  // of all ranks, and no rank's fault
   char host[256] = "";
   gethostname(host, sizeof host - 1);
   // No name has a blank in it. A host is known by its first rank.
