@@ -182,8 +182,8 @@ TEST_CASE("a config.json of a model that is not here is refused by name", "[safe
   for (const json& rope : {json::object(), {{"rope_type", "default"}}, {{"type", "default"}, {"factor", 1.0}}})
     for (const char* key : {"rope_scaling", "rope_parameters"}) CHECK(refused(changed(llama(), key, rope)).empty());
   // What no type or another place says would be passed over.
-  CHECK(
-      has(refused(changed(llama(), "rope_scaling", {{"factor", 8.0}})), "C: \"rope_scaling.factor\" is 8.0, not null"));
+  CHECK(has(refused(changed(llama(), "rope_scaling", {{"factor", 8.0}})),
+            "C: \"rope_scaling.factor\" is 8.0, not null, the only value with rope_type \"default\" or none;"));
   CHECK(has(refused(changed(llama(), "rope_scaling", {{"rope_type", "default"}, {"type", "linear"}, {"factor", 8.0}})),
             "C: \"rope_scaling.type\" is \"linear\", not \"default\""));
   CHECK(has(refused(changed(llama(), "rope_parameters", {{"full_attention", {{"rope_type", "linear"}}}})),

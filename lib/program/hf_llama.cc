@@ -43,7 +43,7 @@ std::string type_of(const CheckedJson& rope) {
     for (const auto& [key, value] : rope.value().items())
       if (key != "type" && key != "rope_type" && key != "rope_theta" && key != "partial_rotary_factor" &&
           !value.is_null() && !(key == "factor" && value == 1))
-        rope.at(key.c_str()).refuse("null, and no rope_type but default is named");
+        rope.at(key.c_str()).refuse("null, the only value with rope_type \"default\" or none");
   return type;
 }
 
@@ -81,7 +81,7 @@ json settings_of_llama(const CheckedJson& config) {
   for (const auto& [key, value] : only)
     if (says(config, key.c_str()) && config.at(key.c_str()).value() != value)
       config.at(key.c_str()).refuse((value.is_null() ? "null" : value.dump()) + ", and this program has no other");
-  // Where Mistral's says nothing it means a window of 4096 and 8 key heads.
+  // Where a Mistral's says nothing of them, transformers takes a window of 4096 and 8 key heads.
   if (type == "mistral")
     for (const char* key : {"sliding_window", "num_key_value_heads"}) (void)config.at(key);
   json settings = {{"arch", "llama"}, {"attn", "dense"}, {"tie_embeddings", false}};
