@@ -143,7 +143,7 @@ Settings parse(int argc, char** argv) {
     app.parse(int(end - argv), argv);
   } catch (const CLI::CallForHelp&) {
     std::printf("%s", app.help().c_str());
-    terminal::flush_output(terminal::Reader::reads_all);
+    terminal::flush_output(terminal::OutputReader::reads_all);
     std::exit(0);
   } catch (const CLI::ParseError& e) {
     refuse_options_of_train(app, argv, end);
@@ -441,7 +441,7 @@ int main(int argc, char** argv) {
     const Settings s = parse(argc, argv);
     if (s.rank) return collectives_rank({unfinished(s.out), s.command, FSDP_COMMIT}, s.values, &argc, &argv);
     const int status = run_bench(s);
-    terminal::flush_output(terminal::Reader::reads_all);
+    terminal::flush_output(terminal::OutputReader::reads_all);
     return status;
   } catch (const UsageError& e) {
     std::fprintf(stderr, "error: %s\n", e.what());

@@ -430,7 +430,7 @@ void run(const Options& o, const World& world, const std::string& command) {
   if (!error.empty()) throw UsageError(error);
   if (world.rank != 0) return;
   const bool finds = !o.eval.empty() || o.sample > 0;
-  terminal::flush_output(finds ? terminal::Reader::reads_all : terminal::Reader::may_leave);
+  terminal::flush_output(finds ? terminal::OutputReader::reads_all : terminal::OutputReader::may_leave);
 }
 
 }  // namespace

@@ -1,12 +1,17 @@
 // lib/program/outputs.h: what a run writes is none of the files that it reads, by whatever name it is called.
+#include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
 
+#include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "lib/device/device.h"
+#include "lib/device/terminal.h"
 #include "lib/program/checkpoint_directory.h"
 #include "lib/program/outputs.h"
 #include "lib/program/telemetry.h"
@@ -167,4 +172,33 @@ TEST_CASE("a log replaces a log alone", "[telemetry]") {
   CHECK(log(dir.file("long", std::string(3 << 20, '{'))) == "--log " + (dir / "long") + refused);
   for (const std::string& path : {dir.path, std::string("/dev/null")})
     CHECK(log(path) == "--log " + path + ": not a regular file; choose another");
+}
+
+TEST_CASE("a reader who has left is no full disk, behind a pipe or a socket", "[outputs]") {
+  const bool socket = GENERATE(false, true);
+  const auto said = [&](terminal::OutputReader reader) {  // by a process whose standard output nobody reads
+    int ends[2], back[2];
+    REQUIRE((socket ? socketpair(AF_UNIX, SOCK_STREAM, 0, ends) : pipe(ends)) == 0);
+    REQUIRE(pipe(back) == 0);
+    std::fflush(stdout);  // or the child would write what the parent has there
+    const pid_t child = fork();
+    if (child == 0) {
+      std::signal(SIGPIPE, SIG_IGN);
+      dup2(ends[1], 1);
+      for (int fd : {ends[0], ends[1], back[0]}) close(fd);
+      std::printf("3.14\n");
+      std::string text = error_of([&] { terminal::flush_output(reader); });
+      if (write(back[1], text.data(), text.size()) < 0) _exit(1);
+      _exit(0);
+    }
+    for (int fd : {ends[0], ends[1], back[1]}) close(fd);
+    std::string text(1000, '\0');
+    const ssize_t n = read(back[0], &text[0], text.size());
+    close(back[0]);
+    waitpid(child, nullptr, 0);
+    text.resize(size_t(std::max<ssize_t>(0, n)));
+    return text;
+  };
+  CHECK(said(terminal::OutputReader::reads_all) == "standard output cannot be written: its reader has left");
+  CHECK(said(terminal::OutputReader::may_leave).empty());
 }

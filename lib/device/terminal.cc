@@ -70,14 +70,14 @@ void say(const std::string& line) {
   std::fflush(stderr);
 }
 
-void flush_output(Reader reader) {
+void flush_output(OutputReader reader) {
   const bool fails = std::fflush(stdout) != 0;
   const std::string now = strf(": %s", std::strerror(errno));
   if (!fails && !std::ferror(stdout)) return;
   const bool closed = (fcntl(out, F_GETFL) & O_ACCMODE) == O_RDONLY;  // since fill_standard_streams
   pollfd end = {out, POLLOUT, 0};
-  const bool left = poll(&end, 1, 0) > 0 && end.revents & POLLERR;
-  if (left && reader == Reader::may_leave) return;
+  const bool left = poll(&end, 1, 0) > 0 && end.revents & (POLLERR | POLLHUP);  // of a pipe and of a socket
+  if (left && reader == OutputReader::may_leave) return;
   throw Error("standard output cannot be written" + (left     ? ": its reader has left"
                                                      : closed ? ": it is closed"
                                                      : fails  ? now

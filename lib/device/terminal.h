@@ -30,8 +30,8 @@ void say(const std::string& line);
 
 // Throws Error if what was printed could not be written: standard output is full or closed, or its reader has left, who
 // may have seen enough of a run that has written what it made elsewhere.
-enum class Reader { reads_all, may_leave };
-void flush_output(Reader reader);
+enum class OutputReader { reads_all, may_leave };
+void flush_output(OutputReader reader);
 
 // Opens what a process was started without of standard input, output and error, so that no other file gets these
 // numbers and lines that are meant for them; writing to them still fails.

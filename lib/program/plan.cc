@@ -360,7 +360,7 @@ std::string hardware_text() {
 
 void print_answer(const std::string& text) {
   std::fputs(text.c_str(), stdout);
-  terminal::flush_output(terminal::Reader::reads_all);
+  terminal::flush_output(terminal::OutputReader::reads_all);
 }
 
 int answer(const Options& o, const std::string& command) {
