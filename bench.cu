@@ -443,11 +443,8 @@ int main(int argc, char** argv) {
     const int status = run_bench(s);
     terminal::flush_output(terminal::OutputReader::reads_all);
     return status;
-  } catch (const UsageError& e) {
-    std::fprintf(stderr, "error: %s\n", e.what());
-    return 2;
   } catch (const std::exception& e) {
-    std::fprintf(stderr, "error: %s\n", e.what());
-    return 1;
+    terminal::say(strf("error: %s", e.what()));
+    return exit_status(e);
   }
 }

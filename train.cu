@@ -454,5 +454,5 @@ int main(int argc, char** argv) {
       return exit_status(e);
     }
   }
-  return run_ranks(&argc, &argv, o, error, [&](const World& world) { run(o, world, command); });
+  return run_as_rank(&argc, &argv, o, error, [&](const World& world) { run(o, world, command); });
 }

@@ -216,30 +216,63 @@ alone() {
   needs_collectives=1
   judge_fault "$name, $ranks ranks" "$limit" "$@"
 }
-# An MPI call of the start fails on one rank, in a library that stands before MPI's own.
-unlucky_call() {
-  local t
+# A library that stands before MPI's own: on rank 1 the call that UNLUCKY names fails, or never returns.
+unlucky_library() {
   cat >"$dir/unlucky.cc" <<'END'
 #include <cstdlib>
 #include <cstring>
 #include <mpi.h>
+#include <unistd.h>
+static bool unlucky(const char* call) {
+  const char *rank = getenv("OMPI_COMM_WORLD_RANK"), *named = getenv("UNLUCKY");
+  return rank && named && strcmp(rank, "1") == 0 && strcmp(named, call) == 0;
+}
 extern "C" int MPI_Bcast(void* data, int count, MPI_Datatype type, int root, MPI_Comm comm) {
-  const char* rank = getenv("OMPI_COMM_WORLD_RANK");
-  if (rank && strcmp(rank, "1") == 0) return MPI_ERR_OTHER;
-  return PMPI_Bcast(data, count, type, root, comm);
+  return unlucky("MPI_Bcast") ? MPI_ERR_OTHER : PMPI_Bcast(data, count, type, root, comm);
+}
+extern "C" int MPI_Init_thread(int* argc, char*** argv, int wanted, int* provided) {
+  while (unlucky("MPI_Init_thread")) pause();
+  return PMPI_Init_thread(argc, argv, wanted, provided);
+}
+extern "C" int MPI_Finalize() {
+  while (unlucky("MPI_Finalize")) pause();
+  return PMPI_Finalize();
 }
 END
-  if ! mpicxx -shared -fPIC -o "$dir/unlucky.so" "$dir/unlucky.cc" >"$dir/build" 2>&1; then
-    failed=$((failed + 1))
-    echo "FAILED: a library before MPI's: $(head -n 3 "$dir/build")"
-    return
-  fi
+  "${MPICXX:-mpicxx}" -shared -fPIC -o "$dir/unlucky.so" "$dir/unlucky.cc" >"$dir/build" 2>&1 && return
+  failed=$((failed + 1))
+  echo "FAILED: a library before MPI's: $(head -n 3 "$dir/build")"
+  return 1
+}
+unlucky() { # CALL OPTION...: runs two ranks until they end
+  local t call=$1
+  shift
   t=$(now)
-  LD_PRELOAD=$dir/unlucky.so begin 2
+  LD_PRELOAD=$dir/unlucky.so ASAN_OPTIONS=${ASAN_OPTIONS-}:verify_asan_link_order=0 UNLUCKY=$call begin 2 "$@"
   processes
   needs_collectives=''
   ranks_end "$t" 30
+}
+unlucky_calls() {
+  unlucky_library || return
+  unlucky MPI_Bcast
   judge_fault "an MPI call of the start that fails, rank 1 of 2" $((timeout + 4)) "MPI_Bcast" "on rank 1"
+  unlucky MPI_Init_thread
+  judge_deadline "MPI does not start" 1 "error: MPI did not start within $timeout s"
+  unlucky MPI_Finalize --stop-after 3
+  judge_deadline "MPI does not end" 1 "error: this run has done all it was asked for, but MPI did not end within $timeout s"
+  unlucky MPI_Finalize --stop-after 3 --val-data "$dir/none" --val-every 1
+  judge_deadline "nor after an error" 2 "warning: MPI did not end within $timeout s after this error"
+}
+# Of a run in which MPI stands still: one line says so, and its status is this.
+judge_deadline() { # NAME STATUS TEXT
+  local wrong=''
+  [ "$status" = "$2" ] || wrong="exit status $status"
+  [ -z "$orphans" ] || wrong="$wrong; ranks lived on:$orphans"
+  less "$lived" $((timeout + 6)) || wrong="$wrong; it took $lived s"
+  [ "$(tr -d '\r' <"$dir/run/out" | grep -acF "$3")" = 1 ] || wrong="$wrong; not one line says '$3'"
+  [ "$(tr -d '\r' <"$dir/run/out" | grep -ac '^error: ')" = 1 ] || wrong="$wrong; not one line begins with 'error: '"
+  row "$1" "$wrong"
 }
 deadlock() { # RANKS
   alone deadlock "a collective that one never comes to" "$1" 20 "all ranks wait" "barrier" "agreement"
@@ -270,7 +303,7 @@ short() {
   expect='' asked ".HALT" 3 file
   expect='' deadlock 2
   asynchronous 3
-  unlucky_call
+  unlucky_calls
   expect="did not apply it" not_finite "a step that is not finite"
 }
 
@@ -300,7 +333,7 @@ full() {
   done
   expect='' asked "SIGHUP at rank 1" 2 "HUP 1"
   second_signal
-  unlucky_call
+  unlucky_calls
   for n in 2 4; do asynchronous $n; done
   alone starved "the same, its watchdogs seldom at the processor" 2 30 "all ranks wait"
   expect="did not apply it" not_finite "a step that is not finite, --on-nan stop"

@@ -43,9 +43,10 @@ void finish(MPI_Request* request) {
 }
 
 Deadline::Deadline(double seconds, const std::string& line, int status) {
+  ASSERT(status != 0);  // with 0 its launcher would wait for the others
   if (seconds <= 0) return;
   const char* number = std::getenv("OMPI_COMM_WORLD_RANK");  // MPI may not have told yet
-  const double left = seconds + (number && std::strcmp(number, "0") != 0 ? 1 : 0);
+  const double left = seconds + (number && std::strcmp(number, "0") != 0 ? 15 : 0);
   thread_ = std::thread([=] {
     std::unique_lock<std::mutex> lock(mutex_);
     if (met_.wait_for(lock, std::chrono::duration<double>(left), [&] { return is_met_; })) return;

@@ -11,6 +11,8 @@
 namespace {
 int rank_for_errors = -1;
 }
+int exit_status(const std::exception& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }
+
 int this_rank() { return rank_for_errors; }
 void set_this_rank(int rank) { rank_for_errors = rank; }
 

@@ -34,6 +34,9 @@ struct OutOfMemory : Error {
   using Error::Error;
 };
 
+// A program's exit status: 2 where the user asked for what cannot be, 1 for any other error.
+int exit_status(const std::exception& e);
+
 int this_rank();  // for error texts; -1 before MPI has started
 void set_this_rank(int rank);
 std::string strf(const char* format, ...) __attribute__((format(printf, 1, 2)));  // printf into a string

@@ -8,22 +8,33 @@
 #include "lib/program/halt.h"
 #include "lib/program/start.h"
 
-int exit_status(const Error& e) { return dynamic_cast<const UsageError*>(&e) ? 2 : 1; }
-
 // Where nothing is said of it, hosts have longer to start than a rank has to answer.
-static std::unique_ptr<Deadline> deadline_of_start(const Options& o) {
-  const double seconds = o.timeout == 0 || o.gives("timeout") ? double(o.timeout) : std::max(300.0, double(o.timeout));
+static std::unique_ptr<Deadline> deadline_of_start(const Options& o, const std::string& error) {
+  const bool is_said = error.empty() && (o.timeout == 0 || o.gives("timeout"));
+  const double seconds = is_said ? double(o.timeout) : std::max(300.0, double(Options().timeout));
   return std::make_unique<Deadline>(
-      seconds,
-      strf("error: MPI has not started for %.0f s: see whether all ranks and hosts are there, and run", seconds), 1);
+      seconds, strf("error: MPI did not start within %g s: see whether all ranks and hosts are there and run", seconds),
+      1);
 }
 
-int run_ranks(int* argc, char*** argv, const Options& o, const std::string& error,
-              const std::function<void(const World&)>& run) {
+static std::unique_ptr<Deadline> deadline_of_end(const Options& o, const std::string& error, int status) {
+  const double seconds = double(error.empty() ? o.timeout : Options().timeout);
+  return std::make_unique<Deadline>(
+      seconds,
+      status == 0
+          ? strf("error: this run has done all it was asked for, but MPI did not end within %g s: a rank or "
+                 "its host stands still",
+                 seconds)
+          : strf("warning: MPI did not end within %g s after this error: a rank or its host stands still", seconds),
+      status == 0 ? 1 : status);
+}
+
+int run_as_rank(int* argc, char*** argv, const Options& o, const std::string& error,
+                const std::function<void(const World&)>& run) {
   World world;
   std::unique_ptr<Watchdog> watchdog;
   int status = 0;
-  auto starting = deadline_of_start(o);
+  auto starting = deadline_of_start(o, error);
   try {
     world = init_mpi(argc, argv);
     const std::string wrong = agree(error);
@@ -40,10 +51,7 @@ int run_ranks(int* argc, char*** argv, const Options& o, const std::string& erro
   starting.reset();
   halt::release_signals();
   watchdog.reset();
-  const Deadline ending(o.timeout,
-                        strf("warning: MPI has not ended for %lld s, after everything was done: a rank stands still",
-                             static_cast<long long>(o.timeout)),
-                        status);
+  const auto ending = deadline_of_end(o, error, status);
   finish_mpi();
   return status;
 }

@@ -1,6 +1,6 @@
 // A program's process as one of MPI's ranks: from its options to its exit status.
 //
-//   return run_ranks(&argc, &argv, o, error, [&](const World& world) { train(o, world); });
+//   return run_as_rank(&argc, &argv, o, error, [&](const World& world) { train(o, world); });
 #pragma once
 
 #include <functional>
@@ -12,9 +12,6 @@
 // Starts MPI, calls run on every rank with a watchdog beside it, ends MPI and returns the process's exit status.
 // error: what this rank found wrong with its options, which ends all ranks before run. What run throws is the same on
 // all ranks, and rank 0 says it; a fault, or what is no Error, ends all ranks from the one that met it. MPI has
-// --timeout to end and, where --timeout is not given, at least 300 s to start.
-int run_ranks(int* argc, char*** argv, const Options& o, const std::string& error,
-              const std::function<void(const World&)>& run);
-
-// 2 where the user asked for what cannot be, 1 for any other error.
-int exit_status(const Error& e);
+// --timeout to start and to end, and 300 s to start where --timeout is not given.
+int run_as_rank(int* argc, char*** argv, const Options& o, const std::string& error,
+                const std::function<void(const World&)>& run);

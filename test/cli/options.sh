@@ -17,6 +17,8 @@ bad "an answer to NaN that there is not" "--on-nan ignore|skip:K" --on-nan ignor
 bad "no steps to skip" "--on-nan skip:0" --on-nan skip:0
 bad "a step skipped that is applied by then" "--on-nan skip|--optimizer-in-backward" --on-nan skip --optimizer-in-backward 1 --clip 0
 bad "a timeout that is none" "--timeout -1" --timeout -1
+bad "a timeout too short to tell who" "--timeout 0.2|give 2 seconds or more" --timeout 0.2
+verdict "nor is MPI's start timed by it" "$([ "$status" = 2 ] || echo "exit status $status")"
 bad "missing file of options" "--config $dir/none.toml" --config "$dir/none.toml"
 echo 'dmi = 3' >"$dir/bad.toml"
 bad "unknown name in a file of options" "dmi|dim" --config "$dir/bad.toml"
