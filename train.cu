@@ -24,6 +24,7 @@
 #include "lib/program/resume.h"
 #include "lib/program/start.h"
 #include "lib/program/step.h"
+#include "lib/program/step_in_flight.h"
 #include "lib/program/telemetry.h"
 #include "model.h"
 
@@ -65,27 +66,6 @@ void fill_batches(const Run& r, const World& world, const Sampler& sampler, int6
 
 // --------------------------------------------------------------------------------------------------------- the step
 
-// What the host keeps of a step from its preparation to its report. There are two, used in turn: while the device runs
-// one step the host prepares the next and reports the one before.
-struct StepInFlight {
-  Device& dev;
-  const Run& r;
-  HostBuffer<double> unit_sums;                                                   // Fsdp's
-  HostBuffer<int32_t> batches{dev, batch_ints(r.model, r.batch) * r.grad_accum};  // micro-batches, one behind the other
-  HostBuffer<ops::AdamW> adamw{dev, 1};
-  HostBuffer<StepScalars> trained{dev, 1}, validated{dev, 1};
-  HostBuffer<NsaSums> nsa_sums{dev, r.model.diagnostics ? r.model.depth : 1};  // of each block
-  HostBuffer<NsaMaxima> nsa_maxima{dev, r.model.diagnostics ? r.model.depth : 1};
-  std::vector<NsaKernels> kernels = {};
-  double fetch_seconds = 0;          // the host's, to make the micro-batches
-  std::string validation_left = {};  // why it was ended early; empty: it was not
-  Finding sample = {};               // what was written behind the step, to be told behind its line
-  Graph graph{dev};                  // of this step and every second one after it: it holds addresses of this struct
-  Event copied{dev};                 // the device has read the micro-batches
-  Event results{dev};                // the host has what it is told of the step, but for its time
-  Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
-};
-
 template <class T, class G>
 struct Training {
   const Job& job;
@@ -124,21 +104,6 @@ void fetch(Training<T, G>& t, const Sampler& sampler, int64_t first_sequence, in
   } catch (const Error& e) { throw Error(e.what() + (t.saver ? "; " + way_back(t.r.o.save) : "")); }
 }
 
-// What a step tells the host, behind the step's last sums: on their stream, so that AdamW need not wait.
-template <class T, class G>
-void copy_results(Training<T, G>& t, StepInFlight* to) {
-  Stream& s = t.dev.reduce();
-  const int64_t depth = t.r.model.depth;
-  s.copy(to->trained.get(), t.model.fsdp.scalars(), sizeof(StepScalars));
-  s.copy(to->unit_sums.get(), t.model.fsdp.unit_sums(), t.units * int64_t(sizeof(double)));
-  if (t.model.nsa_sums()) {
-    s.copy(to->nsa_sums.get(), t.model.nsa_sums(), depth * int64_t(sizeof(NsaSums)));
-    s.copy(to->nsa_maxima.get(), t.model.nsa_maxima(), depth * int64_t(sizeof(NsaMaxima)));
-  }
-  s.record(to->results);
-  t.dev.compute().wait(to->results);
-}
-
 // Enqueues a step, and the copies of what is told of it. Nothing waits for the device but for the step before the last.
 template <class T, class G>
 void issue_step(Training<T, G>& t, int64_t step) {
@@ -159,7 +124,7 @@ void issue_step(Training<T, G>& t, int64_t step) {
   if (r.o.comm_timing) t.model.fsdp.exposed().begin();
   auto issue = [&] {
     step_program(t.dev, t.model, r, now.batches.get(), now.adamw.get(), now.copied);
-    copy_results(t, &now);
+    copy_results(t.dev, t.model, r, &now);
   };
   // The first two run as they are: what is loaded or connected at its first use cannot be part of a graph.
   // Nor can the step behind a save, whose updates wait for the copies.
