@@ -335,8 +335,8 @@ TEST_CASE("every way to shard trains as one rank does, in the memory that was pl
 // that are the same as another: what is not resharded has no limit, and --shard grad is that. Four ranks take the
 // hybrid ones, groups of two, which fewer have not. The others share the rest by thirds that hold every pair of values.
 // On a GPU, where it takes longer, four ranks take such a third too; the ranks share it: opening NCCL's communicators
-// would take most of the time. On CPUs four ranks take a hundred steps in a third, and as many as losses are compared
-// in the others.
+// would take most of the time. On CPUs a ninth of the combinations take a hundred steps, and the others as many as
+// losses are compared of.
 namespace {
 void check_six_knobs(Backend backend) {
   const World& world = test_world();
@@ -358,9 +358,10 @@ void check_six_knobs(Backend backend) {
   auto check = [&](int shard_ranks, Wrap wrap, bool reshard, int slots, int ahead, int behind, int dtypes) {
     // Thirds of the combinations: those whose knobs add up to the same.
     const bool in_third = (int(wrap) + slots + ahead + behind + dtypes) % 3 == world.size % 3;
+    const bool in_ninth = in_third && (slots + 2 * ahead + behind) % 3 == int(wrap) % 3;
     if ((world.size != 4 || gpu) && !in_third) return;
     ++tried;
-    if (own) s.steps = in_third ? 100 : compared;
+    if (own) s.steps = gpu || in_ninth ? 100 : compared;
     INFO("groups of " << shard_ranks << " wrap " << int(wrap) << " reshard " << reshard << " slots " << slots
                       << " prefetches " << ahead << " and " << behind << " dtypes " << dtypes);
     s.model.wrap = wrap;
@@ -392,10 +393,10 @@ void check_six_knobs(Backend backend) {
 }
 }  // namespace
 
-TEST_CASE("every combination of six knobs uses the memory that was planned, and no more in a hundred steps", "[fsdp]") {
+TEST_CASE("every combination of six knobs uses the memory that was planned, and no more as steps go on", "[fsdp]") {
   check_six_knobs(Backend::cpu);
 }
-TEST_CASE("GPU: every combination of six knobs uses the memory that was planned, and no more in a hundred steps",
+TEST_CASE("GPU: every combination of six knobs uses the memory that was planned, and no more as steps go on",
           "[fsdp][gpu]") {
   NEEDS_GPU();
   check_six_knobs(Backend::gpu);
