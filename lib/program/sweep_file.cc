@@ -116,16 +116,16 @@ ResultFile open_file(const SweepRun& run, const std::vector<Task>& tasks) {
                "%s holds something else than rows of --sweep %s, and is not overwritten; choose another --out",
                run.path.c_str(), run.sweep->name);
   if (!file.rows.empty()) file.rows = read_rows({run.path});
-  // Where PyTorch does not run, its rows stay, and ours beside them until put() has seen whether they still belong.
+  // Where PyTorch does not run, its rows stay, those that had no room too, and ours beside them until put() has seen
+  // whether they still belong.
   std::set<std::string> with_peer;
   for (const json& j : file.rows)
-    if (run.peers == Peers::off && j.value("who", "") == theirs && j.contains("result"))
-      with_peer.insert(j.value("row", ""));
+    if (run.peers == Peers::off && j.value("who", "") == theirs) with_peer.insert(j.value("row", ""));
   const auto goes = [&](const json& j) {
     const std::string row = j.value("row", "");
     const bool beside = with_peer.count(row) && (j.value("who", "") == theirs || j.value("round", 1) == 1);
     const auto stays = [&](const Task& t) { return t.row.name == row && (!t.refused.empty() || beside); };
-    return !j.contains("result") || std::none_of(tasks.begin(), tasks.end(), stays);
+    return (!j.contains("result") && !beside) || std::none_of(tasks.begin(), tasks.end(), stays);
   };
   if (run.begin == Begin::anew && run.only.empty()) {
     const auto runs_again = [&](const json& j) {

@@ -155,8 +155,11 @@ peers=$(peers) mine=$(mine) wrong=""
 bench --sweep seq "${tiny_steps[@]}" --out "$dir/seq.jsonl" -- --batch 1
 [ "$(peers)" = "$peers" ] || wrong="$wrong; PyTorch's rows are not what they were"
 [ "$(mine | wc -l)$(grep -cxF "$mine" "$dir/seq.jsonl")" = 30 ] || wrong="$wrong; ours are not three new ones"
+sed -i '/"who":"PyTorch"/ s/"result":{[^}]*}/"error":"OOM"/' "$dir/seq.jsonl"
+bench --sweep seq "${tiny_steps[@]}" --out "$dir/seq.jsonl" -- --batch 1
+[ "$(grep -c '"error":"OOM".*"who":"PyTorch"' "$dir/seq.jsonl")" = "$(wc -l <<<"$peers")" ] || wrong="$wrong; those that had no room go"
 bench --sweep seq "${tiny_steps[@]}" --out "$dir/seq.jsonl" -- --batch 2
-[ "$(mine | wc -l)$(peers | wc -l)" = 30 ] || wrong="$wrong; PyTorch's stay beside ours of another batch"
+[ "$(mine | wc -l)$(grep -c '"who":"PyTorch"' "$dir/seq.jsonl")" = 30 ] || wrong="$wrong; PyTorch's stay beside ours of another batch"
 verdict "a sweep without --peer keeps PyTorch's rows" "$wrong"
 printf '#!/bin/bash\necho "ModuleNotFoundError: No module named torch"\nexit 1\n' >"$dir/bin/python3"
 PATH="$dir/bin:$PATH" bench --sweep depth --continue --only 1,3,4 --peer "${tiny_steps[@]}" --out "$dir/peer.jsonl" -- --seq 64 --batch 1
