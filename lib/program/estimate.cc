@@ -23,9 +23,9 @@ constexpr double ring_takes = 0.8, engine_takes = 0.15;
 constexpr double kernel_takes[] = {0, 0.5, 1.4};
 constexpr double of_network = 0.85, held = 0.13;  // not measured; held: 17 multiprocessors of 132
 // Latencies, in seconds.
-constexpr double launch = 4e-6;   // of a kernel on the device: to begin, to fill the chip, to end
-constexpr double node = 2.5e-6;   // the same of a kernel in a graph
-constexpr double issue = 3.4e-6;  // of the host, to issue a kernel or an event
+constexpr double launch = 3.8e-6;  // of a kernel on the device: to begin, to fill the chip, to end
+constexpr double node = 2.5e-6;    // the same of a kernel in a graph
+constexpr double issue = 3.4e-6;   // of the host, to issue a kernel or an event
 // A ring's hops within and between nodes, and a tree's for the all-reduce of a few numbers, as NCCL itself reckons with
 // them (its src/graph/tuning.cc).
 constexpr double ring = 8.4e-6, ring_hop = 3.4e-6, ring_node_hop = 9.6e-6;
