@@ -42,8 +42,8 @@ constexpr int64_t piece_numbers = 64;
 // in a build without NCCL 2.28.
 void use_nccl_memory(Device& dev);
 // Whether copy engines are what gathers should go by on this device, if its ranks are on one host: where they were
-// measured to be faster (Hopper and later), library and driver can, and all GPUs reach each other. A rank that does not see
-// the others' GPUs cannot ask: false.
+// measured to be faster (Hopper and later), library and driver can, and all GPUs reach each other. A rank that does not
+// see the others' GPUs cannot ask: false.
 bool copy_engines_pay(const Device& dev, const World& world);
 
 // What copy engines carry on a channel, and no SM has a part in (NCCL's zero-CTA policy on symmetric windows). The rest

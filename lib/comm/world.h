@@ -42,9 +42,9 @@ World replica_group(const World& world, int ranks);
 // Whether this rank's group of `ranks` neighbours is on one host, if hosts have runs of neighbours. Ranks may differ.
 bool on_one_host(const World& world, int ranks);
 
-// Ends this process with a line on standard error and this status, which is not 0, unless it is destroyed within so many
-// seconds (0: never): where no watchdog looks, while MPI starts and ends. Rank 0 speaks, and its launcher ends the others
-// then, for which Open MPI's takes some seconds; where no rank 0 can, they say the same 15 s later.
+// Ends this process with a line on standard error and this status, which is not 0, unless it is destroyed within so
+// many seconds (0: never): where no watchdog looks, while MPI starts and ends. Rank 0 speaks, and its launcher ends the
+// others then, for which Open MPI's takes some seconds; where no rank 0 can, they say the same 15 s later.
 class Deadline {
  public:
   Deadline(double seconds, const std::string& line, int status);

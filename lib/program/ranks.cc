@@ -1,6 +1,5 @@
 #include "lib/program/ranks.h"
 
-#include <algorithm>
 #include <memory>
 
 #include "lib/comm/watchdog.h"
@@ -8,17 +7,16 @@
 #include "lib/program/halt.h"
 #include "lib/program/start.h"
 
-// Where nothing is said of it, hosts have longer to start than a rank has to answer.
+// Where --timeout is not given, hosts have longer to start than a rank has to answer.
 static std::unique_ptr<Deadline> deadline_of_start(const Options& o, const std::string& error) {
-  const bool is_said = error.empty() && (o.timeout == 0 || o.gives("timeout"));
-  const double seconds = is_said ? double(o.timeout) : std::max(300.0, double(Options().timeout));
+  const double seconds = error.empty() && o.gives("timeout") ? o.timeout : 300;
   return std::make_unique<Deadline>(
       seconds, strf("error: MPI did not start within %g s: see whether all ranks and hosts are there and run", seconds),
       1);
 }
 
 static std::unique_ptr<Deadline> deadline_of_end(const Options& o, const std::string& error, int status) {
-  const double seconds = double(error.empty() ? o.timeout : Options().timeout);
+  const double seconds = error.empty() ? o.timeout : Options().timeout;
   return std::make_unique<Deadline>(
       seconds,
       status == 0
