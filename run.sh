@@ -135,10 +135,8 @@ pass_on() { # SIGNAL
     [ -z "$pid" ] || kill -s TERM "$pid" 2>/dev/null
   fi
 }
-for signal in TERM INT HUP; do
-  # shellcheck disable=SC2064 # of this turn
-  trap "pass_on $signal" $signal
-done
+trap 'pass_on TERM' TERM INT
+trap 'pass_on HUP' HUP
 
 for ((left = restarts, pause = 0; ; left--)); do
   choose_ranks

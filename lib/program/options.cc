@@ -169,7 +169,7 @@ const std::vector<Spec> options_parts::specs = flat({
   {"fuse", "0|1", &Options::fuse, from(0, 1), "1: fuse biases, residuals, activations, the sums at norms and the backward of rotary positions into the kernels beside them; 0: a kernel for each (to see what that costs)"},
   {"tune-matmul", "0|1", &Options::tune_matmul, from(0, 1), "on a GPU, 1: before step 1, time cuBLASLt's algorithms for each product and keep the fastest; 0: use its first choice, and do not fuse activations"},
   {"allow-single-rank", "", &Options::allow_single_rank, flag, "train with one rank where several GPUs are visible, or where a launcher started several processes that MPI does not join"},
-  {"timeout", "SECONDS", &Options::timeout, from(0, 86400), "end the run if a rank does not answer, or all wait for each other, for SECONDS (at least 2), of which the last 2 are for telling who; so too if MPI takes longer to start (without this option 300) or to end; 0: never"},
+  {"timeout", "SECONDS", &Options::timeout, from(0, 86400), "end the run if a rank does not answer, or all wait for each other, for SECONDS (at least 2), of which the last 2 are for telling who, and if MPI takes that long to start (300 without this option) or to end; 0: never"},
   {"device", "NAME", &Options::device, one_of({"auto", "cpu", "gpu"}), "what the ranks compute on"},
 }},
 {"Output", {
