@@ -1,4 +1,6 @@
-// lib/program/outputs.h: what a run writes is none of the files that it reads, by whatever name it is called.
+// lib/program/outputs.h: what a run writes is none of the files that it reads, by whatever name it is called. And
+// lib/device/terminal.h: who has left standard output.
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
