@@ -14,7 +14,8 @@ namespace gpu {
 
 template <class T>
 void amax(cudaStream_t stream, float* out, const T* x, float* partials, int64_t n) {
-  sum_by_blocks<Term::largest, width<T>>(stream, out, Read<T>{x}, partials, n, aligned(x), /*accumulate=*/false);
+  sum_by_blocks<width<T>>(stream, out, Always<Term::largest>(), Read<T>{x}, partials, n, aligned(x),
+                          /*accumulate=*/false);
 }
 
 // Byte `n` of each of four words, the first word's lowest.
@@ -126,8 +127,8 @@ __global__ void __launch_bounds__(sum_threads) amax_kernel(float* partials, F f,
   }
 #pragma unroll
   for (int k = 0; k < F::amaxes; ++k) {
-    const float a = term_of<Term::largest>(low_bf16(most[k])), b = term_of<Term::largest>(high_bf16(most[k]));
-    const float all = block_total<Term::largest>(both<Term::largest>(a, b));
+    const float a = term_of(Term::largest, low_bf16(most[k])), b = term_of(Term::largest, high_bf16(most[k]));
+    const float all = block_total(Term::largest, both(Term::largest, a, b));
     if (threadIdx.x == 0) partials[k * gridDim.x + blockIdx.x] = all;
     __syncthreads();
   }
@@ -139,8 +140,8 @@ void largest_of(cudaStream_t stream, float* out, F f, float* partials, int64_t R
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(R, below)));
   launch(stream, amax_kernel<F>, {blocks, across * below}, partials, f, R, C, across);
   for (int k = 0; k < F::amaxes; ++k) {
-    launch(stream, sum_finish_kernel<float, Term::largest>, {1, sum_threads}, out + k, partials + k * blocks, blocks,
-           false);
+    launch(stream, sum_finish_kernel<float>, {1, sum_threads}, out + k, Term::largest, partials + k * blocks, blocks,
+           /*accumulate=*/false);
   }
 }
 
@@ -362,9 +363,9 @@ __global__ void __launch_bounds__(fp8_threads)
     for (int four = 0; four < fp8_tile / 4; ++four) two = larger(two, column_most[four][i / 2]);
   else
     for (int eight = 0; eight < fp8_tile / 8; ++eight) two = larger(two, row_most[i][eight]);
-  const float a = term_of<Term::largest>(low_bf16(two)), b = term_of<Term::largest>(high_bf16(two));
+  const float a = term_of(Term::largest, low_bf16(two)), b = term_of(Term::largest, high_bf16(two));
   if (column && columns && c0 + i < C) columns[int64_t(blockIdx.y) * C + c0 + i] = i % 2 ? b : a;
-  if (!column && rows && r0 + i < R) rows[int64_t(blockIdx.x) * R + r0 + i] = both<Term::largest>(a, b);
+  if (!column && rows && r0 + i < R) rows[int64_t(blockIdx.x) * R + r0 + i] = both(Term::largest, a, b);
 }
 // out (n) = the largest of each column of parts (count,n).
 __global__ void __launch_bounds__(256) vector_amax_finish_kernel(float* out, const float* parts, int count, int64_t n) {
@@ -372,7 +373,7 @@ __global__ void __launch_bounds__(256) vector_amax_finish_kernel(float* out, con
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= n) return;
   float most = 0;
-  for (int part = 0; part < count; ++part) most = both<Term::largest>(most, parts[part * n + i]);
+  for (int part = 0; part < count; ++part) most = both(Term::largest, most, parts[part * n + i]);
   out[i] = most;
 }
 inline void vector_amax(cudaStream_t stream, float* rows, float* columns, const bf16* x, float* partials, int64_t R,

@@ -49,9 +49,9 @@ __device__ __forceinline__ void await_copies() {
 // element and reads ranks * sizeof(E), all but one of them from afar. partials (gridDim.x) or none: of the sum of
 // powers of what is written.
 constexpr int peer_threads = 512;
-template <Term term, int stages, bool adds, class To, class E>
+template <int stages, bool adds, class Which, class To, class E>
 __global__ void __launch_bounds__(peer_threads, 1)
-    sum_peers_kernel(double* partials, To* to, const E* mine, Peers peers, int64_t n) {
+    sum_peers_kernel(double* partials, Which term, To* to, const E* mine, Peers peers, int64_t n) {
   begin_kernel();
   extern __shared__ uint4 ring[];  // (stages, ranks and what of `to` is as wide, threads)
   constexpr int N = width<E>, own = adds ? N * int(sizeof(To)) / int(sizeof(uint4)) : 0;
@@ -99,29 +99,29 @@ __global__ void __launch_bounds__(peer_threads, 1)
     widen(sum, written);
     float powers = 0;
 #pragma unroll
-    for (int j = 0; j < N; ++j) powers = both<term>(powers, term_of<term>(sum[j]));
-    total = both<term>(total, double(powers));
+    for (int j = 0; j < N; ++j) powers = both(term, powers, term_of(term, sum[j]));
+    total = both(term, total, double(powers));
   }
   meet(peers, met + 2);  // from here on the others may write where this rank has read
   if (threadIdx.x == 0) peers.own()[blockIdx.x] = met + 2;
   if (!partials) return;
-  total = block_total<term>(total);
+  total = block_total(term, total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
-template <Term term, class To, class E>
-void sum_peers(cudaStream_t stream, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate, int blocks,
-               double* partials) {
+template <class Which, class To, class E>
+void sum_peers(cudaStream_t stream, Which term, To* to, const E* mine, const Peers& peers, int64_t n, bool accumulate,
+               int blocks, double* partials) {
   constexpr int vectors = 24, own = width<E> * int(sizeof(To)) / int(sizeof(uint4));  // under way, of a thread
   const auto start = [&](auto kernel, int stages, int of_each) {
     ASSERT(stages * of_each <= vectors);
-    launch(stream, kernel, {blocks, peer_threads, stages * of_each * peer_threads * int(sizeof(uint4))}, partials, to,
-           mine, peers, n);
+    launch(stream, kernel, {blocks, peer_threads, stages * of_each * peer_threads * int(sizeof(uint4))}, partials, term,
+           to, mine, peers, n);
   };
   const auto start_for = [&](auto most) {
     constexpr int ranks = decltype(most)::value, adding = vectors / (ranks + own), setting = vectors / ranks;
-    if (accumulate) start(sum_peers_kernel<term, adding, true, To, E>, adding, peers.ranks + own);
-    else start(sum_peers_kernel<term, setting, false, To, E>, setting, peers.ranks);
+    if (accumulate) start(sum_peers_kernel<adding, true, Which, To, E>, adding, peers.ranks + own);
+    else start(sum_peers_kernel<setting, false, Which, To, E>, setting, peers.ranks);
   };
   static_assert(most_peers == 8);
   if (peers.ranks <= 2) start_for(std::integral_constant<int, 2>());
@@ -131,10 +131,10 @@ void sum_peers(cudaStream_t stream, To* to, const E* mine, const Peers& peers, i
 
 // The same of a matrix whose element `first` is the first of `mine`: a block has some of its rows, and asks first which
 // ranks have used which.
-template <Term term, class To, class E>
+template <class Which, class To, class E>
 __global__ void __launch_bounds__(peer_threads)
-    sum_rows_kernel(double* partials, To* to, const E* mine, int64_t first, ops::UsedRows rows, Peers peers, int64_t n,
-                    bool accumulate) {
+    sum_rows_kernel(double* partials, Which term, To* to, const E* mine, int64_t first, ops::UsedRows rows, Peers peers,
+                    int64_t n, bool accumulate) {
   begin_kernel();
   extern __shared__ uint8_t users[];  // (rows of this block): a bit for each rank
   constexpr int N = width<E>, ahead = 4;
@@ -193,26 +193,23 @@ __global__ void __launch_bounds__(peer_threads)
       widen(sum[k], written);
       float powers = 0;
 #pragma unroll
-      for (int j = 0; j < N; ++j) powers = both<term>(powers, term_of<term>(sum[k][j]));
-      total = both<term>(total, double(powers));
+      for (int j = 0; j < N; ++j) powers = both(term, powers, term_of(term, sum[k][j]));
+      total = both(term, total, double(powers));
     }
   }
   meet(peers, met + 2);
   if (threadIdx.x == 0) peers.own()[blockIdx.x] = met + 2;
   if (!partials) return;
-  total = block_total<term>(total);
+  total = block_total(term, total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
 // start(term, partials): a kernel of so many blocks, each of which leaves a partial sum where there is room for them.
 template <class F>
 void sum_with_powers(cudaStream_t stream, int blocks, ops::PowerSum sum, const F& start) {
-  if (!sum.out) return start(std::integral_constant<Term, Term::square>(), nullptr);
-  with_term(sum.p, [&](auto term) {
-    start(term, sum.partials);
-    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, sum.out, sum.partials, blocks,
-           sum.adds);
-  });
+  if (!sum.out) return start(Always<Term::square>(), nullptr);
+  with_term(sum.p, [&](auto term) { start(term, sum.partials); });
+  launch(stream, sum_finish_kernel<double>, {1, sum_threads}, sum.out, term_of(sum.p), sum.partials, blocks, sum.adds);
 }
 
 template <class To, class E>
@@ -221,7 +218,7 @@ void sum_parts(cudaStream_t stream, To* to, const E* mine, const Peers& peers, i
   ASSERT(aligned(to, mine) && n % width<E> == 0);
   const int blocks = int(std::min<int64_t>(most_peer_blocks, ceil_div(n, peer_threads * width<E>)));
   sum_with_powers(stream, blocks, sum, [&](auto term, double* partials) {
-    sum_peers<decltype(term)::value>(stream, to, mine, peers, n, accumulate, blocks, partials);
+    sum_peers(stream, term, to, mine, peers, n, accumulate, blocks, partials);
   });
 }
 
@@ -234,7 +231,7 @@ void sum_parts(cudaStream_t stream, To* to, const E* mine, int64_t first, ops::U
   const int blocks = most_peer_blocks, rows_each = int(ceil_div(ceil_div(n, rows.width) + 1, int64_t(blocks)));
   ASSERT(rows_each * rows.width < int64_t(1) << 31);
   sum_with_powers(stream, blocks, sum, [&](auto term, double* partials) {
-    launch(stream, sum_rows_kernel<decltype(term)::value, To, E>, {blocks, peer_threads, rows_each}, partials, to, mine,
+    launch(stream, sum_rows_kernel<decltype(term), To, E>, {blocks, peer_threads, rows_each}, partials, term, to, mine,
            first, rows, peers, n, accumulate);
   });
 }
@@ -243,15 +240,14 @@ void sum_parts(cudaStream_t stream, To* to, const E* mine, int64_t first, ops::U
 // first is raised to `exponent`, and is not a number where the second is not finite. from_ranks (2, ranks, count):
 // every rank writes into its place in all of them, by turns into either half: a rank that is ahead does not overwrite
 // what another has still to read.
-template <Term term>
-__global__ void __launch_bounds__(sum_threads)
-    sum_scalars_kernel(double* mine, int count, const double* pieces, int64_t n, double* from_ranks, Peers peers,
-                       double exponent) {
+static __global__ void __launch_bounds__(sum_threads)
+    sum_scalars_kernel(Term term, double* mine, int count, const double* pieces, int64_t n, double* from_ranks,
+                       Peers peers, double exponent) {
   begin_kernel();
   __shared__ double sums[sum_threads];
   double total = 0;
-  for (int64_t i = threadIdx.x; i < n; i += sum_threads) total = both<term>(total, pieces[i]);
-  total = block_total<term>(total);
+  for (int64_t i = threadIdx.x; i < n; i += sum_threads) total = both(term, total, pieces[i]);
+  total = block_total(term, total);
   const int numbers = peers.ranks * count, r = threadIdx.x / count, i = threadIdx.x % count;
   const uint32_t met = peers.own()[0];
   double* const half = from_ranks + (met & 1) * numbers;
@@ -263,7 +259,7 @@ __global__ void __launch_bounds__(sum_threads)
     double sum = __ldcg(half + threadIdx.x);
     for (int of = 1; of < peers.ranks; ++of) {
       const double x = __ldcg(half + of * count + threadIdx.x);
-      sum = threadIdx.x == 0 ? both<term>(sum, x) : sum + x;
+      sum = threadIdx.x == 0 ? both(term, sum, x) : sum + x;
     }
     sums[threadIdx.x] = sum;
     if (threadIdx.x > 0) mine[threadIdx.x] = sum;
@@ -277,10 +273,8 @@ __global__ void __launch_bounds__(sum_threads)
 inline void sum_scalars(cudaStream_t stream, ops::GradNorm p, double* mine, int count, const double* pieces, int64_t n,
                         double* from_ranks, const Peers& peers) {
   ASSERT(count > 1 && count * peers.ranks <= sum_threads);
-  with_term(p, [&](auto term) {
-    launch(stream, sum_scalars_kernel<decltype(term)::value>, {1, sum_threads}, mine, count, pieces, n, from_ranks,
-           peers, exponent_of(p));
-  });
+  launch(stream, sum_scalars_kernel, {1, sum_threads}, term_of(p), mine, count, pieces, n, from_ranks, peers,
+         exponent_of(p));
 }
 
 }  // namespace gpu

@@ -349,35 +349,39 @@ void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32
 // What is added up of a number: itself, or a power of its absolute value. largest: nothing is added, the largest
 // absolute value is taken, and a NaN counts as infinity: a maximum over ranks may lose one.
 enum class Term { itself, absolute, square, cube, largest };
-template <Term term, class A>
-__device__ __forceinline__ A both(A a, A b) {
-  if constexpr (term == Term::largest) return b > a ? b : a;
-  else return a + b;
-}
+// Kernels take it as a constant where they are many and it is always this one, and else as a number, which costs a
+// comparison an element: of the norms all but the second are rare.
 template <Term term>
-__device__ __forceinline__ float term_of(float x) {
+using Always = std::integral_constant<Term, term>;
+
+template <class A>
+__device__ __forceinline__ A both(Term term, A a, A b) {
+  if (term == Term::largest) return b > a ? b : a;
+  return a + b;
+}
+__device__ __forceinline__ float term_of(Term term, float x) {
   if (term == Term::largest && x != x) return INFINITY;
   return term == Term::itself ? x : term == Term::square ? x * x : term == Term::cube ? fabsf(x * x * x) : fabsf(x);
 }
 // Over the block; the result is thread 0's.
-template <Term term, class A>
-__device__ __forceinline__ A block_total(A x) {
+template <class A>
+__device__ __forceinline__ A block_total(Term term, A x) {
   __shared__ A warps[warp];
 #pragma unroll
-  for (int o = warp / 2; o > 0; o /= 2) x = both<term>(x, __shfl_xor_sync(0xffffffffu, x, o));
+  for (int o = warp / 2; o > 0; o /= 2) x = both(term, x, __shfl_xor_sync(0xffffffffu, x, o));
   if (threadIdx.x % warp == 0) warps[threadIdx.x / warp] = x;
   __syncthreads();
   x = threadIdx.x < blockDim.x / warp ? warps[threadIdx.x] : A(0);
 #pragma unroll
-  for (int o = warp / 2; o > 0; o /= 2) x = both<term>(x, __shfl_xor_sync(0xffffffffu, x, o));
+  for (int o = warp / 2; o > 0; o /= 2) x = both(term, x, __shfl_xor_sync(0xffffffffu, x, o));
   return x;
 }
 
 // partials (gridDim.x): totals over the blocks' shares of the n numbers that f gives. A thread strides over vectors of
-// N.
+// N. term: an Always or a Term, here and below.
 constexpr int sum_threads = 256;
-template <class A, Term term, int N, class F>
-__global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, F f, int64_t n) {
+template <class A, int N, class Which, class F>
+__global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, Which term, F f, int64_t n) {
   begin_kernel();
   const int64_t vectors = n / N, stride = int64_t(gridDim.x) * blockDim.x;
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -387,35 +391,36 @@ __global__ void __launch_bounds__(sum_threads) sum_kernel(A* partials, F f, int6
     float v[N], sum = 0;
     f.get(v, i * N);
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum = both<term>(sum, term_of<term>(v[j]));
-    total = both<term>(total, A(sum));
+    for (int j = 0; j < N; ++j) sum = both(term, sum, term_of(term, v[j]));
+    total = both(term, total, A(sum));
   }
   for (int64_t i = vectors * N + t; i < n; i += stride) {
     float v[1];
     f.get(v, i);
-    total = both<term>(total, A(term_of<term>(v[0])));
+    total = both(term, total, A(term_of(term, v[0])));
   }
-  total = block_total<term>(total);
+  total = block_total(term, total);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 // out (1), from partials (n).
-template <class A, Term term>
+template <class A>
 __global__ void __launch_bounds__(sum_threads)
-    sum_finish_kernel(A* out, const A* partials, int64_t n, bool accumulate) {
+    sum_finish_kernel(A* out, Term term, const A* partials, int64_t n, bool accumulate) {
   begin_kernel();
   A total = 0;
-  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) total = both<term>(total, partials[i]);
-  total = block_total<term>(total);
-  if (threadIdx.x == 0) *out = both<term>(accumulate ? *out : A(0), total);
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) total = both(term, total, partials[i]);
+  total = block_total(term, total);
+  if (threadIdx.x == 0) *out = both(term, accumulate ? *out : A(0), total);
 }
-template <Term term, int N, class A, class F>
-void sum_by_blocks(cudaStream_t stream, A* out, F f, A* partials, int64_t n, bool vectors, bool accumulate) {
+template <int N, class A, class Which, class F>
+void sum_by_blocks(cudaStream_t stream, A* out, Which term, F f, A* partials, int64_t n, bool vectors,
+                   bool accumulate) {
   const int blocks = int(std::min(ops::sum_partials(), ceil_div(n, 4 * sum_threads)));
   if (blocks > 0) {
-    if (vectors) launch(stream, sum_kernel<A, term, N, F>, {blocks, sum_threads}, partials, f, n);
-    else launch(stream, sum_kernel<A, term, 1, F>, {blocks, sum_threads}, partials, f, n);
+    if (vectors) launch(stream, sum_kernel<A, N, Which, F>, {blocks, sum_threads}, partials, term, f, n);
+    else launch(stream, sum_kernel<A, 1, Which, F>, {blocks, sum_threads}, partials, term, f, n);
   }
-  launch(stream, sum_finish_kernel<A, term>, {1, sum_threads}, out, partials, blocks, accumulate);
+  launch(stream, sum_finish_kernel<A>, {1, sum_threads}, out, term, partials, blocks, accumulate);
 }
 
 template <class T>
@@ -428,18 +433,22 @@ struct Read {
 };
 template <class A>
 void sum(cudaStream_t stream, A* out, const A* x, A* partials, int64_t n, bool accumulate) {
-  sum_by_blocks<Term::itself, 4>(stream, out, Read<A>{x}, partials, n, aligned(x), accumulate);
+  sum_by_blocks<4>(stream, out, Always<Term::itself>(), Read<A>{x}, partials, n, aligned(x), accumulate);
 }
 
 // -------------------------------------------------------------------------------------------- shards of a gradient
 
+inline Term term_of(ops::GradNorm p) {
+  return p == ops::GradNorm::one     ? Term::absolute
+         : p == ops::GradNorm::three ? Term::cube
+         : p == ops::GradNorm::two   ? Term::square
+                                     : Term::largest;
+}
 // Calls by(term) with the p-norm's.
 template <class F>
 void with_term(ops::GradNorm p, F by) {
-  if (p == ops::GradNorm::one) by(std::integral_constant<Term, Term::absolute>());
-  else if (p == ops::GradNorm::two) by(std::integral_constant<Term, Term::square>());
-  else if (p == ops::GradNorm::three) by(std::integral_constant<Term, Term::cube>());
-  else by(std::integral_constant<Term, Term::largest>());
+  if (p == ops::GradNorm::two) by(Always<Term::square>());
+  else by(term_of(p));
 }
 // Writes n numbers, and sums the powers of what is written while it is in registers, if somebody asks.
 template <class F>
@@ -454,9 +463,7 @@ struct Write {
 template <int N, class F>
 void write_and_sum(cudaStream_t stream, F f, int64_t n, bool vectors, ops::PowerSum sum) {
   if (!sum.out) return each<N>(stream, Write<F>{f}, n, vectors);
-  with_term(sum.p, [&](auto term) {
-    sum_by_blocks<decltype(term)::value, N>(stream, sum.out, f, sum.partials, n, vectors, sum.adds);
-  });
+  with_term(sum.p, [&](auto term) { sum_by_blocks<N>(stream, sum.out, term, f, sum.partials, n, vectors, sum.adds); });
 }
 
 // sizeof(G) + sizeof(To) bytes an element, 4 more if it accumulates; the sum of powers reads nothing.
@@ -524,10 +531,7 @@ void sum_parts(cudaStream_t stream, To* to, const E* mine, int rank, const E* ot
 }
 
 inline void total_power(cudaStream_t stream, ops::GradNorm p, double* out, const double* pieces, int64_t n) {
-  with_term(p, [&](auto term) {
-    launch(stream, sum_finish_kernel<double, decltype(term)::value>, {1, sum_threads}, out, pieces, n,
-           /*accumulate=*/false);
-  });
+  launch(stream, sum_finish_kernel<double>, {1, sum_threads}, out, term_of(p), pieces, n, /*accumulate=*/false);
 }
 // x (1), loss (1) or none.
 static __global__ void power_kernel(double* x, double exponent, const double* loss) {
