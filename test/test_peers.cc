@@ -1,9 +1,15 @@
-// What a rank copies out of its peers' memory, whose it is and where it goes: ranks of one process, each with an arena
-// that the others see.
+// What a rank copies out of its peers' memory, whose it is and where it goes, and what it sums there: ranks of one
+// process, each with an arena that the others see.
+#include <algorithm>
+#include <list>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
+#include "cpu/ops.h"
 #include "lib/comm/channel.h"
+#include "lib/ops/ops.h"
+#include "test/arrays.h"
 #include "test/catch.h"
 
 namespace {
@@ -70,6 +76,56 @@ void check_fetched(Backend backend, int ranks) {
   }
 }
 
+// Every rank sums its part of what lies in all arenas, each on a stream of its own, since they wait for each other: all
+// their blocks must fit on the GPU, so that no thread has more than one vector.
+template <class To, class E>
+void check_summed(int ranks, bool accumulate, ops::GradNorm p) {
+  INFO(ranks << " ranks, " << sizeof(E) << " to " << sizeof(To) << " bytes, accumulate " << accumulate << ", norm "
+             << int(p));
+  constexpr int64_t vector = 16 / int64_t(sizeof(E));
+  const int64_t n = (512 * (most_peer_blocks / ranks) - 37) * vector, parts = ranks * n * int64_t(sizeof(E)),
+                arena = parts + (peer_signals(ranks) + 4) / 4 * 16;
+  std::vector<E> gradients(size_t(ranks * ranks * n));  // (ranks, owners, n)
+  for (size_t i = 0; i < gradients.size(); i++) gradients[i] = E(float(int(i * 7919 % 2003) - 1001) / 256);
+  std::vector<char> host(size_t(ranks * arena));
+  for (int r = 0; r < ranks; r++)
+    std::copy_n(reinterpret_cast<const char*>(&gradients[size_t(r * ranks * n)]), parts, &host[size_t(r * arena)]);
+  std::vector<To> shards(size_t(ranks * n));
+  for (size_t i = 0; i < shards.size(); i++) shards[i] = To(float(int(i * 31 % 97) - 48) / 16);
+  std::vector<double> powers(size_t(ranks), NAN);
+  std::vector<To> want = shards;
+  std::vector<double> want_powers(size_t(ranks), NAN);
+  for (int r = 0; r < ranks; r++) {
+    const auto part = [&](int of) { return &gradients[size_t((of * ranks + r) * n)]; };
+    std::vector<E> others;
+    for (int of = 0; of < ranks; of++)
+      if (of != r) others.insert(others.end(), part(of), part(of) + n);
+    cpu::sum_parts(&want[size_t(r * n)], part(r), r, others.data(), n, ranks, accumulate, {p, &want_powers[size_t(r)]});
+  }
+
+  Device& dev = test_device(Backend::gpu);
+  Arrays arrays(dev.compute());
+  char* const arenas = arrays.up(host);
+  To* const to = arrays.up(shards);
+  double *const out = arrays.up(powers), *const partials = arrays.scratch<double>(ranks * ops::sum_partials());
+  std::list<Stream> streams;
+  // What follows a sum may hold up another rank's, where streams share a queue of the hardware's; four do not.
+  const bool norms = ranks <= 4;
+  for (int r = 0; r < ranks; r++) {
+    Peers peers;
+    peers.ranks = ranks, peers.rank = r, peers.base = arenas + r * arena;
+    for (int of = 0; of < ranks; of++) peers.arena[of] = arenas + of * arena;
+    peers.signals = reinterpret_cast<uint32_t*>(arenas + r * arena + parts);
+    const E* const mine = reinterpret_cast<const E*>(arenas + r * arena) + r * n;
+    const ops::PowerSum sum{p, norms ? out + r : nullptr, partials + r * ops::sum_partials()};
+    ops::sum_parts(streams.emplace_back(dev, Stream::normal), to + r * n, mine, peers, n, accumulate, sum);
+  }
+  for (Stream& s : streams) s.synchronize();
+  arrays.down();
+  CHECK(std::equal(shards.begin(), shards.end(), want.begin(), [](To x, To y) { return float(x) == float(y); }));
+  for (int r = 0; r < ranks && norms; r++) CHECK(powers[size_t(r)] == Approx(want_powers[size_t(r)]).epsilon(1e-6));
+}
+
 }  // namespace
 
 TEST_CASE("a rank fetches its peers' shards, and its part of their gradients", "[comm]") {
@@ -79,4 +135,15 @@ TEST_CASE("a rank fetches its peers' shards, and its part of their gradients", "
 TEST_CASE("GPU: a rank fetches its peers' shards, and its part of their gradients", "[comm][gpu]") {
   NEEDS_GPU();
   for (int ranks : {2, 3, 4, most_peers}) check_fetched(Backend::gpu, ranks);
+}
+
+TEST_CASE("GPU: ranks of one GPU sum their parts in each other's memory", "[comm][gpu]") {
+  NEEDS_GPU();
+  for (int ranks : {2, 3, 4, most_peers})
+    for (ops::GradNorm p : {ops::GradNorm::one, ops::GradNorm::two, ops::GradNorm::three, ops::GradNorm::inf}) {
+      check_summed<bf16, bf16>(ranks, /*accumulate=*/false, p);
+      check_summed<float, bf16>(ranks, /*accumulate=*/false, p);
+      check_summed<float, bf16>(ranks, /*accumulate=*/true, p);
+      check_summed<float, float>(ranks, /*accumulate=*/true, p);
+    }
 }
