@@ -215,8 +215,11 @@ sanitize := $(if $(filter 1,$(SAN)),-g -fno-omit-frame-pointer -fsanitize=addres
 # What is not hot is compiled with -O1: -O3 took half of the compiler's time. The CPU's kernels and random numbers are
 # inline, and the linker keeps any one copy: all must round alike, so files that include them stay at -O3.
 hot_headers := (cpu/|lib/ops/philox|test/nsa.h)
-cold := $(shell grep -LE '"$(hot_headers)' $(wildcard lib/program/*.cc test/*.cc test/fuzz/*.cc))
-level = $(if $(sanitize)$(filter $(cold),$<),-O1,-O3)
+cold := $(shell grep -LE '"$(hot_headers)' train.cu bench.cu $(wildcard lib/program/*.cc test/*.cc test/fuzz/*.cc))
+level = $(if $(sanitize)$(filter $(cold) build/json.h,$<),-O1,-O3)
+# What has JSON in it has this header precompiled before all others.
+with_json := $(filter-out lib/program/json.cc,$(shell grep -lw json $(cold)))
+precompiled = $(if $(filter $(with_json),$<),-include build/json.h)
 host_flags := -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)
 cxx_compile = $(CXX) -std=c++17 $(level) $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
 nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(archs)) --expt-relaxed-constexpr \
@@ -248,15 +251,21 @@ train bench build/test_unit build/test_ranks:
 	@echo link $@
 	@$(CXX) $(debug) -Wl,--build-id=sha1 -o $@ $(filter %.o,$^) $(LDFLAGS) $(if $(filter build/test_%,$@),$(found_catch2_libs)) $(link_libs) $(LDLIBS)
 
+$(patsubst %,build/%.o,$(basename $(with_json))): build/json.h.gch
+build/json.h:
+	@mkdir -p build && echo '#include "lib/program/json.h"' > $@
+build/json.h.gch: build/json.h lib/program/json.h build/flags
+	@echo compile lib/program/json.h && $(cxx_compile) -x c++-header -o $@ $<
+
 build/%.o: %.cc build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
-	@$(cxx_compile) -MMD -MP -c -o $@ $<
+	@$(cxx_compile) $(precompiled) -MMD -MP -c -o $@ $<
 
 # A .cu without a kernel is C++, which nvcc would read three times.
 kernels := attention/% lib/comm/peers.cu lib/comm/progress.cu lib/device/stream.cu lib/ops/matmul.cu lib/ops/ops.cu
 build/%.o: %.cu build/flags | build/version.h
 	@mkdir -p $(@D) && echo compile $<
-	@$(if $(and $(nvcc),$(filter $(kernels),$<)),$(nvcc_compile) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<,$(cxx_compile) -MMD -MP -c -o $@ -x c++ $<)
+	@$(if $(and $(nvcc),$(filter $(kernels),$<)),$(nvcc_compile) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<,$(cxx_compile) $(precompiled) -MMD -MP -c -o $@ -x c++ $<)
 
 # The second half of `make run`: trains, and says what was done and what to type next.
 start: train

@@ -26,13 +26,13 @@
 #include <unistd.h>
 
 #include "CLI/CLI.hpp"
-#include "nlohmann/json.hpp"
 
 #include "build/version.h"
 #include "lib/device/device.h"
 #include "lib/device/terminal.h"
 #include "lib/program/chips.h"
 #include "lib/program/files.h"
+#include "lib/program/json.h"
 #include "lib/program/notes.h"
 #include "lib/program/options.h"
 #include "lib/program/plots.h"

@@ -7,9 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/error.h"
+#include "lib/program/json.h"
 #include "test/catch.h"
 #include "test/errors.h"
 #include "test/scratch.h"

@@ -24,13 +24,12 @@
 #include <sstream>
 #include <thread>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/checkpoint.h"
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/checksum.h"
 #include "lib/program/export.h"
 #include "lib/program/files.h"
+#include "lib/program/json.h"
 #include "model.h"
 #include "test/worst.h"
 

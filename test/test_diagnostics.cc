@@ -13,10 +13,9 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/audits.h"
 #include "lib/program/diagnostics.h"
+#include "lib/program/json.h"
 #include "lib/program/outputs.h"
 #include "lib/program/report.h"
 #include "test/catch.h"

@@ -8,13 +8,13 @@
 #include <vector>
 
 #include "lib/program/estimate.h"
+#include "lib/program/json.h"
 #include "lib/program/presets.h"
 #include "lib/program/process.h"
 #include "lib/program/sweep_plan.h"
 #include "lib/program/sweeps.h"
 #include "lib/ops/ops.h"
 #include "model.h"
-#include "nlohmann/json.hpp"
 #include "test/catch.h"
 
 namespace {

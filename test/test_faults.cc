@@ -15,12 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "fsdp.h"
 #include "lib/comm/flight.h"
 #include "lib/comm/watchdog.h"
 #include "lib/program/bad_steps.h"
+#include "lib/program/json.h"
 #include "lib/program/plan.h"
 #include "lib/program/replay.h"
 

@@ -9,12 +9,11 @@
 #include <numeric>
 #include <sstream>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/export.h"
 #include "lib/program/files.h"
 #include "lib/program/hf_llama.h"
 #include "lib/program/init.h"
+#include "lib/program/json.h"
 #include "lib/program/run.h"
 #include "test/catch.h"
 #include "test/errors.h"

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "lib/comm/gpus.h"
+#include "lib/program/json.h"
 #include "lib/program/launch.h"
-#include "nlohmann/json.hpp"
 #include "test/catch.h"
 #include "test/errors.h"
 

@@ -16,12 +16,12 @@
 #include <unistd.h>
 
 #include "lib/program/config_file.h"
+#include "lib/program/json.h"
 #include "lib/program/options.h"
 #include "lib/program/presets.h"
 #include "lib/program/report.h"
 #include "lib/program/run.h"
 #include "lib/program/telemetry.h"
-#include "nlohmann/json.hpp"
 #include "test/catch.h"
 #include "test/errors.h"
 #include "test/scratch.h"

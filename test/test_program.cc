@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "lib/program/json.h"
 #include "lib/program/options.h"
 #include "lib/program/plan.h"
 #include "lib/program/presets.h"
 #include "lib/program/report.h"
 #include "lib/program/resume.h"
 #include "lib/program/run.h"
-#include "nlohmann/json.hpp"
 #include "test/catch.h"
 #include "test/errors.h"
 

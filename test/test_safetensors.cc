@@ -3,9 +3,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/hf_llama.h"
+#include "lib/program/json.h"
 #include "lib/program/model_folder.h"
 #include "lib/program/safetensors.h"
 #include "test/catch.h"

@@ -14,10 +14,9 @@
 
 #include <unistd.h>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/activity.h"
 #include "lib/device/nvml.h"
+#include "lib/program/json.h"
 #include "lib/program/plan.h"
 #include "lib/program/profile.h"
 #include "lib/program/trace.h"

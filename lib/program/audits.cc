@@ -6,9 +6,8 @@
 #include <fstream>
 #include <map>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/format.h"
+#include "lib/program/json.h"
 #include "lib/program/report.h"
 #include "lib/program/telemetry.h"
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
+#include "lib/program/json.h"
 
 constexpr int64_t most_exact = 9000000000000000;  // whole numbers up to here are exact in double
 

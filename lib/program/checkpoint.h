@@ -31,12 +31,11 @@
 #include <utility>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/comm/comm.h"
 #include "lib/device/device.h"
 #include "lib/device/halves.h"
 #include "lib/program/checkpoint_directory.h"
+#include "lib/program/json.h"
 
 // Elements [first, first + count) of a tensor, at `data`, on the device or the host. A list of parts has one for every
 // tensor of the model and each kind, of no elements where this rank has none: so every rank knows all tensors.

@@ -16,10 +16,9 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/device.h"
 #include "lib/program/files.h"
+#include "lib/program/json.h"
 
 constexpr int checkpoint_version = 2;
 constexpr int64_t chunk_bytes = 1 << 20, most_chunk_bytes = 1 << 30;  // written; read

@@ -8,9 +8,8 @@
 #include <cstring>
 #include <set>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/error.h"
+#include "lib/program/json.h"
 
 namespace {
 

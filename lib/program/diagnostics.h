@@ -26,11 +26,10 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/comm/world.h"
 #include "lib/program/anomalies.h"
 #include "lib/program/files.h"
+#include "lib/program/json.h"
 #include "lib/program/run.h"
 #include "lib/program/stall_watch.h"
 #include "lib/program/telemetry.h"

@@ -10,12 +10,11 @@
 #include <memory>
 #include <utility>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/checkpoint_directory.h"
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/files.h"
 #include "lib/program/hf_llama.h"
+#include "lib/program/json.h"
 #include "lib/program/model_folder.h"
 #include "lib/program/safetensors.h"
 

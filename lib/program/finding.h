@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "nlohmann/json.hpp"
+#include "lib/program/json.h"
 
 struct Finding {
   std::string line = {};

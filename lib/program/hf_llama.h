@@ -4,9 +4,8 @@
 
 #include <string>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/checked_json.h"
+#include "lib/program/json.h"
 #include "lib/program/run.h"
 
 // What a config.json says, as options have it: {"arch": "llama", "dim": 2048, ...}, keys as key_of makes them. Takes

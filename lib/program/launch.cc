@@ -9,8 +9,7 @@
 #include <link.h>
 #include <unistd.h>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/report.h"
 
 using nlohmann::json;

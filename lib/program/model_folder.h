@@ -13,8 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/run.h"
 #include "lib/program/safetensors.h"
 

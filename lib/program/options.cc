@@ -11,12 +11,12 @@
 #include <unistd.h>
 
 #include "CLI/CLI.hpp"
-#include "nlohmann/json.hpp"
 
 #include "lib/device/error.h"
 #include "lib/program/checked_json.h"
 #include "lib/program/chips.h"
 #include "lib/program/config_file.h"
+#include "lib/program/json.h"
 #include "lib/program/options_parts.h"
 #include "lib/program/presets.h"
 

@@ -7,10 +7,9 @@
 #include <functional>
 #include <utility>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/init.h"
 #include "lib/device/terminal.h"
+#include "lib/program/json.h"
 #include "lib/program/presets.h"
 #include "lib/program/launch.h"
 #include "lib/program/report.h"

@@ -4,8 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/plots.h"
 
 // Okabe and Ito's palette, which colour-blind readers can tell apart; grey for what others measured.

@@ -4,7 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "nlohmann/json.hpp"
+#include "lib/program/json.h"
 
 using nlohmann::json;
 

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <thread>
 
-#include "nlohmann/json.hpp"
-
 #include "build/version.h"
+#include "lib/program/json.h"
 #include "lib/program/launch.h"
 #include "lib/program/presets.h"
 

@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/report.h"
 
 using nlohmann::json;

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
+#include "lib/program/json.h"
 
 using Words = std::vector<std::string>;
 

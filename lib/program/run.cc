@@ -5,8 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/presets.h"
 
 using ll = long long;

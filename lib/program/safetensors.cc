@@ -5,11 +5,10 @@
 #include <cstring>
 #include <limits>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/error.h"
 #include "lib/program/checked_json.h"
 #include "lib/program/files.h"
+#include "lib/program/json.h"
 
 using nlohmann::json;
 using ll = long long;

@@ -8,14 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/comm/comm.h"
 #include "lib/comm/watchdog.h"
 #include "lib/program/checkpoint.h"
 #include "lib/program/data.h"
 #include "lib/program/diagnostics.h"
 #include "lib/program/evaluation.h"
+#include "lib/program/json.h"
 #include "lib/program/launch.h"
 #include "lib/program/model_folder.h"
 #include "lib/program/outputs.h"

@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/rows.h"
 
 // {"over": NAME, "runs": [{"name", "who", "median_tokens_per_sec", "step_ms", "final_loss", "best_loss",

@@ -6,9 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/nvml.h"
+#include "lib/program/json.h"
 #include "lib/program/sweep_plan.h"
 #include "lib/program/sweep_run.h"
 

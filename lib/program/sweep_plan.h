@@ -6,8 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/rows.h"
 
 struct Planned {

@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/sweeps.h"
 
 namespace sweep_rows {

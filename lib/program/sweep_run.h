@@ -15,9 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/program/directory_lock.h"
+#include "lib/program/json.h"
 #include "lib/program/sweeps.h"
 
 enum class Peers { off, on };

@@ -13,8 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/rows.h"
 
 // What the rows are made for.

@@ -4,8 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/tables.h"
 
 using Rows = std::vector<nlohmann::json>;

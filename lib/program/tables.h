@@ -19,8 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "nlohmann/json.hpp"
-
+#include "lib/program/json.h"
 #include "lib/program/rows.h"
 
 // The rows of files, in the order of their "number" within a file. Throws UsageError for a file that cannot be read,

@@ -9,8 +9,8 @@
 #include "lib/program/files.h"
 #include "lib/program/finding.h"
 #include "lib/program/format.h"
+#include "lib/program/json.h"
 #include "lib/program/tensorboard.h"
-#include "nlohmann/json.hpp"
 
 struct StepRecord {
   int64_t step;                                         // counts from 1

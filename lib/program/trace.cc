@@ -11,11 +11,10 @@
 #include <memory>
 #include <utility>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/error.h"
 #include "lib/program/files.h"
 #include "lib/program/format.h"
+#include "lib/program/json.h"
 
 using nlohmann::json;
 

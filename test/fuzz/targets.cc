@@ -7,12 +7,11 @@
 #include <cstdlib>
 #include <map>
 
-#include "nlohmann/json.hpp"
-
 #include "lib/device/error.h"
 #include "lib/program/checkpoint_manifest.h"
 #include "lib/program/data.h"
 #include "lib/program/hellaswag.h"
+#include "lib/program/json.h"
 #include "lib/program/model_folder.h"
 #include "lib/program/options.h"
 #include "lib/program/safetensors.h"
