@@ -207,7 +207,7 @@ template <class T, class Z>
 static Cost product(const Device& dev, int64_t M, int64_t N, int64_t K, int others) {
   Cost c{Work::matmul};
   const bool fp32 = dtype_of<T> == Dtype::f32;
-  c.flops = 2.0 * double(M) * double(N) * double(K), c.share = !fp32 ? 0.70 : dev.tf32 ? 0.35 : 0.77;
+  c.flops = 2.0 * double(M) * double(N) * double(K), c.share = !fp32 ? 0.69 : dev.tf32 ? 0.35 : 0.77;
   c.dtype = fp32 && dev.tf32 ? Dtype::bf16 : dtype_of<T>;
   c.bytes = double(M * K + K * N) * sizeof(T) + double(M * N) * (1 + others) * sizeof(Z);
   return c;

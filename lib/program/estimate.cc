@@ -11,7 +11,8 @@
 namespace {
 
 // What of a datasheet's figures an H200 reaches. results/README.md says how each is known.
-constexpr double of_bandwidth = 0.75;                     // a kernel that streams; a copy reaches 0.85
+constexpr double of_bandwidth = 0.75;  // a kernel that streams; a copy reaches 0.85
+constexpr double of_bandwidth_adamw = 0.88;
 constexpr double ring_of_link = 0.7, pair_of_link = 0.6;  // NCCL's rings; a ring of two
 constexpr double engine_of_link = 0.83;                   // copy engines
 // What a collective takes from the products beside it: a part of the time that its bytes are on the node's links. A
@@ -50,7 +51,8 @@ double Estimate::launched() const { return graph_ ? node : launch; }
 double Estimate::seconds(const Cost& c) const {
   const double peak = peak_of(chip_, c.dtype), places = chip_.multiprocessors;
   const double waves = c.tasks > 0 ? std::ceil(c.tasks / places) * places / c.tasks : 1;
-  return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_bandwidth)) +
+  const double of_memory = c.kind == Work::optimizer ? of_bandwidth_adamw : of_bandwidth;
+  return std::max(c.flops / (peak * c.share) * waves, c.bytes / (chip_.bandwidth * of_memory)) +
          c.launches * launched();
 }
 
