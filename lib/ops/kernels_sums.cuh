@@ -349,8 +349,8 @@ void cross_entropy(cudaStream_t stream, T* logits, float* loss_rows, const int32
 // What is added up of a number: itself, or a power of its absolute value. largest: nothing is added, the largest
 // absolute value is taken, and a NaN counts as infinity: a maximum over ranks may lose one.
 enum class Term { itself, absolute, square, cube, largest };
-// Kernels take it as a constant where they are many and it is always this one, and else as a number, which costs a
-// comparison an element: of the norms all but the second are rare.
+// As a constant every kernel that takes it is compiled once more; as a number it costs a comparison an element. So it
+// is a constant where it is nearly always the same: of the norms, the second.
 template <Term term>
 using Always = std::integral_constant<Term, term>;
 
