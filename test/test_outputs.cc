@@ -182,18 +182,19 @@ TEST_CASE("a reader who has left is no full disk, behind a pipe or a socket", "[
     int ends[2], back[2];
     REQUIRE((socket ? socketpair(AF_UNIX, SOCK_STREAM, 0, ends) : pipe(ends)) == 0);
     REQUIRE(pipe(back) == 0);
+    close(ends[0]);
     std::fflush(stdout);  // or the child would write what the parent has there
     const pid_t child = fork();
     if (child == 0) {
       std::signal(SIGPIPE, SIG_IGN);
       dup2(ends[1], 1);
-      for (int fd : {ends[0], ends[1], back[0]}) close(fd);
+      for (int fd : {ends[1], back[0]}) close(fd);
       std::printf("3.14\n");
       std::string text = error_of([&] { terminal::flush_output(reader); });
       if (write(back[1], text.data(), text.size()) < 0) _exit(1);
       _exit(0);
     }
-    for (int fd : {ends[0], ends[1], back[1]}) close(fd);
+    for (int fd : {ends[1], back[1]}) close(fd);
     std::string text(1000, '\0');
     const ssize_t n = read(back[0], &text[0], text.size());
     close(back[0]);
