@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <list>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/ops.h"
@@ -17,6 +16,14 @@ namespace {
 constexpr int64_t count = 4 * 37, most = 4 * 11;  // numbers of a part, and of those that are fetched at a time
 
 uint32_t number(int rank, int64_t i) { return uint32_t(1 + rank * 10000 + i); }
+
+// Of one rank of so many, whose arenas follow each other, `bytes` each.
+Peers peers_of(char* arenas, int64_t bytes, int ranks, int rank) {
+  Peers peers;
+  peers.ranks = ranks, peers.rank = rank, peers.base = arenas + rank * bytes;
+  for (int of = 0; of < ranks; of++) peers.arena[of] = arenas + of * bytes;
+  return peers;
+}
 
 // Of an arena: this rank's shard, its gradient (ranks, count), a slot (ranks, count), the parts that it has fetched
 // (ranks - 1, count), room for a piece of each (ranks - 1, most).
@@ -51,9 +58,7 @@ void check_fetched(Backend backend, int ranks) {
     world.rank = r, world.size = world.local_size = ranks;
     Channel channel(dev, stream, world, Transport::nccl, "peers", ranks * count * 4, Links::planned,
                     CopyEngines::all_gather);
-    Peers peers;
-    peers.ranks = ranks, peers.rank = r, peers.base = reinterpret_cast<const char*>(arena(r));
-    for (int of = 0; of < ranks; of++) peers.arena[of] = reinterpret_cast<char*>(arena(of));
+    const Peers peers = peers_of(reinterpret_cast<char*>(arenas), 4 * at.all, ranks, r);
     channel.all_gather(arena(r) + at.slot, count, Dtype::f32, arena(r), peers);
     uint32_t* const room = arena(r) + at.room;
     const auto keep_piece = [&](int64_t first, int64_t n) {
@@ -112,9 +117,7 @@ void check_summed(int ranks, bool accumulate, ops::GradNorm p) {
   // What follows a sum may hold up another rank's, where streams share a queue of the hardware's; four do not.
   const bool norms = ranks <= 4;
   for (int r = 0; r < ranks; r++) {
-    Peers peers;
-    peers.ranks = ranks, peers.rank = r, peers.base = arenas + r * arena;
-    for (int of = 0; of < ranks; of++) peers.arena[of] = arenas + of * arena;
+    Peers peers = peers_of(arenas, arena, ranks, r);
     peers.signals = reinterpret_cast<uint32_t*>(arenas + r * arena + parts);
     const E* const mine = reinterpret_cast<const E*>(arenas + r * arena) + r * n;
     const ops::PowerSum sum{p, norms ? out + r : nullptr, partials + r * ops::sum_partials()};
