@@ -217,8 +217,8 @@ sanitize := $(if $(filter 1,$(SAN)),-g -fno-omit-frame-pointer -fsanitize=addres
 hot_headers := (cpu/|lib/ops/philox|test/nsa.h)
 cold := $(shell grep -LE '"$(hot_headers)' train.cu bench.cu $(wildcard lib/program/*.cc test/*.cc test/fuzz/*.cc))
 level = $(if $(sanitize)$(filter $(cold) build/json.h,$<),-O1,-O3)
-# What has JSON in it has this header precompiled before all others.
-with_json := $(filter-out lib/program/json.cc,$(shell grep -lw json $(cold)))
+# Files that name json include lib/program/json.h, precompiled, before all others.
+with_json := $(shell grep -lw json $(cold))
 precompiled = $(if $(filter $(with_json),$<),-include build/json.h)
 host_flags := -march=$(CPU_ARCH) -Wall -Wextra $(debug) $(sanitize) $(CXXFLAGS)
 cxx_compile = $(CXX) -std=c++17 $(level) $(host_flags) -pthread $(defines) $(includes) $(addprefix -isystem ,$(cuda_include))
