@@ -227,7 +227,9 @@ nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(arc
 # A directory that the run-time linker does not search is written into the programs.
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))
-link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) -lcublasLt -lcudart_static -lrt) -ldl \
+# The linker wants it to be there, and the programs do not load it: lib/ops/cublaslt.cc does.
+cublas := -Wl,--push-state,--as-needed -lcublasLt -Wl,--pop-state
+link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) $(cublas) -lcudart_static -lrt) -ldl \
   $(call rpath,$(filter-out $(cuda_lib),$(cupti_lib))) \
   $(if $(nccl),$(nccl_lib) $(call rpath,$(patsubst %/,%,$(dir $(nccl_lib))))) $(found_mpi_libs) $(found_openblas_libs) -lpthread
 

@@ -2,7 +2,6 @@
 // the fastest that changes no bit. For lib/ops/matmul.cu.
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include <map>
 
 #include "lib/device/device.h"
+#include "lib/ops/cublaslt.h"
 
 namespace ops {
 namespace {
@@ -26,7 +26,7 @@ namespace {
   if (status == CUBLAS_STATUS_ARCH_MISMATCH) remedy = "; this cuBLAS does not know the GPU: install a matching CUDA";
   if (status == CUBLAS_STATUS_EXECUTION_FAILED) remedy = "; run under compute-sanitizer to find the kernel";
   throw CublasError(strf("cuBLAS: %s failed at %s:%d on rank %d: %s%s", call, file, line, this_rank(),
-                         cublasLtGetStatusName(status), remedy));
+                         cublaslt().status_name(status), remedy));
 }
 #define CUBLAS_CHECK(call)                                                                            \
   do {                                                                                                \
@@ -81,13 +81,13 @@ struct Plan {
 cublasLtHandle_t handle_of(const Device& dev) {
   static std::map<int, cublasLtHandle_t> handles;  // for the life of the process
   cublasLtHandle_t& h = handles[dev.ordinal];
-  if (!h) CUBLAS_CHECK(cublasLtCreate(&h));
+  if (!h) CUBLAS_CHECK(cublaslt().create(&h));
   return h;
 }
 
 template <class V>
 void set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t name, V value) {
-  CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc, name, &value, sizeof value));
+  CUBLAS_CHECK(cublaslt().set_desc(desc, name, &value, sizeof value));
 }
 
 void set_row_scaling(cublasLtMatmulDesc_t desc) {
@@ -110,9 +110,9 @@ void set_pointers(const Call& c, const Plan& p) {
 // cuBLASLt's own ranking, best first.
 std::vector<cublasLtMatmulAlgo_t> candidates(const Device& dev, const Call& c, const Plan& p, int most) {
   cublasLtMatmulPreference_t wish;
-  CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&wish));
+  CUBLAS_CHECK(cublaslt().create_preference(&wish));
   const auto want = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wish, name, &value, sizeof value));
+    CUBLAS_CHECK(cublaslt().set_preference(wish, name, &value, sizeof value));
   };
   want(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(dev.blas_workspace_bytes));
   want(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(alignment(c.a)));
@@ -122,8 +122,8 @@ std::vector<cublasLtMatmulAlgo_t> candidates(const Device& dev, const Call& c, c
   std::vector<cublasLtMatmulHeuristicResult_t> found(most);
   int n = 0;
   const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(handle_of(dev), p.desc, p.a, p.b, p.d, p.d, wish, most, found.data(), &n);
-  CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(wish));
+      cublaslt().heuristic(handle_of(dev), p.desc, p.a, p.b, p.d, p.d, wish, most, found.data(), &n);
+  CUBLAS_CHECK(cublaslt().destroy_preference(wish));
   if (status != CUBLAS_STATUS_NOT_SUPPORTED) CUBLAS_CHECK(status);
   std::vector<cublasLtMatmulAlgo_t> algos;
   for (int i = 0; i < n; ++i)
@@ -155,7 +155,7 @@ Plan& plan_of(const Device& dev, const Call& c) {
   Plan& p = at->second;
   if (!fresh) return p;
   const auto compute = dev.tf32 && c.in_a == Dtype::f32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-  CUBLAS_CHECK(cublasLtMatmulDescCreate(&p.desc, compute, CUDA_R_32F));
+  CUBLAS_CHECK(cublaslt().create_desc(&p.desc, compute, CUDA_R_32F));
   set(p.desc, CUBLASLT_MATMUL_DESC_TRANSA, c.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(p.desc, CUBLASLT_MATMUL_DESC_TRANSB, c.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(p.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, c.epilogue);
@@ -164,7 +164,7 @@ Plan& plan_of(const Device& dev, const Call& c) {
   if (c.scaling == fp8::Scaling::row) set_row_scaling(p.desc);
   set_pointers(c, p);  // their alignment counts too
   const auto layout = [&](cublasLtMatrixLayout_t* l, Dtype t, int64_t rows, int64_t columns) {
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, type_of(t), uint64_t(rows), uint64_t(columns), rows));
+    CUBLAS_CHECK(cublaslt().create_layout(l, type_of(t), uint64_t(rows), uint64_t(columns), rows));
   };
   layout(&p.a, c.in_a, c.transpose_a ? c.k : c.m, c.transpose_a ? c.m : c.k);
   layout(&p.b, c.in_b, c.transpose_b ? c.n : c.k, c.transpose_b ? c.k : c.n);
@@ -186,9 +186,9 @@ void check_possible(const Call& c, const Plan& p) {
 cublasStatus_t try_launch(Stream& s, const Call& c, const Plan& p, const cublasLtMatmulAlgo_t& algo) {
   const float one = 1, zero = 0;
   set_pointers(c, p);
-  return cublasLtMatmul(handle_of(s.device()), p.desc, &one, c.a, p.a, c.b, p.b, c.c ? &one : &zero, c.c ? c.c : c.d,
-                        p.d, c.d, p.d, &algo, s.device().blas_workspace, size_t(s.device().blas_workspace_bytes),
-                        s.cuda());
+  return cublaslt().matmul(handle_of(s.device()), p.desc, &one, c.a, p.a, c.b, p.b, c.c ? &one : &zero, c.c ? c.c : c.d,
+                           p.d, c.d, p.d, &algo, s.device().blas_workspace, size_t(s.device().blas_workspace_bytes),
+                           s.cuda());
 }
 void launch(Stream& s, const Call& c, const Plan& p) {
   check_possible(c, p);
@@ -315,10 +315,8 @@ bool splits_k(const cublasLtMatmulAlgo_t& algo) {
   int32_t splits = 1;
   uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_NONE;
   size_t n = 0;
-  CUBLAS_CHECK(
-      cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits, sizeof splits, &n));
-  CUBLAS_CHECK(
-      cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme, &n));
+  CUBLAS_CHECK(cublaslt().get_algo(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits, sizeof splits, &n));
+  CUBLAS_CHECK(cublaslt().get_algo(&algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme, &n));
   return splits > 1 || scheme != CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 

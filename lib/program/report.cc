@@ -4,13 +4,10 @@
 #include <thread>
 
 #include "build/version.h"
+#include "lib/ops/cublaslt.h"
 #include "lib/program/json.h"
 #include "lib/program/launch.h"
 #include "lib/program/presets.h"
-
-#if FSDP_CUDA
-#include <cublasLt.h>
-#endif
 
 using nlohmann::json;
 using ll = long long;
@@ -19,21 +16,13 @@ std::string commit() { return FSDP_COMMIT; }
 
 namespace {
 
-// As the libraries count theirs: CUDA 13000 is 13.0, cuBLASLt 130200 is 13.2.0. Empty: there is none.
+// As CUDA counts its own: 13000 is 13.0. Empty: there is none.
 #if FSDP_CUDA
 std::string cuda_version(int v) { return strf("%d.%d", v / 1000, v % 1000 / 10); }
 #endif
 std::string runtime_version() {
 #if FSDP_CUDA
   return cuda_version(CUDART_VERSION);
-#else
-  return "";
-#endif
-}
-std::string cublas_version() {
-#if FSDP_CUDA
-  const size_t v = cublasLtGetVersion();
-  return strf("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 #else
   return "";
 #endif
@@ -50,8 +39,9 @@ std::string driver_version() {
 }  // namespace
 
 std::string versions() {
+  const std::string blas = cublaslt_version();
   const std::string cuda =
-      FSDP_CUDA ? runtime_version() + ", cuBLASLt " + cublas_version() : "none (CPU backend alone)";
+      FSDP_CUDA ? runtime_version() + ", cuBLASLt " + (blas.empty() ? "none" : blas) : "none (CPU backend alone)";
   return strf("fsdp.cu %s\nCUDA %s\nNCCL %s\nMPI  %s\n", build_id().c_str(), cuda.c_str(), nccl_version().c_str(),
               mpi_version().c_str());
 }
@@ -62,7 +52,7 @@ json versions_json() {
   };
   return {{"cuda", or_null(runtime_version())},
           {"cuda_driver", or_null(driver_version())},
-          {"cublas", or_null(cublas_version())},
+          {"cublas", or_null(gpu_count() ? cublaslt_version() : "")},  // on a CPU it stays closed
           {"nccl", or_null(nccl_version())},
           {"mpi", or_null(mpi_version())}};
 }
