@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(block_threads, D == 192   ? 2
     forward_kernel(bf16* slot_rows, float* slot_lse, const bf16* q, const bf16* k, const bf16* v, Problem a, int pair0,
                    int segment) {
   begin_kernel();
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has its own
   constexpr int M = 32, N = piece_keys;
   Unit unit;
   int pair, list;
@@ -182,6 +183,7 @@ __global__ void __launch_bounds__(block_threads, D == 192   ? 2
         }
     }
   }
+#endif
 }
 
 // dK, dV and the slots' dQ, in one kernel: five products. A block owns a unit; a warp owns 16 of the piece's keys, for
@@ -204,6 +206,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     backward_kernel(bf16* slot_rows, float* sums, float* split_sums, const bf16* d_o, const bf16* q, const bf16* k,
                     const bf16* v, const float2* stats, Problem a, int pair0, int segment) {
   begin_kernel();
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has its own
   using L = Backward<D, DV, stages>;
   constexpr int M = L::M, N = L::N;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -357,6 +360,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     }
   }
   add_to_sums<D, DV>(sums, split_sums, dk, dv, unit, a, pair - pair0, key, keys);
+#endif
 }
 
 }  // namespace attention::selected::sm80

@@ -124,6 +124,7 @@ template <int D, int DV, class Mask>
 __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse, float* amax, const bf16* q,
                                                              const bf16* k, const bf16* v, Problem a, Mask mask) {
   begin_kernel();
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has its own
   constexpr int BN = 64, k_bytes = BN * D * 2, v_bytes = BN * DV * 2;
   const uint32_t q_tile = shared_base(), k_tiles = q_tile + rows * D * 2, v_tiles = k_tiles + 2 * k_bytes;
   const int tiles = ceil_div(a.T, rows);
@@ -190,6 +191,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(bf16* o, float* lse
   if (amax) store_row_amax(amax + at, acc, inverse[0], inverse[1], t, a.T);
   int t0 = q0 + row;
   store_rows<DV>(o + (int64_t(b) * a.T + t0) * a.ld_o + h * DV, a.ld_o, a.T - t0, acc, inverse[0], inverse[1]);
+#endif
 }
 
 // dK and dV. A block owns 128 keys of one KV head and walks the queries of the group's heads that see them, all or its
@@ -206,6 +208,7 @@ __global__ void __launch_bounds__(threads, 1)
     backward_kv(bf16* dk, bf16* dv, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
                 const float* delta, Problem a, Mask mask, int parts, float* part_sums) {
   begin_kernel();
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has its own
   constexpr int BM = 32, q_bytes = BM * D * 2, do_bytes = BM * DV * 2;
   const uint32_t k_tile = shared_base(), v_tile = k_tile + rows * D * 2;
   const uint32_t q_tiles = v_tile + rows * DV * 2, do_tiles = q_tiles + 2 * q_bytes;
@@ -270,6 +273,7 @@ __global__ void __launch_bounds__(threads, 1)
   const int64_t at = row0 + row;
   store_rows<D>(dk + at * a.ld_dkv + head * D, a.ld_dkv, a.keys - j0, dk_acc, a.scale, a.scale);
   store_rows<DV>(dv + at * a.ld_dv + head * DV, a.ld_dv, a.keys - j0, dv_acc, 1, 1);
+#endif
 }
 
 template <int D, int DV, class Mask>
@@ -277,6 +281,7 @@ __global__ void __launch_bounds__(threads, 1)
     backward_q(bf16* dq, const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const float* lse2,
                const float* delta, Problem a, Mask mask, Parts parts) {
   begin_kernel();
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has its own
   constexpr int BN = 32, k_bytes = BN * D * 2, v_bytes = BN * DV * 2;
   const uint32_t q_tile = shared_base(), do_tile = q_tile + rows * D * 2;
   const uint32_t k_tiles = do_tile + rows * DV * 2, v_tiles = k_tiles + 2 * k_bytes;
@@ -322,6 +327,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
   int t0 = q0 + row;
   store_rows<D>(dq + (int64_t(b) * a.T + t0) * a.ld_dq + h * D, a.ld_dq, a.T - t0, acc, a.scale, a.scale);
+#endif
 }
 
 template <int D, int DV, class Mask>

@@ -293,6 +293,7 @@ template <int D, bool pooled>
 __global__ void __launch_bounds__(sm80::threads, 1)
     sm80_kernel(int32_t* indices, const bf16* q, const bf16* k, const float* lse, float* scratch, TopK a) {
   begin_kernel();
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL  // Hopper has its own
   using namespace sm80;
   constexpr int BN = 128, tile = BN * D * 2;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -333,6 +334,7 @@ __global__ void __launch_bounds__(sm80::threads, 1)
     choose_all<pooled>(indices, scores, b, q0, head, warp, 8, reinterpret_cast<float*>(smem + warp * room_bytes),
                        reinterpret_cast<uint64_t*>(smem + sm80_tiles<D> + warp * list_bytes), a);
   }
+#endif
 }
 
 template <int D, bool pooled>
