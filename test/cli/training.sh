@@ -67,4 +67,14 @@ done
 [ -n "$plain" ] && [ -n "$bounded" ] && [ "$bounded" != "$plain" ] || wrong="$wrong; not --clip: $plain, $bounded"
 verdict "what the optimizer is told changes the steps" "$wrong"
 
+# cuBLAS is for GPUs: who wants help, or trains on a CPU, does not wait for it; who asks for its version does.
+loads() {
+  CUDA_VISIBLE_DEVICES='' LD_DEBUG=files timeout "$limit" ./train "$@" 2>&1 </dev/null |
+    grep -ac 'calling init: .*/libcublasLt\.so'
+}
+if ./train --version | grep -q 'cuBLASLt [0-9]'; then
+  times="$(loads --help) $(loads "${small[@]}" --allow-single-rank) $(loads --version)"
+  verdict "a run on a CPU does not load cuBLAS" "$([ "$times" = "0 0 1" ] || echo "--help, a run and --version load it $times times")"
+fi
+
 done_testing
