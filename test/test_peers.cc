@@ -88,7 +88,7 @@ void check_summed(int ranks, bool accumulate, ops::GradNorm p) {
   INFO(ranks << " ranks, " << sizeof(E) << " to " << sizeof(To) << " bytes, accumulate " << accumulate << ", norm "
              << int(p));
   constexpr int64_t vector = 16 / int64_t(sizeof(E));
-  const int64_t n = (512 * (most_peer_blocks / ranks) - 37) * vector, parts = ranks * n * int64_t(sizeof(E)),
+  const int64_t n = (peer_threads * (most_peer_blocks / ranks) - 37) * vector, parts = ranks * n * int64_t(sizeof(E)),
                 arena = parts + (peer_signals(ranks) + 4) / 4 * 16;
   std::vector<E> gradients(size_t(ranks * ranks * n));  // (ranks, owners, n)
   for (size_t i = 0; i < gradients.size(); i++) gradients[i] = E(float(int(i * 7919 % 2003) - 1001) / 256);

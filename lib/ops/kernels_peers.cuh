@@ -48,7 +48,6 @@ __device__ __forceinline__ void await_copies() {
 // `stages` vectors of each rank under way, and of `to`, which takes most of the shared memory. Writes sizeof(To) an
 // element and reads ranks * sizeof(E), all but one of them from afar. partials (gridDim.x) or none: of the sum of
 // powers of what is written.
-constexpr int peer_threads = 512;
 template <int stages, bool adds, class Which, class To, class E>
 __global__ void __launch_bounds__(peer_threads, 1)
     sum_peers_kernel(double* partials, Which term, To* to, const E* mine, Peers peers, int64_t n) {

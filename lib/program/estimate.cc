@@ -225,10 +225,10 @@ std::string Estimate::text(double tokens, double flops) const {
             : waited > 0.1 * s       ? "communication: it does not hide"
             : sums_.slowed > 0.1 * s ? strf("compute, which %s beside it slow down", beside).c_str()
                                      : "compute");
-  t += strf("  assumed, at an H200's measured fractions of its datasheet: memory %.2f TB/s",
-            1e-12 * chip_.bandwidth * of_bandwidth);
+  t += strf("  assumed, at an H200's measured fractions of its datasheet: memory %.2f TB/s, %.2f for AdamW",
+            1e-12 * chip_.bandwidth * of_bandwidth, 1e-12 * chip_.bandwidth * of_bandwidth_adamw);
   if (!sends) return t + "\n";
-  t += strf(", links %.0f GB/s a GPU\n  for rings, %.0f for copy engines\n", 1e-9 * chip_.link * ring_of_link,
+  t += strf(",\n  links %.0f GB/s a GPU for rings, %.0f for copy engines\n", 1e-9 * chip_.link * ring_of_link,
             1e-9 * chip_.link * engine_of_link);
   return t + strf("  assumed, not measured: nodes of %d GPUs, each with %.0f GB/s into the network\n", gpus_per_node,
                   1e-9 * chip_.network * of_network);
