@@ -9,7 +9,7 @@
 constexpr int most_peers = 8;
 constexpr int measured_peers = 2;  // among more it has not been measured what they gain
 constexpr int most_peer_blocks = 128;
-constexpr int peer_threads = 512;  // of each of them
+constexpr int peer_threads = 512;
 constexpr int row_of_gathers = most_peer_blocks, row_of_reductions = row_of_gathers + 1;  // of streams
 constexpr int peer_rows = row_of_reductions + 1;
 
