@@ -27,9 +27,9 @@ int64_t round_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
 // Which offsets are taken at which moments: a binary tree over the moments, the root at 1, whose nodes hold offsets.
 // Buffers lie close to each other, so the offsets of many buffers are few ranges: with n buffers, adding one and
 // looking for a gap costs log n times that.
-class Occupied {
+class OccupiedTree {
  public:
-  explicit Occupied(size_t moments) {
+  explicit OccupiedTree(size_t moments) {
     while (leaves_ < moments) leaves_ *= 2;
     through_.resize(2 * leaves_), within_.resize(2 * leaves_);
   }
@@ -91,6 +91,33 @@ class Occupied {
   std::vector<std::pair<Ranges::const_iterator, Ranges::const_iterator>> seen_;
 };
 
+// The same as a list in the order of offsets: up to some two thousand buffers it is quicker to go through all.
+class OccupiedList {
+ public:
+  void clear() { buffers_.clear(); }
+  int64_t lowest_gap(size_t from, size_t to, int64_t bytes) const {
+    int64_t at = 0;
+    for (const Placed& p : buffers_) {
+      const bool together = (p.from < to) & (from < p.to);  // without branches: which are together, none can foretell
+      if (together & (p.offset - at >= bytes)) break;
+      at = together ? std::max(at, p.end) : at;
+    }
+    return at;
+  }
+  void add(size_t from, size_t to, int64_t offset, int64_t end) {
+    const auto behind = std::upper_bound(buffers_.begin(), buffers_.end(), offset,
+                                         [](int64_t x, const Placed& p) { return x < p.offset; });
+    buffers_.insert(behind, {from, to, offset, end});
+  }
+
+ private:
+  struct Placed {
+    size_t from, to;
+    int64_t offset, end;
+  };
+  std::vector<Placed> buffers_;
+};
+
 // A buffer's bytes, and the moments that it lives through. Two that live at one time do so at the birth of one of them,
 // hence the moments are births.
 struct Stay {
@@ -111,6 +138,7 @@ std::vector<Stay> stays_of(const std::vector<Life>& lives, int64_t align) {
 }
 
 // Places buffers one after another, each into the lowest gap between those that live at one time with it.
+template <class Occupied>
 int64_t pack_in_order(const std::vector<Stay>& stays, const std::vector<int>& order, Occupied* occupied,
                       std::vector<int64_t>* offsets) {
   occupied->clear();
@@ -164,9 +192,11 @@ int64_t pack(const std::vector<Life>& lives, int64_t align, std::vector<int64_t>
   int64_t best = -1;
   const int64_t bound = most_live(lives, align);
   const std::vector<Stay> stays = stays_of(lives, align);
-  Occupied occupied(stays.size());
+  const bool few = n <= 2000;
+  OccupiedTree tree(few ? 0 : stays.size());
+  OccupiedList list;
   const auto place = [&] {
-    const int64_t total = pack_in_order(stays, order, &occupied, &at);
+    const int64_t total = few ? pack_in_order(stays, order, &list, &at) : pack_in_order(stays, order, &tree, &at);
     if (best < 0 || total < best) best = total, *offsets = at;
     return total;
   };
