@@ -227,7 +227,7 @@ nvcc_compile := $(nvcc) -ccbin $(CXX) -std=c++17 -O3 $(gencode) -t $(words $(arc
 # A directory that the run-time linker does not search is written into the programs.
 system_dirs := /usr/lib /lib /usr/lib64 /lib64 /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu
 rpath = $(foreach d,$(filter-out $(system_dirs),$(1)),-Wl,-rpath,$(d))
-# The linker wants it to be there, and the programs do not load it: lib/ops/cublaslt.cc does.
+# A build without it fails here; the programs load it on first use (lib/ops/cublaslt.cc).
 cublas := -Wl,--push-state,--as-needed -lcublasLt -Wl,--pop-state
 link_libs := $(sanitize) $(if $(nvcc),$(addprefix -L,$(cuda_lib)) $(call rpath,$(cuda_lib)) $(cublas) -lcudart_static -lrt) -ldl \
   $(call rpath,$(filter-out $(cuda_lib),$(cupti_lib))) \

@@ -13,6 +13,8 @@
 #include <random>
 #include <thread>
 
+#include "lib/device/library.h"
+
 namespace {
 
 // Holds a CPU stream until it is opened. The limit turns what would be a hanging test into a failed one.
@@ -83,6 +85,24 @@ TEST_CASE("errors say what and where", "[device]") {
 }
 
 #if FSDP_CUDA
+TEST_CASE("a library tells the first that it lacks, and has the rest", "[device]") {
+  double (*cosine)(double) = nullptr;
+  Library math("libm.so.6");
+  math.find("cos", &cosine);
+  REQUIRE(cosine);
+  CHECK(cosine(0) == 1);
+  CHECK(math.why().empty());
+  void (*none)() = [] {};
+  math.find("no_such", &none);
+  CHECK(!none);
+  math.find("nor_such", &none);
+  CHECK(math.why() == "libm.so.6 has no no_such");
+  Library absent("libabsent.so.7");
+  absent.find("cos", &cosine);
+  CHECK(!cosine);
+  CHECK(absent.why().find("libabsent.so.7") == 0);
+}
+
 TEST_CASE("an error of CUDA names the call, the file and the line", "[device]") {
   const int line = __LINE__ + 1;
   const std::string text = error_of<CudaError>([&] { CUDA_CHECK(cudaSetDevice(99999)); });

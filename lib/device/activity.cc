@@ -1,7 +1,6 @@
 #include "lib/device/activity.h"
 
 #include <cxxabi.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,6 +9,7 @@
 #include <unordered_map>
 
 #include "lib/device/error.h"
+#include "lib/device/library.h"
 #include "lib/device/stream.h"
 
 #ifndef FSDP_CUPTI
@@ -206,25 +206,18 @@ bool is_open() { return state().open; }
 bool open(std::string* why) {
   State& s = state();
   if (s.open) return true;
-  const std::string file = strf("libcupti.so.%d", CUDART_VERSION / 1000);
-  void* library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) {
-    const char* reason = dlerror();
-    *why = reason ? reason : file + " cannot be opened";
+  Library library(strf("libcupti.so.%d", CUDART_VERSION / 1000));
+  Cupti& c = s.cupti;
+  library.find("cuptiActivityRegisterCallbacks", &c.register_callbacks);
+  library.find("cuptiActivityEnable", &c.enable), library.find("cuptiActivityDisable", &c.disable);
+  library.find("cuptiActivityFlushAll", &c.flush), library.find("cuptiActivityGetNextRecord", &c.next_record);
+  library.find("cuptiActivityGetNumDroppedRecords", &c.dropped_records);
+  library.find("cuptiGetTimestamp", &c.timestamp), library.find("cuptiGetStreamIdEx", &c.stream_id);
+  library.find("cuptiGetResultString", &c.result_string);
+  if (!library.why().empty()) {
+    *why = library.why();
     return false;
   }
-  auto find = [&](const char* name, auto* function) {
-    *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
-    if (!*function) *why = file + " has no " + name;
-    return *function != nullptr;
-  };
-  Cupti& c = s.cupti;
-  if (!find("cuptiActivityRegisterCallbacks", &c.register_callbacks) || !find("cuptiActivityEnable", &c.enable) ||
-      !find("cuptiActivityDisable", &c.disable) || !find("cuptiActivityFlushAll", &c.flush) ||
-      !find("cuptiActivityGetNextRecord", &c.next_record) ||
-      !find("cuptiActivityGetNumDroppedRecords", &c.dropped_records) || !find("cuptiGetTimestamp", &c.timestamp) ||
-      !find("cuptiGetStreamIdEx", &c.stream_id) || !find("cuptiGetResultString", &c.result_string))
-    return false;
   // Once on and off again: what refuses says so here and not at the last step, and CUDA graphs that are made from here
   // on can be recorded.
   CUptiResult code = c.register_callbacks(give_buffer, take_buffer);

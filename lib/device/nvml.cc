@@ -1,6 +1,5 @@
 #include "lib/device/nvml.h"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,23 +10,19 @@
 #include <fstream>
 
 #include "lib/device/error.h"
+#include "lib/device/library.h"
 
 const Nvml* load_nvml() {
   static const Nvml* const loaded = []() -> const Nvml* {
-    void* library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) return nullptr;
     static Nvml n;
-    bool all = true;
-    auto find = [&](const char* name, auto* function) {
-      *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
-      all = all && *function;
-    };
-    find("nvmlInit_v2", &n.init), find("nvmlShutdown", &n.shutdown), find("nvmlDeviceGetCount_v2", &n.count);
-    find("nvmlDeviceGetHandleByIndex_v2", &n.by_index), find("nvmlDeviceGetHandleByUUID", &n.by_uuid);
-    find("nvmlDeviceGetUUID", &n.uuid_of), find("nvmlDeviceGetUtilizationRates", &n.utilization);
-    find("nvmlDeviceGetClockInfo", &n.clock), find("nvmlDeviceGetPowerUsage", &n.power);
-    const bool enough = all;
-    find("nvmlDeviceGetComputeRunningProcesses_v3", &n.processes);
+    Library nvml("libnvidia-ml.so.1");
+    nvml.find("nvmlInit_v2", &n.init), nvml.find("nvmlShutdown", &n.shutdown);
+    nvml.find("nvmlDeviceGetCount_v2", &n.count), nvml.find("nvmlDeviceGetHandleByIndex_v2", &n.by_index);
+    nvml.find("nvmlDeviceGetHandleByUUID", &n.by_uuid), nvml.find("nvmlDeviceGetUUID", &n.uuid_of);
+    nvml.find("nvmlDeviceGetUtilizationRates", &n.utilization), nvml.find("nvmlDeviceGetClockInfo", &n.clock);
+    nvml.find("nvmlDeviceGetPowerUsage", &n.power);
+    const bool enough = nvml.why().empty();
+    nvml.find("nvmlDeviceGetComputeRunningProcesses_v3", &n.processes);
     return enough ? &n : nullptr;
   }();
   return loaded;

@@ -1,4 +1,4 @@
-// cuBLASLt, opened when a GPU's first product is made. Were it linked, every process would load it and initialize its
+// cuBLASLt, loaded when a GPU's first product is made. Were it linked, every process would load it and initialize its
 // tables of kernels, 0.17 s and 205 MiB: ./train --help, and each rank on a CPU (results/gpu-tests-2026-11-29.log).
 #pragma once
 
@@ -23,9 +23,9 @@ struct CublasLt {
   decltype(&::cublasLtMatrixLayoutCreate) create_layout;
 };
 
-// For the life of the process. Error: the library cannot be opened, and why.
+// For the life of the process. Error: the library cannot be loaded, and why.
 const CublasLt& cublaslt();
 #endif
 
-// Of the library, which is opened, as in 13.2.0. Empty: it cannot be.
+// Of the library, which is loaded for it, as in 13.2.0. Empty: it cannot be.
 std::string cublaslt_version();

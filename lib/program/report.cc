@@ -52,7 +52,7 @@ json versions_json() {
   };
   return {{"cuda", or_null(runtime_version())},
           {"cuda_driver", or_null(driver_version())},
-          {"cublas", or_null(gpu_count() ? cublaslt_version() : "")},  // on a CPU it stays closed
+          {"cublas", or_null(gpu_count() ? cublaslt_version() : "")},  // a run on a CPU does not load it
           {"nccl", or_null(nccl_version())},
           {"mpi", or_null(mpi_version())}};
 }

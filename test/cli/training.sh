@@ -67,7 +67,7 @@ done
 [ -n "$plain" ] && [ -n "$bounded" ] && [ "$bounded" != "$plain" ] || wrong="$wrong; not --clip: $plain, $bounded"
 verdict "what the optimizer is told changes the steps" "$wrong"
 
-# cuBLAS is for GPUs: who wants help, or trains on a CPU, does not wait for it; who asks for its version does.
+# cuBLAS is for GPUs: --help and a run on a CPU do not wait for it; --version, which names its version, does.
 loads() {
   CUDA_VISIBLE_DEVICES='' LD_DEBUG=files timeout "$limit" ./train "$@" 2>&1 </dev/null |
     grep -ac 'calling init: .*/libcublasLt\.so'
