@@ -46,11 +46,10 @@ struct Place {
 template <int step>
 __device__ inline void load(float (&to)[step], const float* from, Place at) {
   const int i = at.thread * 4;
-  if (i < step) copy16(uint32_t(__cvta_generic_to_shared(to + i)), from + i);
+  if (i < step) copy16(to + i, from + i);
 }
-__device__ inline void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Rows [0, valid) of `D_of` numbers; what is past them becomes zero. The copies are under way until arrived().
+// Rows [0, valid) of `D_of` numbers; what is past them becomes zero. The copies are under way until copies_wait_all().
 template <int D, int R>
 __device__ inline void load(Tile<R, D>& to, const float* from, int64_t ld, int valid, int D_of, Place at) {
   constexpr int rows = threads / (D / 4);  // at a time
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(threads, teams(D, step))
   };
   if (begin < end) bring(tile.k, k, begin);
   for (int k0 = begin; k0 < end; k0 += step) {  // of keys and values, the ones come while the others are multiplied
-    arrived();
+    copies_wait_all();
     __syncthreads();
     bring(tile.v, v, k0);
     Scores<step> s;
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(threads, teams(D, step))
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) acc[n][2 * i] *= factor, acc[n][2 * i + 1] *= factor;
     }
-    arrived();
+    copies_wait_all();
     __syncthreads();
     if (k0 + step < end) bring(tile.k, k, k0 + step);
     accumulate<D, step>(acc, s, tile.v, first_key - k0, last_key - k0, at);
@@ -318,7 +317,7 @@ __global__ void __launch_bounds__(teams(D, step) * threads)
   constexpr int other = teams(D, step) > 1 ? 1 : 0;
   if (part == 0) load<D>(tile.k, k + kv, a.ld_kv, a.keys - k0, a.D, at);
   if (part == other) load<D>(tile.v, v + kv, a.ld_kv, a.keys - k0, a.D, at);
-  arrived();
+  copies_wait_all();
   __syncthreads();
   Sums<D> dk_acc = {}, dv_acc = {};
   const int first_query = mask.first_query(k0 + at.first()), last_query = mask.last_query(k0 + at.first() + 16);
@@ -333,13 +332,13 @@ __global__ void __launch_bounds__(teams(D, step) * threads)
   for (int i = loop.begin; i < loop.end; ++i) {  // of q and do, the one comes while the other is multiplied
     const int q0 = query_at(i);
     const int64_t stats = int64_t(item.b * a.H + head_at(i)) * a.Tp + q0;
-    arrived();
+    copies_wait_all();
     sync(part);
     bring(walked.q, q, a.ld_q, i);
     load(walked.lse2, lse2 + stats, at), load(walked.delta, delta + stats, at);
     Scores<step> p, ds;
     multiply<D, step>(ds, tile.v, walked.d_o, at);
-    arrived();
+    copies_wait_all();
     sync(part);
     multiply<D, step>(p, tile.k, walked.q, at);
     // lse2 of queries past the last is +inf, and sums of keys past the last are not written.
@@ -400,12 +399,12 @@ __global__ void __launch_bounds__(threads, teams(D, step))
   };
   if (begin < end) bring(tile.v, v, begin);
   for (int k0 = begin; k0 < end; k0 += step) {  // of keys and values, the ones come while the others are multiplied
-    arrived();
+    copies_wait_all();
     __syncthreads();
     bring(tile.k, k, k0);
     Scores<step> p, ds;
     multiply<D, step>(ds, tile.d_o, tile.v, at);
-    arrived();
+    copies_wait_all();
     __syncthreads();
     if (k0 + step < end) bring(tile.v, v, k0 + step);
     multiply<D, step>(p, tile.q, tile.k, at);

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Near<D, DV>::threads, 1)
   load_blocks(base + L::v, v, std::integral_constant<int, DV>());
   if (wg < a.group) load_queries(wg), load_choice(wg);
   copies_wait<0>();
-  copies_visible();
+  shared_visible();
   __syncthreads();
 
 #pragma unroll 1
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Near<D, DV>::threads, 1)
       named_barrier(1 + wg, 128);  // the rows before have been read
       load_queries(n), load_choice(n);
       copies_wait<0>();
-      copies_visible();
+      shared_visible();
       named_barrier(1 + wg, 128);
     }
     const int r0 = warp * 16 + lane / 4, words[2] = {load_shared(info + r0 * 4), load_shared(info + r0 * 4 + 32)};

@@ -11,8 +11,6 @@
 
 namespace attention::selected::sm90 {
 
-using selected::sm80::copies_commit;
-using selected::sm80::copies_wait;
 
 constexpr int block_threads = 128, M = 64, N = piece_keys;  // rows of a tile; keys
 
@@ -23,7 +21,6 @@ using namespace attention::sm90;
 __device__ inline uint32_t piece_at(uint32_t tile, int row, int c) {  // address of 8 elements, columns 8c to 8c + 7
   return tile + c / 8 * 64 * 128 + row * 128 + ((c % 8) ^ (row % 8)) * 16;
 }
-__device__ inline void copies_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A piece's keys or values; what follows its last is zero.
 template <int D>
@@ -181,7 +178,7 @@ __global__ void __launch_bounds__(block_threads, D > 128 ? 3 : 4)
 #pragma unroll 1
   for (int n = 0; n < tiles; ++n) {
     copies_wait<0>();
-    copies_visible();
+    shared_visible();
     __syncthreads();  // the tile has come
     float s[N / 2], o[DV / 2];
     wgmma_begin();
@@ -312,7 +309,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     const uint32_t q_tile = base + L::q + n % L::stages * L::q_tile;
     const uint32_t do_tile = base + L::d_o + n % L::stages * L::do_tile;
     copies_wait<0>();
-    copies_visible();
+    shared_visible();
     __syncthreads();  // the tile has come, and everybody has left the one before
     const auto gather_next = [&] {
       if (n + 1 == tiles) return;
@@ -380,7 +377,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     if constexpr (D > 128) {
       wgmma_wait<0>();
       pin(dk), pin(ds);
-      copies_visible();
+      shared_visible();
       __syncthreads();  // dS is there, and everybody has left Q and dO
       gather_next();
       if (n + 1 < tiles) store_stats(n + 1, stat);
@@ -398,7 +395,7 @@ __global__ void __launch_bounds__(block_threads, 2)
     } else {
       wgmma_wait<1>();
       pin(dv), pin(p);
-      copies_visible();
+      shared_visible();
       __syncthreads();  // dS is there
       float dq[D / 2];
       wgmma_begin();

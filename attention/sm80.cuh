@@ -34,11 +34,6 @@ __device__ inline void load_tile(uint32_t to, const bf16* from, int64_t ld, int 
     copy16(piece<D>(to, r, c), p, r < valid);
   }
 }
-__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups>
-__device__ inline void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
-}
 
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

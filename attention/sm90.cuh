@@ -71,7 +71,7 @@ __device__ inline void store_rows(const float (&d)[D / 2], float f0, float f1, u
     store_matrices(at, pack_bf16(d[4 * i] * f0, d[4 * i + 1] * f0), pack_bf16(d[4 * i + 2] * f1, d[4 * i + 3] * f1),
                    pack_bf16(d[4 * i + 4] * f0, d[4 * i + 5] * f0), pack_bf16(d[4 * i + 6] * f1, d[4 * i + 7] * f1));
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  shared_visible();
   named_barrier(id, 128);
   if (threadIdx.x % 128 == 0) {
 #pragma unroll

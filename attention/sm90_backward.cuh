@@ -366,11 +366,9 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int e = 0; e < BM / 8; e += 2) {
         const uint32_t at = (to ^ e % 8 * 16) + e / 8 * BN * 128;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(h[2 * e]),
-                     "r"(h[2 * e + 1]), "r"(h[2 * e + 2]), "r"(h[2 * e + 3])
-                     : "memory");
+        store_matrices(at, h[2 * e], h[2 * e + 1], h[2 * e + 2], h[2 * e + 3]);
       }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      shared_visible();
     };
     auto start_dq = [&] {
       wgmma_begin();
@@ -386,7 +384,7 @@ __global__ void __launch_bounds__(384, 1)
       const uint32_t to = base + (wg ? L::dq1 : L::dq0) + thread_index() % 128 * 16;
 #pragma unroll
       for (int e = 0; e < D / 2; e += 4) store_shared4(to + e * 512, dq + e);
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      shared_visible();
       __syncwarp();
       if (thread_index() % 32 == 0) barrier_arrive(staged + 8 * wg);
     };

@@ -170,13 +170,6 @@ inline HD int64_t part_at(const Problem& a, int parts, int which, int part, int 
 
 #ifdef __CUDACC__
 
-// 16 bytes from global to shared memory, asynchronously and through L2 alone; of an address that is not valid, zeros.
-__device__ inline void copy16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ inline void copy16(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
 // Over the four lanes that hold one row of an accumulator, in mma.sync and wgmma alike.
 inline __device__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

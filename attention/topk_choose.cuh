@@ -210,7 +210,7 @@ __device__ inline void choose_all(int32_t* indices, const float* scores, int b, 
       const float* row = scores + int64_t(r) * a.row;
       copy(to, row, last + 1), copy(to + room, row + a.blocks, last / 4);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copies_commit();
   };
   if constexpr (pooled) fetch(warp, near);
 #pragma unroll 1
@@ -219,7 +219,7 @@ __device__ inline void choose_all(int32_t* indices, const float* scores, int b, 
     if constexpr (pooled) {
       float *mine = near + turn * (room + room / 4), *other = near + (turn ^ 1) * (room + room / 4);
       fetch(r + warps, other);
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      copies_wait<1>();
       __syncwarp();
       choose<room>(indices + int64_t(r) * a.n, q0 + r, mine, OfBlocks(row, a.blocks), gathered, a);
     } else {

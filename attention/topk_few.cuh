@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(Few<D, heads>::threads)
     }
     float shift[2 * L::groups], s[L::columns / 2];
     load_lse<heads>(shift, lse, b, head * heads, q0, a);
-    asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
+    copies_wait_all();
+    shared_visible();
     make_shifts<true>(shift);
     __syncthreads();
     barrier_wait(base + L::bar, 0);

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(256, 2)
         load_queries<D, heads, 128>(q, threadIdx.x % 128, b, first_head, q0, a, [&](int column, int piece) {
           return base + L::q + piece / 8 * TopK::columns * 128 + column * 128 + ((piece ^ column) % 8) * 16;
         });
-        asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
+        copies_wait_all();
+        shared_visible();
         named_barrier(1, 128);
         make_shifts<pooled>(shift);
 

@@ -89,6 +89,9 @@ __device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / 
 // The thread that stored by TMA waits until its shared memory has been read.
 __device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// What this thread has written to shared memory, or waited for, is there for TMA and wgmma.
+__device__ inline void shared_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Four 8 x 8 matrices of bf16, of each of which a lane has a pair: row lane / 4, columns 2 (lane % 4) and the next.
 // Lanes 8m to 8m + 7 say where the rows of matrix m go.
 __device__ inline void store_matrices(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -33,17 +33,6 @@ inline void meet_peers(cudaStream_t stream, const Peers& peers, int row) {
   launch(stream, meet_kernel, {1, 32}, peers, row);
 }
 
-// Ahead of time into shared memory, 16 bytes, through L2 alone.
-__device__ __forceinline__ void copy_ahead(uint4* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int after>
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(after) : "memory");
-}
-
 // to (n) = (adds ? to : 0) + the ranks' parts at `mine` (n), in vectors. NVLink is slow to answer, so a thread has
 // `stages` vectors of each rank under way, and of `to`, which takes most of the shared memory. Writes sizeof(To) an
 // element and reads ranks * sizeof(E), all but one of them from afar. partials (gridDim.x) or none: of the sum of
@@ -61,12 +50,11 @@ __global__ void __launch_bounds__(peer_threads, 1)
   };
   const auto fetch = [&](int64_t i, int stage) {
     if (i < n) {
-      for (int r = 0; r < peers.ranks; ++r) copy_ahead(slot(stage, r), peers.of(r, mine) + i);
+      for (int r = 0; r < peers.ranks; ++r) copy16(slot(stage, r), peers.of(r, mine) + i);
 #pragma unroll
-      for (int v = 0; v < own; ++v)
-        copy_ahead(slot(stage, peers.ranks + v), reinterpret_cast<const uint4*>(to + i) + v);
+      for (int v = 0; v < own; ++v) copy16(slot(stage, peers.ranks + v), reinterpret_cast<const uint4*>(to + i) + v);
     }
-    end_copies();
+    copies_commit();
   };
   const uint32_t met = peers.own()[blockIdx.x];
   meet(peers, met + 1);
@@ -76,7 +64,7 @@ __global__ void __launch_bounds__(peer_threads, 1)
   int stage = 0;
   for (int64_t i = first; i < n; i += stride) {
     float sum[N], x[N];
-    await_copies<stages - 1>();
+    copies_wait<stages - 1>();
     load(sum, reinterpret_cast<const E*>(slot(stage, 0)));
     for (int r = 1; r < peers.ranks; ++r) {
       load(x, reinterpret_cast<const E*>(slot(stage, r)));
