@@ -28,7 +28,7 @@ int peers::map(Stream& stream, void* comm, void* window, Peers* p) {
   gpu::find_arenas<<<1, 1, 0, stream.cuda()>>>(arenas.get(), static_cast<ncclWindow_t>(window), p->ranks);
   CUDA_CHECK_LAUNCH();
   stream.synchronize();
-  for (int r = 0; r < p->ranks; ++r) p->arena[r] = arenas[r];
+  for (int r = 0; r < p->ranks; ++r) p->arena[r] = r == p->rank ? p->base : arenas[r];
   return reached;
 }
 

@@ -18,8 +18,8 @@ constexpr int peer_rows = row_of_reductions + 1;
 // other; those that do nothing else, of two streams, have rows of signals of their own.
 struct Peers {
   int ranks = 0, rank = 0;
-  char* arena[most_peers] = {};  // this rank's too, by another address than `base`, the one that buffers have
-  const char* base = nullptr;
+  char* arena[most_peers] = {};  // this rank's is `base`: by two addresses of one memory a kernel may see two contents
+  char* base = nullptr;          // as buffers have it
   uint32_t* signals = nullptr;  // (peer_rows, ranks): how often each rank's block has come; then this rank's own
 
   // Where `p`, in this rank's arena, lies in that of rank r.
