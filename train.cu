@@ -225,6 +225,7 @@ std::string report_step(Training<T, G>& t, int64_t step) {
   const std::string wrong = t.bad.take(step, of, t.model.fsdp.units(), was.unit_sums.get(), replay, note);
   if (wrong.empty()) return "";
   t.dev.compute().synchronize();  // with a step that is still running
+  t.dev.gather().synchronize();   // and the gathers that it ends with
   if (!t.saver) return wrong;
   try {
     t.saver->finish();       // a save that is under way may be the one to go back to

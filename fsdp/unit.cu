@@ -36,10 +36,6 @@ FlatParam append_flat(Unit* u, bool with_gradient, int shards) {
   return f;
 }
 
-}  // namespace
-
-namespace {
-
 void lay_out(Unit* u, int shards) {
   find_gradients(u);
   // Weight decay is for a prefix, so that AdamW needs one number to know whom.
