@@ -182,14 +182,12 @@ template <class T, class G>
 void Fsdp<T, G>::keep_gradient_slots() {
   const bool narrow = options_.reduce_dtype != dtype_of<G>;
   ASSERT(!narrow || (options_.reduce_dtype == Dtype::bf16 && dtype_of<G> == Dtype::f32));
+  const Purpose purpose = Purpose::gradient_slots;
+  int64_t most = 0, most_of_shard = 0;
   auto add = [&](int owner, int64_t numel, int64_t shard, const std::string& name) {
-    const Purpose purpose = Purpose::gradient_slots;
-    G* p = dev_.mem.keep<G>(numel, name, purpose);
-    bf16* in_bf16 = narrow ? dev_.mem.keep<bf16>(numel, name + ", narrow", purpose) : nullptr;
-    gradient_slots_.emplace_back(dev_, name, p, in_bf16);
+    gradient_slots_.emplace_back(dev_, name, dev_.mem.keep<G>(numel, name, purpose));
     gradient_slots_.back().owner = owner;
-    if (options_.update_in_backward)
-      gradient_slots_.back().fp32_shard = dev_.mem.keep<float>(shard, name + ", my part", purpose);
+    most = std::max(most, numel), most_of_shard = std::max(most_of_shard, shard);
   };
   std::vector<int64_t> sharded;
   for (const Unit& u : units_)
@@ -208,6 +206,8 @@ void Fsdp<T, G>::keep_gradient_slots() {
   for (size_t i = 0; i < units_.size(); i++)
     if (units_[i].replicated && units_[i].trained())
       add(int(i), units_[i].with_gradient.padded, units_[i].with_gradient.shard, units_[i].name + " gradient");
+  if (narrow) narrow_gradient_ = dev_.mem.keep<bf16>(most, "gradient in bf16", purpose);
+  if (options_.update_in_backward) updated_gradient_ = dev_.mem.keep<float>(most_of_shard, "gradient shard", purpose);
 }
 
 template <class T, class G>

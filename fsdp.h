@@ -244,12 +244,9 @@ class Fsdp {
   // for that and gives it to a unit; reduce() makes it idle again. Sharded units that are not large take turns over the
   // first `rotating_` of them; a replicated one has its own.
   struct GradientSlot {
-    GradientSlot(Device& dev, const std::string& name, G* p, bf16* narrow)
-        : name(name), p(p), narrow(narrow), written(dev), reduction_done(dev) {}
+    GradientSlot(Device& dev, const std::string& name, G* p) : name(name), p(p), written(dev), reduction_done(dev) {}
     std::string name;  // in the plan of memory
     G* p;
-    bf16* narrow;                 // the copy in the reduce dtype, where that is not G
-    float* fp32_shard = nullptr;  // my shard of the sum, for AdamW in the backward pass
     int owner = -1;
     bool large = false;
     int unit = -1;
@@ -326,6 +323,10 @@ class Fsdp {
   std::vector<Slot> slots_;
   std::vector<GradientSlot> gradient_slots_;
   size_t next_gradient_slot_ = 0, rotating_ = 0;
+  // Of the unit that the reduce stream is at, so one of each does for all: its gradient in the reduce dtype, where that
+  // is not G; and this rank's shard of the sum, for AdamW in the backward pass.
+  bf16* narrow_gradient_ = nullptr;
+  float* updated_gradient_ = nullptr;
   int last_large_ = -1;  // of the units with large gradients the one that a micro-batch reduces last; -1: there is none
   int64_t small_slot_ = 0, small_gradient_ = 0;      // elements of a slot that is not for large units
   std::vector<std::pair<int, Slot*>> next_gathers_;  // units that the next step begins with, and where they go

@@ -81,7 +81,7 @@ void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<
   if ((how == Reduction::shard || how == Reduction::complete) && first_shard && !in_bf16)
     state.gradient = dev_.mem.take<float>(flat.shard, "gradient shard", Purpose::gradients);
   float* unsharded = state.unsharded_gradient.get();
-  float* shard = state.gradient.get() ? state.gradient.get() : s.fp32_shard;
+  float* shard = state.gradient.get() ? state.gradient.get() : updated_gradient_;
   const GradientShard to = {shard, state.bf16_gradient.get(), !first_shard};
 
   dev_.compute().record(s.written);
@@ -100,11 +100,11 @@ void Fsdp<T, G>::reduce(int u, const ops::UsedRows& used, const ops::ColumnSums<
   if (unsharded) ops::accumulate_gradient(stream, unsharded, s.p, flat.padded, !first_unsharded);
   if (how != Reduction::accumulate) {
     if constexpr (std::is_same_v<G, float>) {
-      if (s.narrow) ops::cast(stream, s.narrow, unsharded ? unsharded : s.p, flat.padded);
+      if (narrow_gradient_) ops::cast(stream, narrow_gradient_, unsharded ? unsharded : s.p, flat.padded);
     }
-    if (unsharded && !s.narrow) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
+    if (unsharded && !narrow_gradient_) ops::cast(stream, s.p, static_cast<const float*>(unsharded), flat.padded);
     const ops::PowerSum norm = share_of_norm(u, how);
-    if (s.narrow) sum_over_ranks(u, s.narrow, used, to, norm);
+    if (narrow_gradient_) sum_over_ranks(u, narrow_gradient_, used, to, norm);
     else sum_over_ranks(u, s.p, used, to, norm);
     s.read_by_reduction[0] = std::move(state.unsharded_gradient);
   }
@@ -127,6 +127,7 @@ Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
                                       : Issued::reduce_scatter;
 }
 
+// For the reduce stream. Compute gives nothing back between `written` and this: who had the room before is through.
 template <class T, class G>
 template <class E>
 E* Fsdp<T, G>::room_for_parts(Buffer<char>* in, int64_t numel) {

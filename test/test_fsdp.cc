@@ -837,6 +837,14 @@ TEST_CASE("the planned memory is what is used, and what --plan says", "[fsdp]") 
     CHECK(about(memory.peak[int(Purpose::gather_slots)], gathers_here * largest * 4 * g, g));
     CHECK(about(memory.peak[int(Purpose::gradient_slots)], largest * 4 * r, r));
   }
+  // What the reduce stream alone works in is one for all slots: AdamW's shard in the backward pass, a gradient in bf16.
+  auto slots = [&](const Setup& setup) {
+    return train<float, float>(setup, world).memory.peak[int(Purpose::gradient_slots)];
+  };
+  s.fsdp.gradient_slots = 3, s.clip = 0, s.fsdp.update_in_backward = true;
+  CHECK(about(slots(s), largest * 4 * 3 + largest / world.size * 4, 4));
+  s.fsdp.update_in_backward = false, s.fsdp.reduce_dtype = Dtype::bf16;
+  CHECK(about(slots(s), largest * 4 * 3 + largest * 2, 4));
 }
 
 TEST_CASE("few large units have a slot between them, and are on their way early", "[fsdp]") {
