@@ -32,7 +32,7 @@ struct StepInFlight {
   Finding sample = {};               // what was written behind the step, to be told behind its line
   Graph graph{dev};                  // of this step and every second one after it: it holds addresses of this struct
   Event copied{dev};                 // the device has read the micro-batches
-  Event results{dev};                // the host has what it is told of the step, but for its time
+  Event results{dev};                // for compute: the host has what it is told of the step, but for its time
   Event started{dev, Event::timed}, done{dev, Event::timed}, validation_done{dev};
 };
 
