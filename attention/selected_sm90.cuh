@@ -11,7 +11,6 @@
 
 namespace attention::selected::sm90 {
 
-
 constexpr int block_threads = 128, M = 64, N = piece_keys;  // rows of a tile; keys
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

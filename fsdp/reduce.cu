@@ -127,7 +127,7 @@ Issued::Kind Fsdp<T, G>::reduction_of(int u) const {
                                       : Issued::reduce_scatter;
 }
 
-// For the reduce stream. Compute gives nothing back between `written` and this: who had the room before is through.
+// Taken behind `written`, which suffices: compute gives nothing back in between, so the room is free by then.
 template <class T, class G>
 template <class E>
 E* Fsdp<T, G>::room_for_parts(Buffer<char>* in, int64_t numel) {

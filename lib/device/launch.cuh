@@ -28,9 +28,9 @@ __device__ __forceinline__ void let_next_in() {
 
 // For kernels of a series that need nothing of each other: a block takes the place that one of the kernel before has
 // left. The first of them waits for what is before the series, then lets the second in, and so on; each but the first
-// waits at its end, so that its end is still the end of all. What was written before the series the others read without
-// a wait, and PTX promises it to those alone that wait: by then all blocks of the first have, so it has come to L2, and
-// a grid begins with nothing older in L1.
+// waits at its end, so that its end is still the end of all. The others read what was written before the series without
+// a wait of their own, for which PTX promises nothing. It is there all the same: all blocks of the first have waited by
+// then, so it is in L2, and a grid starts with a clean L1.
 __device__ __forceinline__ void begin_of_series(bool first) {
   if (first) begin_kernel();
   let_next_in();

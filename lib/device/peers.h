@@ -18,7 +18,7 @@ constexpr int peer_rows = row_of_reductions + 1;
 // other; those that do nothing else, of two streams, have rows of signals of their own.
 struct Peers {
   int ranks = 0, rank = 0;
-  char* arena[most_peers] = {};  // this rank's is `base`: by two addresses of one memory a kernel may see two contents
+  char* arena[most_peers] = {};  // this rank's is `base`: a kernel must not reach one memory by two addresses
   char* base = nullptr;          // as buffers have it
   uint32_t* signals = nullptr;  // (peer_rows, ranks): how often each rank's block has come; then this rank's own
 

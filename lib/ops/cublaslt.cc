@@ -4,7 +4,6 @@
 #include "lib/device/library.h"
 
 #if FSDP_CUDA
-
 namespace {
 struct Loaded {
   CublasLt lt;
@@ -44,7 +43,6 @@ std::string cublaslt_version() {
   const size_t v = loaded().lt.version();
   return strf("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
-
 #else
 std::string cublaslt_version() { return ""; }
 #endif
